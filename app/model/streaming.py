@@ -74,7 +74,7 @@ def stream_layers(model: Any, source: str, device: torch.device) -> LayerStream:
         own.clear()  # its memory is free before the next layer is copied
     model.to(device)
     log.info(
-        "weights: %.2f GiB of %d layers are streamed from %s, %.2f GiB at a time on %s",
+        "weights: %.3g GiB of %d layers are streamed from %s, %.3g GiB at a time on %s",
         stream.num_bytes / GIB,
         len(layers),
         "their files" if source == "disk" else "host memory",

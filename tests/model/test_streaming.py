@@ -11,8 +11,10 @@ import pytest
 import torch
 import transformers
 
+from app.assembly.base import open_base
+from app.config import load_config
 from app.model import streaming
-from app.model.adapter import AdapterConfig, Ia3Config, LoraConfig
+from app.model.adapter import AdapterConfig, FullConfig, Ia3Config, LoraConfig
 from app.model.base import ModelConfig
 from app.model.build import build_model, load_tuned
 from app.model.quantization import QuantizationConfig
@@ -194,6 +196,13 @@ def test_a_base_of_files_in_4_bits_is_streamed_in_its_packed_form(
 def test_what_is_not_in_a_file_is_not_read_from_a_disk(llama: Path) -> None:
     with pytest.raises(UserError, match=r"converted to torch\.float32 .*type model\.stream=host"):
         build(llama, "disk", precision="fp32")
+
+
+def test_a_whole_trained_model_is_not_streamed(llama: Path) -> None:
+    config: Any = load_config("evaluate", [f"model.path={llama}", "model.stream=host"])
+    unused: Any = None
+    with pytest.raises(UserError, match=r"adapter=full has trained it; type model\.stream=null"):
+        open_base(config, unused, FullConfig())
 
 
 def test_weights_in_int8_are_refused(tmp_path: Path) -> None:

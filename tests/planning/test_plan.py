@@ -102,6 +102,15 @@ def test_advice_is_sorted_and_its_overrides_work(tmp_path: Path) -> None:
     assert "<svg" in page and "<script" not in page and "http" not in page
 
 
+def test_a_base_that_nothing_else_fits_may_be_streamed(tmp_path: Path) -> None:
+    words = ("+experiment=llama70b_qlora", "hardware=rtx4090", "optimizer=adamw8bit")
+    facts, _ = plan_of(tmp_path / "a", *words, "strategy=single")
+    assert not facts["fits"] and facts["to_fit"][0] == "model.stream=host"
+    streamed, _ = plan_of(tmp_path / "b", *words, "strategy=single", "model.stream=host")
+    assert streamed["fits"] and streamed["gpu_gib"]["weights"] < 5
+    assert streamed["settings"]["stream"] == "host"
+
+
 def test_a_disk_too_small_for_checkpoints(tmp_path: Path) -> None:
     words = ("+experiment=llama8b_full", "hardware=h200")
     facts, where = plan_of(tmp_path / "a", *words)
