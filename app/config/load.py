@@ -307,8 +307,9 @@ def _compose_values(
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
             composed = compose(verb, overrides=overrides, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        for file in sorted(conf.glob("**/*.yaml")):
-            read_conf_file(file, package="")  # raises for an invalid file, with its line
+        if isinstance(error, (yaml.YAMLError, ValueError)):
+            for file in sorted(conf.glob("**/*.yaml")):
+                read_conf_file(file, package="")  # raises for an invalid file, with its line
         message = first_line(error)
         if experiment is not None:
             entries = [each for each in experiment.defaults if isinstance(each, dict)]
