@@ -79,6 +79,8 @@ FEW_KEYS = 64
 MIN_ITEM = len("a: 1,")
 NUMBERS = (bool, int, float)
 """what YAML and Hydra make of some texts"""
+TRAINING = ("train", "launch")
+"""verbs whose run may have a URL as its folder"""
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -160,9 +162,7 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
         name = f"{name}-{verb}" if verb in ("preview", "plan") else name
     config.output.name = config.output.name or name
     if (folder := config.output.dir) and folder.strip():
-        config.output.dir = str(
-            run_folder("output.dir", folder, takes_url=verb in ("train", "launch"))
-        )
+        config.output.dir = str(run_folder("output.dir", folder, takes_url=verb in TRAINING))
     if isinstance(config, TunedConfig):
         config.run = config.run if run is None else str(run)
         return config

@@ -306,8 +306,7 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
         copied = 1 + (HALF if run.gathers_half else FP32)
     unpacked = copied * run.model.largest_matrix
     # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
-    shared = 3 * bias_bytes(widths, execution) if run.model.is_pair else 0.0
-    shared += BATCH_BYTES * run.tokens
+    shared = BATCH_BYTES * run.tokens + run.model.is_pair * 3 * bias_bytes(widths, execution)
     if run.stage is not None:  # those of the other micro-batches on their way
         shared += (run.stage.in_flight - 1) * tokens * of_layers
     return Activations(
