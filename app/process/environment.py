@@ -33,7 +33,6 @@ LARGEST_BLOCK = 2**25
 HEAP = 2**30
 """size in bytes that the heap may keep; only address space until it is used"""
 MEANINGLESS_WARNINGS = (
-    "The `srun` command is available",  # our launcher starts the ranks
     # Batches are built in the main process on purpose; the number of workers is a setting.
     ".*does not have many workers.*",
     # The data plan decides the length and epochs of the loaders.

@@ -79,6 +79,25 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
     assert capsys.readouterr().out.endswith("3.0 min left\n")
 
 
+def test_every_validation_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics, bar = Metrics(["a"], [], 10), ProgressBar()
+    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=40, global_step=0)
+    module: Any = SimpleNamespace(metrics=metrics)
+    bar.on_fit_start(trainer, module)
+    bar.on_train_start(trainer, module)
+    for step in range(1, 41):
+        trainer.global_step = step
+        if step == 1 or step % 10 == 0:
+            metrics.write(step, {"train/loss": 1.0})
+        bar.on_train_batch_end(trainer, module, None, None, step)
+        if step % 4 == 0:
+            metrics.write(step, {"val/loss": step / 100})
+            bar.on_validation_end(trainer, module)
+    bar.on_fit_end(trainer, module)
+    shown = re.findall(r"val (0\.\d+)", capsys.readouterr().out)
+    assert [float(loss) for loss in shown] == [step / 100 for step in range(4, 41, 4)]
+
+
 @pytest.mark.parametrize(("step", "outcome"), [(10, "done"), (6, "stopped early")])
 def test_the_last_line_tells_an_early_stop(
     step: int, outcome: str, capsys: pytest.CaptureFixture[str]

@@ -29,7 +29,7 @@ STATUSES = ("validate", "train", "done", "stopped")
 
 
 class ProgressBar(L.Callback):
-    """Show a live bar on a terminal; ten lines per run and its last step in a file and the log."""
+    """Show a live bar on a terminal; in a file and the log ten lines and every validation."""
 
     def __init__(self) -> None:
         self.console = Console(file=sys.stdout)
@@ -38,6 +38,7 @@ class ProgressBar(L.Callback):
         self.started = 0.0
         self.first_step = 0
         self.next_line = 0.0
+        self.unshown = ""  # the last validation, until a line shows it
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Open the bar on rank 0."""
@@ -83,11 +84,20 @@ class ProgressBar(L.Callback):
             seconds = (time.monotonic() - self.started) / max(1, step - self.first_step)
             left = f"{duration(seconds * (total - step))} left"
             self._write(f"step {step}/{total}  {figures(pl_module.metrics)}  {left}")
+            self.unshown = ""
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Show that a validation is running."""
         if self.progress is not None:
             self.progress.update(self.task, what="validate")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Write the validation before this one, if the line of no step has shown it."""
+        loss = pl_module.metrics.latest.get("val/loss")
+        if trainer.is_global_zero and loss is not None:
+            if self.unshown:
+                self._write(self.unshown)
+            self.unshown = f"step {trainer.global_step}/{trainer.max_steps}  val {loss:.4f}"
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Close the bar; in a file, print the last step with its validation."""
