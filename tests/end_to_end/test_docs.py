@@ -75,7 +75,7 @@ GREPPED = {
     "forgot": "evaluation=mmlu", "never stops": "model.stop_tokens", "reproduc": "seed=7",
     "gguf": "merge.gguf", "ollama": "merge.gguf",
     "vllm": "serve.engine=vllm", "several adapters": "merge.adapters", "upload": "app.push",
-    "mmlu": "evaluation=mmlu",
+    "mmlu": "evaluation=mmlu", "pipx": "loft train", "wheel": "pip install loft",
 }  # fmt: skip
 """words of a question, as a person searches them -> what its answer says to type"""
 
