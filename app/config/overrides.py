@@ -45,6 +45,8 @@ REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
 MAX_WORDS = 350
 """maximum number of typed settings, each of which is parsed twice; no verb has as many"""
 YAML_SUFFIXES = (".yaml", ".yml")
+FILE_ALONE, EXPERIMENT = re.compile(r"\A[^=]*\.ya?ml\Z"), r"experiment=\g<0>"
+"""a typed word that is the name of a YAML file alone, and what it stands for"""
 SHORT = 64
 """length up to which a word exceeds no limit"""
 MAX_ITEMS = 4000
@@ -77,7 +79,7 @@ def parse_overrides(
     if any(word.startswith("--") for word in words):
         words, problems = _split_off_dashed(words)
     for word in words:
-        match = WORD.fullmatch(word := with_key(word))
+        match = WORD.fullmatch(word := FILE_ALONE.sub(EXPERIMENT, word))
         if match is None:
             problems.append(f"{word}: expected key=value{_hint_for_bare_word(word, groups)}")
             continue
@@ -119,12 +121,6 @@ def parse_overrides(
             except UserError as error:
                 problems += error.problems
     return overrides, problems
-
-
-def with_key(word: str) -> str:
-    """Return a typed word, with the key that the name of a YAML file alone stands for."""
-    is_file = word.endswith(YAML_SUFFIXES) and "=" not in word
-    return f"experiment={word}" if is_file else word
 
 
 def check_words(verb: str, words: Sequence[str], groups: Iterable[str]) -> None:

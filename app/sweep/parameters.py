@@ -18,7 +18,14 @@ import yaml  # type: ignore[import-untyped]
 
 from app.config import conf_files
 from app.config.conf_files import LimitedLoader, read_conf_file
-from app.config.overrides import WORD, check_words, over_typed_limit, quote_value, with_key
+from app.config.overrides import (
+    EXPERIMENT,
+    FILE_ALONE,
+    WORD,
+    check_words,
+    over_typed_limit,
+    quote_value,
+)
 from app.config.schema import as_typed, default_of
 from app.config.verbs import GRANTING
 from app.run import NEVER
@@ -92,8 +99,8 @@ def parse_parameters(overrides: Iterable[str], conf: Path = conf_files.CONF) -> 
     """
     from_files: list[str] = []
     typed: list[str] = []
-    for override in map(with_key, overrides):
-        match = WORD.fullmatch(override)
+    for override in overrides:
+        match = WORD.fullmatch(override := FILE_ALONE.sub(EXPERIMENT, override))
         if match is not None and match["key"] == "sweep":
             from_files += _read_sweep_file(conf_files.find_option(conf, "sweep", match["value"]))
         else:

@@ -99,7 +99,7 @@ def test_advice_is_sorted_and_its_overrides_work(tmp_path: Path) -> None:
     hours = 1e7 / facts["tokens_per_second"] / 3600
     assert (facts["hours"], facts["cost"]) == pytest.approx((hours, hours * 1.5 * 4))
     page = (where / "plan.html").read_text()
-    assert "<svg" in page and "<script" not in page and "http" not in page
+    assert "<svg" in page and "<script" not in page and "://" not in page
 
 
 def test_a_base_that_nothing_else_fits_may_be_streamed(tmp_path: Path) -> None:
