@@ -140,8 +140,8 @@ class DataConfig:
     chat_template: str | None = setting(
         None, resume="content", shown=("train", "preview"), is_path=True
     )
-    """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's own, else the one listed
-    for the model, else plain"""
+    """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's, else the model's, else
+    plain"""
     chat_template_kwargs: dict[str, Any] = setting(
         default_factory=dict, resume="content", grants="nothing"
     )

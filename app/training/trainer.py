@@ -108,7 +108,7 @@ class TrainerConfig:
         aliases=("bf16=bf16", "fp16=fp16"),
     )
     """auto, fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (scaled
-    loss), fp8 (bf16, with products in FP8 while adapter=full trains)"""
+    loss), fp8 (bf16 with FP8 products, of adapter=full)"""
     max_grad_norm: float | None = setting(
         1.0, gt=0, note="1.0 is usual, null = off", resume="lr", aliases=("gradient_clip_val",)
     )
