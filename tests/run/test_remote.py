@@ -78,6 +78,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("app.run.remote.PAUSES", (0.05,) * 8)
+    # A cut is noticed when the answer does not come, for each request after 15 s otherwise.
+    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 2)
     monkeypatch.chdir(tmp_path)
     s3fs.S3FileSystem.clear_instance_cache()
     with open_store(URL) as store:
