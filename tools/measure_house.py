@@ -41,10 +41,10 @@ AIMS = {
     "files of a row to its batch": 18,
 }
 MOST = {
-    "modules": 334,
-    "lines that are not blank": 70_000,
+    "modules": 326,
+    "lines that are not blank": 68_800,
     LONG_FUNCTIONS: 0,
-    "modules with one importer": 88,
+    "modules with one importer": 82,
 }
 """what no change may exceed: lower these after a cut, raise them only for a capability"""
 

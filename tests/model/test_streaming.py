@@ -122,7 +122,7 @@ def test_gradients_are_bit_identical_and_each_pass_copies_each_layer_once(
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_backward_pass_that_ends_early_copies_no_layer_below(
+def test_a_backward_pass_that_ends_early_copies_one_layer_below(
     llama: Path, streams: list[LayerStream], recompute: str
 ) -> None:
     adapter = LoraConfig(layers="top 2", dropout=0.0)
