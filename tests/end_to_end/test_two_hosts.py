@@ -356,7 +356,7 @@ def test_a_port_in_use_is_refused_with_a_fix(
     listens = f"import socket, time; socket.create_server(('', {port})); time.sleep(600)"
     hosts[0].start(sys.executable, "-c", listens.replace("socket.create", "s = socket.create"))
     _, output = Job(hosts, tmp_path, shell).run()
-    of_ranks, _, of_status = output.partition("\nfailed  step 0  exit code 3\n")
+    of_ranks, _, of_status = output.partition("\nfailed  step 0 of 8  epoch 0.00  exit code 3\n")
     for said in (of_ranks, of_status):
         assert said.count("error (the environment): ") == 1, output
     assert f"port {port} is in use on the machine of rank 0" in output
