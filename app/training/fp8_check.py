@@ -46,8 +46,10 @@ def check_fp8(module: FinetuneModule) -> None:
     layers = [
         each for each in module.model.modules() if isinstance(each, (Fp8Linear, Fp8TrainedLinear))
     ]
+    if not layers or module.resume is not None:
+        return
     data: Any = module.trainer.datamodule
-    if not layers or module.resume is not None or data.is_streamed:
+    if data.is_streamed:
         return
     device = module.strategy.root_device
     batch = module.strategy.shard_batch(data.fullest_batch(1)).to(device)
