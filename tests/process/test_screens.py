@@ -125,9 +125,9 @@ def test_a_time_has_one_form(seconds: float, text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_plan_breaks_no_word_in_a_terminal(width: int, tmp_path: Any) -> None:
-    typed = ("+experiment=llama8b", "hardware=1xh100", f"output.dir={tmp_path}/plan")
-    screen = type_in_terminal(sys.executable, width, "app.plan", *typed)
+    typed = ("+experiment=llama8b", "hardware=1xh100")
+    screen = type_in_terminal(sys.executable, width, "app.plan", *typed, f"output.dir={tmp_path}/a")
     assert screen.code == 0
     prose = "\n".join(screen.lines).partition("fastest settings that fit")[0]
-    wide = type_in_terminal(sys.executable, 1000, "app.plan", *typed)
+    wide = type_in_terminal(sys.executable, 1000, "app.plan", *typed, f"output.dir={tmp_path}/b")
     assert words(prose) <= words("\n".join(wide.lines))
