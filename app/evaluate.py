@@ -56,7 +56,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     from app.assembly.data import build_datamodule
     from app.assembly.kept import with_checkpoint
     from app.assembly.tuned import adapter_of, trained_datasets
-    from app.evaluation.comparison import print_comparison, print_confusion, print_samples
+    from app.evaluation.comparison import print_comparison, print_samples, report_confusion
     from app.evaluation.significance import change_metrics, check_regression, report_changes
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
@@ -87,7 +87,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     runner.remove_partial_results()
     print_samples(evaluator)
     print_comparison(metrics, data.dataset_names)
-    print_confusion(evaluator)
+    report_confusion(evaluator, folder)
     if verdicts is not None:
         print_judgement(verdicts, judged, str(folder / JUDGE_PAGE))
     report_changes(changes, groups, folder)

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.evaluator import Evaluator, without_failing
@@ -14,6 +15,7 @@ from app.evaluation.significance import VARIANTS
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
 from app.process.logs import show
 from app.training.run_documents import MEASURES
+from common.files import write_atomically
 from common.text import formatted, printable
 
 if TYPE_CHECKING:
@@ -170,12 +172,20 @@ def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> Non
             show(table)
 
 
-def print_confusion(evaluator: Evaluator) -> None:
-    """Print which classes a classifier confuses, unless there are many."""
-    from app.evaluation.classes import MAX_SHOWN_CLASSES, confusion_table
+def report_confusion(evaluator: Evaluator, folder: Path) -> None:
+    """Write which classes a classifier confuses to a file; print it unless there are many."""
+    from app.evaluation.classes import (
+        CONFUSION_FILE,
+        MAX_SHOWN_CLASSES,
+        confusion_csv,
+        confusion_table,
+    )
 
     counts, names = evaluator.confusion(), evaluator.objective.classes
-    if counts is not None and len(names) <= MAX_SHOWN_CLASSES:
+    if counts is None:
+        return
+    write_atomically(folder / CONFUSION_FILE, confusion_csv(counts, names))
+    if len(names) <= MAX_SHOWN_CLASSES:
         print()
         show(confusion_table(counts, names))
 

@@ -408,14 +408,10 @@ class Evaluator:
         return scores
 
     def write_predictions(self, folder: Path) -> None:
-        """Write `predictions.jsonl` if a prompt was answered, and what a classifier confuses."""
-        from app.evaluation.classes import CONFUSION_FILE, confusion_csv
-
+        """Write `predictions.jsonl`, unless no prompt was answered."""
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self.prediction_lines()]
         if lines:
             write_atomically(folder / PREDICTIONS_FILE, "".join(lines))
-        if (counts := self.confusion()) is not None:
-            write_atomically(folder / CONFUSION_FILE, confusion_csv(counts, self.objective.classes))
 
 
 def choose_prompts(data: FinetuneDataModule, count: int) -> dict[str, list[Prompt]]:

@@ -122,10 +122,10 @@ def choose_strategy(
         return whole
     assert best is not None
     size = _describe_unsharded(replace(run, strategy=strategies["ddp"], recompute=modes[-1]))
-    return StrategyChoice(best.strategy, f"{_why_split(best, without)}: {size}")
+    return StrategyChoice(best.strategy, f"{_split_reason(best, without)}: {size}")
 
 
-def _why_split(split: PlannedRun, without: PlannedRun | None) -> str:
+def _split_reason(split: PlannedRun, without: PlannedRun | None) -> str:
     """Say what a split run gains; `without`: the run without the split, if that fits."""
     who = f"stages on the {split.num_nodes} nodes, whose links are slow,"
     if split.context_size > 1:

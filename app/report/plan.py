@@ -36,7 +36,7 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
     streams = {None: "", "host": ", layers from host memory"}
     streams["disk"] = ", layers from the disk, counted at the speed of the host link"
     lines = [
-        why_not_fastest(facts),
+        headline(facts),
         f"{facts['model']} on {facts['hardware']}: {facts['num_weights'] / 1e9:.2f} B parameters, "
         f"{facts['num_trained'] / 1e6:,.1f} M trainable",
         f"  strategy {settings['strategy']}, quantization {settings['quantization']}, recompute "
@@ -63,7 +63,7 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def why_not_fastest(facts: Mapping[str, Any]) -> str:
+def headline(facts: Mapping[str, Any]) -> str:
     """Say how fast the planned settings are, and what the fastest ones that fit would change."""
     settings, speed = facts["settings"], facts["tokens_per_second"]
     fastest = next((row for row in facts["advice"] if row["fits"]), None)
@@ -71,7 +71,8 @@ def why_not_fastest(facts: Mapping[str, Any]) -> str:
         words = next(iter(facts["to_fit"]), None)
         return f"does not fit: type {words}" if words else "does not fit, whatever is changed"
     if fastest is None or fastest["tokens_per_second"] < speed * NOTABLE_GAIN:
-        return f"fits: {speed:,.0f} tokens/s, and no known settings that fit are notably faster"
+        others = "none of the settings below that fit is notably faster"
+        return f"fits: {speed:,.0f} tokens/s, and {others}"
     kept = [
         f"{name.replace('_', ' ')} {settings[name]}"
         for name in ("strategy", "quantization", "recompute", "micro_batch_size")
@@ -193,7 +194,7 @@ def render_plan(facts: Mapping[str, Any]) -> str:
     return render_template(
         "plan",
         title=f"{facts['name'] or facts['model']}: {verdict}",
-        lead=why_not_fastest(facts),
+        lead=headline(facts),
         plan=facts,
         settings=[["setting", "value"], *settings],
         memory=[_memory_line(facts), *_memory_notes(facts)],

@@ -339,6 +339,9 @@ def test_a_trained_classifier_opens_in_transformers_with_the_same_outputs(
     metrics = json.loads((run / "metrics.json").read_text())
     again = json.loads((tmp_path / "eval" / "metrics.json").read_text())
     assert again["tuned/val/loss"] == pytest.approx(metrics["tuned/val/loss"], abs=1e-5)
+    table = (tmp_path / "eval" / "confusion.csv").read_text().splitlines()
+    assert table[0] == "class,first,inside,last" and len(table) == 4
+    assert not (run / "confusion.csv").exists()
 
 
 RUN = ["+experiment=classify_tiny", "logger=csv", "trainer.precision=fp32", "trainer.max_steps=3",
