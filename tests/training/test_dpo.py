@@ -233,6 +233,7 @@ def test_figures_are_means_over_the_pairs_of_each_data_set(model: Any) -> None:
         base = [[answer_log_prob(model, one).item() for one in pair] for pair in answers]
     rewards = BETA * (np.array(log_probs) - np.array(base))
     margins = rewards[:, 0] - rewards[:, 1]
+    ratios = rewards / BETA / np.array(LENGTHS)[:, 1:]
     for name, own in (("a", [0, 2]), ("b", [1, 3])):
         weights = np.array(WEIGHTS)[own]
         expected = {
@@ -244,6 +245,8 @@ def test_figures_are_means_over_the_pairs_of_each_data_set(model: Any) -> None:
             "rejected_log_prob": np.average(np.array(log_probs)[own, 1], weights=weights),
             "chosen_tokens": np.average(np.array(LENGTHS)[own, 1], weights=weights),
             "rejected_tokens": np.average(np.array(LENGTHS)[own, 2], weights=weights),
+            "chosen_log_ratio": np.average(ratios[own, 0], weights=weights),
+            "rejected_log_ratio": np.average(ratios[own, 1], weights=weights),
         }
         for figure, value in expected.items():
             assert found[f"val/{figure}/{name}"] == pytest.approx(value, rel=1e-5), figure

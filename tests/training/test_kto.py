@@ -96,9 +96,12 @@ def test_loss_and_gradients_are_those_of_the_formula(
         assert (ours[name] - grad).abs().max() <= 1e-6 * max(1.0, scale), name
     metrics = losses_by_dataset(sums.take(), ["a", "b"], "val", objective.figures)
     assert metrics["val/kl"] == pytest.approx(BETA * kl.item(), rel=1e-5, abs=1e-6)
+    num_tokens = torch.tensor([float((row.documents()[0].weights > 0).sum()) for row in rows])
     for name, is_of in (("desirable", label > 0), ("undesirable", label == 0)):
         mean = np.average(BETA * own.detach()[is_of], weights=weights[is_of])
         assert metrics[f"val/{name}_reward"] == pytest.approx(mean, rel=1e-5)
+        mean = np.average((own.detach() / num_tokens)[is_of], weights=weights[is_of])
+        assert metrics[f"val/{name}_log_ratio"] == pytest.approx(mean, rel=1e-5)
     good = torch.where(label > 0, own > kl, own < kl).double()
     assert metrics["val/accuracy"] == pytest.approx(np.average(good, weights=weights))
 

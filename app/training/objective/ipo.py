@@ -21,8 +21,6 @@ class Ipo:
 
     def losses(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Return the rewards beta r [pairs, 2], and the losses [pairs]."""
-        gains = pairs.gains
-        if self.length_normalized:
-            gains = gains / pairs.num_tokens.clamp_min(1)
+        gains = pairs.gains_per_token if self.length_normalized else pairs.gains
         losses = (gains[:, 0] - gains[:, 1] - 0.5 / self.beta).square()
         return self.beta * gains, losses

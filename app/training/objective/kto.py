@@ -22,7 +22,7 @@ class Kto(Objective):
 
     Equation 8 of arXiv 2402.01306; r: log-probability of an answer minus the base's; kl: the mean
     of r over prompts with answers of other rows, at least 0, over all of a step or a validation.
-    It has no gradient, and is measured without one before the losses.
+    It has no gradient, and is measured without one before the losses. `log_ratio`: as for pairs.
     """
 
     figures: tuple[str, ...] = (
@@ -34,6 +34,8 @@ class Kto(Objective):
         "undesirable_log_prob",
         "desirable_tokens",
         "undesirable_tokens",
+        "desirable_log_ratio",
+        "undesirable_log_ratio",
     )
     is_likelihood = False
 
@@ -93,6 +95,7 @@ class Kto(Objective):
         losses = scale * (1 - torch.sigmoid(self.beta * advantage))
         weights = batch.unit_weights
         detached = [self.beta * gains.detach(), log_probs.detach(), num_tokens]
+        detached.append(gains.detach() / num_tokens.clamp_min(1))
         of_kind = [
             torch.where(is_wanted == wanted, values, torch.nan)
             for values in detached

@@ -46,6 +46,11 @@ class Pairs:
         """Log-probabilities minus those of the base."""
         return self.log_probs if self.reference is None else self.log_probs - self.reference
 
+    @property
+    def gains_per_token(self) -> Tensor:
+        """Mean over an answer's tokens of their log-probability minus that of the base."""
+        return self.gains / self.num_tokens.clamp_min(1)
+
 
 class PairLoss(Protocol):
     """The loss of a pair."""
@@ -58,7 +63,13 @@ class PairLoss(Protocol):
 
 
 class PairObjective(Objective):
-    """The mean over pairs of a loss of both answers."""
+    """The mean over pairs of a loss of both answers.
+
+    Where they are compared with the base, it also measures `chosen_log_ratio` and
+    `rejected_log_ratio`: log-probabilities per token minus those of the base. They are the plain
+    (k1) estimate of the KL divergence from the base only if the model itself wrote the answers;
+    of those that the base wrote, the negative estimates the reverse divergence.
+    """
 
     figures: tuple[str, ...] = (
         "accuracy",
@@ -76,6 +87,8 @@ class PairObjective(Objective):
         """`source`: where the base's log-probabilities come from, as `objective.reference`."""
         self.loss, self.source = loss, source
         self.first_loss = loss.first_loss
+        if source != "none":
+            self.figures += ("chosen_log_ratio", "rejected_log_ratio")
 
     def reference(self, model: Any, batch: Batch, backend: str) -> Tensor | None:
         """Return the base's log-probabilities of the answers [pairs, 2], without their graph.
@@ -100,6 +113,8 @@ class PairObjective(Objective):
         margins = chosen - rejected
         figures = [(margins > 0).to(margins), margins, chosen, rejected]
         figures += [*pairs.log_probs.detach().unbind(1), *pairs.num_tokens.unbind(1)]
+        if self.source != "none":
+            figures += pairs.gains_per_token.detach().unbind(1)
         return Losses(
             (losses * weights).sum(),
             losses.detach(),
