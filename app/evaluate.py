@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -173,7 +174,7 @@ def measure_models(
 
 def verdicts_page(bench: Bench, judged: Judgement) -> str:
     """Return the HTML page of a judge's verdicts on the answers of `bench`."""
-    from app.report.judge_page import AnswerView, QuestionView, TurnView, render_judge_page
+    from app.report.judge_page import render_judge_page
 
     verdicts = {
         (verdict.request.question.id, verdict.request.turn, verdict.request.variant): verdict
@@ -181,27 +182,25 @@ def verdicts_page(bench: Bench, judged: Judgement) -> str:
         if not verdict.request.is_pairwise
     }
 
-    def view(question: Question, turn: int, variant: str) -> AnswerView:
-        verdict = verdicts.get((question.id, turn, variant))
-        return AnswerView(
-            variant=variant,
-            text=bench.answers[variant][question.id][turn],
-            score=None if verdict is None else verdict.score,
-            judge="" if verdict is None else verdict.text,
-        )
+    def answers(question: Question, turn: int) -> list[dict[str, Any]]:
+        found = []
+        for variant, by_question in bench.answers.items():
+            verdict = verdicts.get((question.id, turn, variant))
+            score, reply = (None, "") if verdict is None else (verdict.score, verdict.text)
+            text = by_question[question.id][turn]
+            found.append({"variant": variant, "text": text, "score": score, "judge": reply})
+        return found
 
     questions = [
-        QuestionView(
-            name=f"{question.category}: {question.turns[0]}",
-            turns=[
-                TurnView(
-                    question=text,
-                    reference=question.reference[turn] if question.reference else "",
-                    answers=[view(question, turn, variant) for variant in bench.answers],
+        {
+            "name": f"{question.category}: {question.turns[0]}",
+            "turns": [
+                {"question": text, "reference": reference, "answers": answers(question, turn)}
+                for turn, (text, reference) in enumerate(
+                    zip_longest(question.turns, question.reference, fillvalue="")
                 )
-                for turn, text in enumerate(question.turns)
             ],
-        )
+        }
         for question in bench.questions
     ]
     means = {

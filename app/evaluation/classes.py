@@ -5,15 +5,12 @@ Every row counts once, whatever its weight in the loss.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from rich.table import Table
 
     Floats = npt.NDArray[np.float64]
     Counts = npt.NDArray[np.int64]
@@ -84,24 +81,7 @@ def confusion(outputs: Floats, labels: Counts) -> Counts:
     return counts
 
 
-def confusion_csv(counts: Counts, names: Sequence[str]) -> str:
-    """Return a table of `confusion` as CSV: a row for each class, a column for each guess."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(["class", *names])
-    writer.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
-    return text.getvalue()
-
-
-def confusion_table(counts: Counts, names: Sequence[str]) -> Table:
-    """Return the table of `confusion` for the terminal."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title="confusion: class by guess", title_justify="left")
-    table.add_column("class")
-    for name in names:
-        table.add_column(escape(name), justify="right")
-    for name, row in zip(names, counts.tolist(), strict=True):
-        table.add_row(escape(name), *map(str, row))
-    return table
+def confusion_cells(counts: Counts, names: Sequence[str]) -> list[list[str]]:
+    """Return `confusion` as a table: a row for each class, a column for each guess."""
+    rows = zip(names, counts.tolist(), strict=True)
+    return [["class", *names], *([name, *map(str, row)] for name, row in rows)]

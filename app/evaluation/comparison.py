@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -13,7 +15,7 @@ from app.evaluation.evaluator import Evaluator, without_failing
 from app.evaluation.metrics import METRICS
 from app.evaluation.significance import VARIANTS
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
-from app.process.logs import show
+from app.process.logs import show, text_table
 from app.training.run_documents import MEASURES
 from common.files import write_atomically
 from common.text import formatted, printable
@@ -95,69 +97,44 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
 
     Data sets that exist only as held-out files come after `dataset_names`.
     """
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title="base vs tuned", title_justify="left")
-    table.add_column("data set")
-    answered = [
-        name
-        for measure in SHOWN
-        if not measure.startswith("val/")
-        for variant in VARIANTS
-        for name in _names_after(f"{variant}/{measure}/", metrics)
-    ]
-    held_out = [
-        name
-        for name in dataset_names
-        if any(f"{variant}/val/loss/{name}" in metrics for variant in VARIANTS)
-    ]
+    measured = _names_of("val/loss", metrics)
+    held_out = [name for name in dataset_names if name in measured]
+    answered = [name for measure in METRICS for name in _names_of(measure, metrics)]
     names = list(dict.fromkeys([*held_out, *answered]))
     shown = {
         measure: spec
         for measure, spec in SHOWN.items()
-        if any(f"{variant}/{measure}/{name}" in metrics for variant in VARIANTS for name in names)
+        if set(names) & set(_names_of(measure, metrics))
     }
-    for spec in shown.values():
-        table.add_column(f"{spec.heading}: base", justify="right")
-        table.add_column("tuned", justify="right")
-    for name in names:
-        cells = [
-            "-" if value is None else formatted(value, spec.number_format)
-            for measure, spec in shown.items()
-            for value in (metrics.get(f"{variant}/{measure}/{name}") for variant in VARIANTS)
-        ]
-        table.add_row(escape(name), *cells)
-    return table
+    headings = [h for spec in shown.values() for h in (f"{spec.heading}: base", "tuned")]
+    cells = [["data set", *headings], *([name] for name in names)]
+    for row in cells[1:]:
+        for measure, spec in shown.items():
+            row += _cells_of(f"{measure}/{row[0]}", spec.number_format, metrics)
+    return text_table(cells, "base vs tuned")
 
 
 def task_table(metrics: dict[str, float]) -> Table:
     """Return a table with a row for each metric of each task, or of each group of a task."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title="tasks", title_justify="left")
-    table.add_column("task")
-    table.add_column("measure")
-    table.add_column("base", justify="right")
-    table.add_column("tuned", justify="right")
-    found = [
-        (name, measure)
-        for measure in TASK_MEASURES
-        for variant in VARIANTS
-        for name in _names_after(f"{variant}/{measure}/", metrics)
-    ]
+    found = [(name, key) for key in TASK_MEASURES for name in _names_of(key, metrics)]
     order = list(dict.fromkeys(name for name, _ in found))
-    for name, measure in sorted(dict.fromkeys(found), key=lambda pair: order.index(pair[0])):
+    rows = []
+    for name, measure in sorted(found, key=lambda pair: order.index(pair[0])):
         heading, number_format = TASK_MEASURES[measure]
-        values = [metrics.get(f"{variant}/{measure}/{name}") for variant in VARIANTS]
-        cells = ["-" if value is None else formatted(value, number_format) for value in values]
-        table.add_row(escape(name), heading, *cells)
-    return table
+        rows.append([name, heading, *_cells_of(f"{measure}/{name}", number_format, metrics)])
+    return text_table([["task", "measure", *VARIANTS], *rows], "tasks", ("measure",))
 
 
-def _names_after(prefix: str, metrics: dict[str, float]) -> list[str]:
-    return [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
+def _names_of(measure: str, metrics: dict[str, float]) -> list[str]:
+    """Return the data sets and tasks of which base or tuned have this measure."""
+    prefixes = [f"{variant}/{measure}/" for variant in VARIANTS]
+    found = (name.removeprefix(p) for p in prefixes for name in metrics if name.startswith(p))
+    return list(dict.fromkeys(found))
+
+
+def _cells_of(metric: str, number_format: str, metrics: dict[str, float]) -> list[str]:
+    values = [metrics.get(f"{variant}/{metric}") for variant in VARIANTS]
+    return ["-" if value is None else formatted(value, number_format) for value in values]
 
 
 def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:
@@ -174,20 +151,17 @@ def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> Non
 
 def report_confusion(evaluator: Evaluator, folder: Path) -> None:
     """Write which classes a classifier confuses to a file; print it unless there are many."""
-    from app.evaluation.classes import (
-        CONFUSION_FILE,
-        MAX_SHOWN_CLASSES,
-        confusion_csv,
-        confusion_table,
-    )
+    from app.evaluation.classes import CONFUSION_FILE, MAX_SHOWN_CLASSES, confusion_cells
 
-    counts, names = evaluator.confusion(), evaluator.objective.classes
-    if counts is None:
+    if (counts := evaluator.confusion()) is None:
         return
-    write_atomically(folder / CONFUSION_FILE, confusion_csv(counts, names))
-    if len(names) <= MAX_SHOWN_CLASSES:
+    cells = confusion_cells(counts, evaluator.objective.classes)
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(cells)
+    write_atomically(folder / CONFUSION_FILE, text.getvalue())
+    if len(cells[0]) <= MAX_SHOWN_CLASSES + 1:
         print()
-        show(confusion_table(counts, names))
+        show(text_table(cells, "confusion: class by guess"))
 
 
 def print_samples(evaluator: Evaluator, count: int = 3) -> None:

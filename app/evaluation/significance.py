@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from app.process.logs import show
+from app.process.logs import show, text_table
 from app.training.run_documents import MEASURES, OTHER, MeasureSpec
 from common.errors import TrainingFault
 from common.files import write_atomically
@@ -305,19 +305,8 @@ def change_cells(changes: Iterable[Change]) -> list[list[str]]:
 
 def changes_table(changes: Sequence[Change], title: str = "from base to tuned") -> Table:
     """Return a table with a row for each change: its difference, interval and verdict."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(
-        title=f"{title}: simultaneous {percent(CONFIDENCE, 0)} intervals", title_justify="left"
-    )
-    headings, *rows = change_cells(changes)
-    for heading in headings:
-        is_text = heading in ("data set", "measure", "verdict")
-        table.add_column(heading, justify="left" if is_text else "right")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
+    title = f"{title}: simultaneous {percent(CONFIDENCE, 0)} intervals"
+    return text_table(change_cells(changes), title, ("measure", "verdict"))
 
 
 def report_changes(changes: Sequence[Change], groups: Sequence[Change], folder: Path) -> None:

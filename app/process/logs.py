@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.process.launch import is_first_rank
 from common.files import open_no_follow
@@ -22,7 +22,7 @@ from common.redaction import redact
 from common.text import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, JustifyMethod, RenderableType
     from rich.table import Table
     from rich.text import Text
 
@@ -164,6 +164,26 @@ def wrapped(text: str) -> str:
         wrap.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2)
         lines += wrap.wrap(line) if len(line) > width else [line]
     return "\n".join(lines)
+
+
+def text_table(
+    cells: Sequence[Sequence[str]], title: str = "", texts: Sequence[str] = (), **style: Any
+) -> Table:
+    """Return a table of a heading row and rows, numbers on the right.
+
+    `texts`: headings of columns with text, besides the first; `style`: further arguments of Table.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title) or None, title_justify="left", **style)
+    for heading in cells[0]:
+        is_text = heading in (cells[0][0], *texts)
+        justify: JustifyMethod = "left" if is_text else "right"
+        table.add_column(escape(heading), justify=justify, overflow="fold", no_wrap=not is_text)
+    for row in cells[1:]:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def print_table(table: Table, console: Console | None = None) -> None:

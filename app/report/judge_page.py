@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from app.report.template import render_template
 
@@ -16,67 +16,27 @@ HIGHEST = 10.0
 """grade at the largest ring"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AnswerView:
-    """A model's answer to one turn."""
-
-    variant: str
-    """base or tuned"""
-    text: str
-    score: float | None
-    """grade from 1 to 10"""
-    judge: str
-    """the judge's reply"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnView:
-    """One turn of a question, its reference answer, and the answers of the models."""
-
-    question: str
-    reference: str
-    answers: Sequence[AnswerView]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuestionView:
-    """A question with all its turns."""
-
-    name: str
-    turns: Sequence[TurnView]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spoke:
-    """The axis of a category in the radar chart: its end, and the position of its label."""
-
-    name: str
-    x: float
-    y: float
-    text_x: float
-    text_y: float
-    anchor: str
-
-
 def render_judge_page(
     title: str,
     facts: Sequence[str],
     table: Sequence[Sequence[str]],
     scores: Mapping[str, Mapping[str, float]],
-    questions: Sequence[QuestionView],
+    questions: Sequence[Mapping[str, Any]],
 ) -> str:
     """Return the page as HTML.
 
-    `table`: heading row and rows; `scores`: variant -> category -> mean grade from 0 to 10.
+    `table`: heading row and rows; `scores`: variant -> category -> mean grade from 0 to 10;
+    `questions`: each with its name and turns: question, reference, and of each model's answer
+    variant, text, score (None if it has none) and the judge's reply.
     """
     names = list(dict.fromkeys(name for by_category in scores.values() for name in by_category))
     return render_template(
         "judge",
         title=title,
         facts=facts,
-        table=table,
+        cells=table,
         spokes=spokes(names),
-        rings=[(ring, outline([ring] * len(names))) for ring in RINGS],
+        rings=[outline([ring] * len(names)) for ring in RINGS],
         shapes={
             variant: outline([by_category.get(name, 0.0) for name in names])
             for variant, by_category in scores.items()
@@ -86,15 +46,17 @@ def render_judge_page(
     )
 
 
-def spokes(names: Sequence[str]) -> list[Spoke]:
-    """Place the categories around the center, the first one at the top."""
+def spokes(names: Sequence[str]) -> list[tuple[str, float, float, float, float, str]]:
+    """Place the axes of the categories around the center, the first one at the top.
+
+    Returns name, end (x, y), and position (x, y) and text-anchor of the label.
+    """
     placed = []
     for number, name in enumerate(names):
-        x, y = _place(number, len(names), HIGHEST)
         text_x, text_y = _place(number, len(names), HIGHEST * 1.1)
         side = round(text_x - SIZE / 2)
         anchor = "middle" if side == 0 else "start" if side > 0 else "end"
-        placed.append(Spoke(name=name, x=x, y=y, text_x=text_x, text_y=text_y, anchor=anchor))
+        placed.append((name, *_place(number, len(names), HIGHEST), text_x, text_y, anchor))
     return placed
 
 

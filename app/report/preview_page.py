@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.process.logs import print_table, wrapped
+from app.process.logs import print_table, text_table, wrapped
 from app.report.preview import DatasetView, PackView, Passage, Piece, Preview
 from app.report.template import render_template
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
 NUM_PAGE_COLORS = 6
@@ -65,7 +64,7 @@ def print_preview(preview: Preview, console: Console, max_tokens: int) -> None:
     for dataset in preview.datasets:
         write(_histogram_line(dataset, width, ascii_only=console.options.ascii_only))
     write(f"\nmixture over {preview.mixture_of}", style="bold")
-    print_table(_table(preview.mixture), console)
+    print_table(text_table(preview.mixture, box=None, pad_edge=False, header_style=""), console)
     write("\naudit", style="bold")
     for line in preview.audit.lines():
         style = "yellow" if line.startswith("warning:") else ""
@@ -152,16 +151,3 @@ def _histogram_line(dataset: DatasetView, width: int, *, ascii_only: bool) -> st
         for count in dataset.counts
     )
     return f"  {dataset.name.ljust(width)} |{bars}| {dataset.lengths}"
-
-
-def _table(cells: Sequence[Sequence[str]]) -> Table:
-    """Return a table from its heading row and rows, with all but the first column right-aligned."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="")
-    for index, heading in enumerate(cells[0]):
-        table.add_column(Text(heading), justify="right" if index else "left", no_wrap=True)
-    for row in cells[1:]:
-        table.add_row(*map(Text, row))
-    return table

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import report_trainable, trainable_weights
-from app.process.logs import laid_out, show
+from app.process.logs import laid_out, show, text_table
 from app.training.schedule import format_lr
 from common.text import percent
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import JustifyMethod
     from rich.table import Table
 
     from app.model.adapter.weights import TrainableReport
@@ -66,59 +65,68 @@ def trained_patterns(
     return list(patterns.values())
 
 
-def trainable_table(patterns: list[TrainedPattern]) -> Table:
+def trainable_table(patterns: list[TrainedPattern], *, is_brief: bool = False) -> Table:
     """Build a table of the largest patterns, in the model's order; the last row sums up the others.
 
-    Settings that all rows share (dtype, learning rate, decay) are in the title.
+    Settings that all rows share (dtype, learning rate, decay) are in the title. `is_brief`: without
+    title and shapes, with a row for each parent module, to fit into 80 columns:
+    `self_attn: q_proj, k_proj` are these modules in every layer.
     """
     from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table
 
-    shown, others = _largest(patterns)
-    total = sum(pattern.num_weights for pattern in patterns)
-    rows = [
-        (
-            escape(pattern.pattern),
-            ", ".join(pattern.kinds),
-            f"{len(pattern.modules):,}",
-            _at_most(MAX_SHAPES, pattern.shapes),
-            *_size(pattern.num_weights, total),
-        )
-        for pattern in shown
-    ]
-    if others:
-        number = sum(len(pattern.modules) for pattern in others)
-        size = _size(sum(pattern.num_weights for pattern in others), total)
-        rows.append((f"{len(others):,} smaller ones", "", f"{number:,}", "", *size))
-    settings = [_settings([pattern]) for pattern in shown] + [_settings(others)] * bool(others)
-    shared = {name: text for name, text in settings[0].items() if _is_same(settings, name)}
-    own = [name for name in settings[0] if name not in shared]
-
-    title = ", ".join(
-        ["trainable parameters", *(f"{name} {text}" for name, text in shared.items())]
-    )
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("module", "part", "modules", "shapes", "params", "share", *own):
-        is_text = heading in ("module", "part", "shapes")
-        justify: JustifyMethod = "left" if is_text else "right"
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not is_text)
-    for row, texts in zip(rows, settings, strict=True):
-        table.add_row(*row, *(texts[name] for name in own))
-    return table
+    rows = _by_parent(patterns) if is_brief else [[pattern] for pattern in patterns]
+    most, others = MAX_BRIEF_ROWS if is_brief else MAX_ROWS, []
+    if len(rows) > most:
+        largest = sorted(rows, key=_num_weights, reverse=True)[: most - 1]
+        others = [pattern for row in rows if row not in largest for pattern in row]
+        rows = [*(row for row in rows if row in largest), others]
+    shared, total = shared_settings(patterns), _num_weights(patterns)
+    own = [name for name in _settings(patterns) if name not in shared]
+    shapes = [] if is_brief else ["shapes"]
+    cells = [["module", "part", "modules", *shapes, "params", "share", *own]]
+    for row in rows:
+        names = [f"{len(others):,} smaller ones", ""] if row is others else _names_of(row, is_brief)
+        number = sum(len(pattern.modules) for pattern in row)
+        own_shapes = "" if row is others else _at_most(MAX_SHAPES, row[0].shapes)
+        settings = _settings(row)
+        row_cells = [*names, f"{number:,}", *([own_shapes] * len(shapes))]
+        cells.append([*row_cells, *_size(_num_weights(row), total), *(settings[n] for n in own)])
+    texts = ("part", "shapes")
+    if is_brief:
+        return text_table(cells, texts=texts, box=None, pad_edge=False)
+    title = ["trainable parameters", *(f"{name} {text}" for name, text in shared.items())]
+    return text_table(cells, ", ".join(title), texts, box=SIMPLE_HEAD)
 
 
-def _largest(
-    patterns: list[TrainedPattern],
-) -> tuple[list[TrainedPattern], list[TrainedPattern]]:
-    if len(patterns) <= MAX_ROWS:
-        return patterns, []
-    by_size = sorted(patterns, key=lambda pattern: pattern.num_weights, reverse=True)
-    largest = {id(pattern) for pattern in by_size[: MAX_ROWS - 1]}
-    return (
-        [pattern for pattern in patterns if id(pattern) in largest],
-        [pattern for pattern in patterns if id(pattern) not in largest],
-    )
+def _by_parent(patterns: list[TrainedPattern]) -> list[list[TrainedPattern]]:
+    rows: dict[Any, list[TrainedPattern]] = {}
+    for pattern in patterns:
+        parent, _ = _short_name(pattern.pattern)
+        settings = (pattern.dtype, pattern.lr, pattern.weight_decay)
+        rows.setdefault((parent, tuple(pattern.kinds), settings), []).append(pattern)
+    return list(rows.values())
+
+
+def _num_weights(patterns: Iterable[TrainedPattern]) -> int:
+    return sum(pattern.num_weights for pattern in patterns)
+
+
+def _short_name(pattern: str) -> tuple[str, str]:
+    """Return the parent and the name of a module, relative to its layer if it is in one."""
+    before, star, inside = pattern.partition("*.")
+    parent, _, name = (inside if star else before).rpartition(".")
+    return (parent, name) if star else ("", name)
+
+
+def _names_of(row: list[TrainedPattern], is_brief: bool) -> list[str]:
+    """Return the names of the modules of a row, and of their trainable parts."""
+    kinds = ", ".join(row[0].kinds)
+    if not is_brief:
+        return [row[0].pattern, kinds]
+    parents, names = zip(*(_short_name(pattern.pattern) for pattern in row), strict=True)
+    joined = ", ".join(dict.fromkeys(names))
+    name = f"{parents[0]}: {joined}" if parents[0] else joined
+    return [name, kinds.replace(", lora ", ", ")]
 
 
 def _size(num_weights: int, total: int) -> tuple[str, str]:
@@ -135,35 +143,28 @@ def _settings(patterns: list[TrainedPattern]) -> dict[str, str]:
     return {name: _at_most(2, dict.fromkeys(values)) for name, values in texts.items()}
 
 
-def _is_same(settings: list[dict[str, str]], name: str) -> bool:
-    return len({texts[name] for texts in settings}) == 1
-
-
 def _at_most(count: int, words: Iterable[str]) -> str:
     words = list(words)
     return ", ".join(words[:count] + ["..."] * (len(words) > count))
 
 
+def shared_settings(patterns: list[TrainedPattern]) -> dict[str, str]:
+    """Return the settings (dtype, learning rate, decay) that all patterns share, as text."""
+    first, *others = (_settings([pattern]) for pattern in patterns)
+    return {name: text for name, text in first.items() if all(o[name] == text for o in others)}
+
+
 def groups_table(optimizer: torch.optim.Optimizer) -> Table:
     """Build a table of the optimizer's groups, before a schedule is built."""
     from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table
 
-    title = f"parameter groups of {type(optimizer).__name__}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("group", "tensors", "params", "share", "lr", "decay"):
-        table.add_column(heading, justify="left" if heading == "group" else "right")
-    total = num_grouped(optimizer)
+    cells, total = [["group", "tensors", "params", "share", "lr", "decay"]], num_grouped(optimizer)
     for group in optimizer.param_groups:
-        table.add_row(
-            escape(group["name"]),
-            f"{len(group['params']):,}",
-            *_size(sum(p.numel() for p in group["params"]), total),
-            format_lr(group["lr"]),
-            f"{group['weight_decay']:g}",
-        )
-    return table
+        size = _size(sum(p.numel() for p in group["params"]), total)
+        settings = format_lr(group["lr"]), f"{group['weight_decay']:g}"
+        cells.append([group["name"], f"{len(group['params']):,}", *size, *settings])
+    title = f"parameter groups of {type(optimizer).__name__}"
+    return text_table(cells, title, box=SIMPLE_HEAD)
 
 
 def num_grouped(optimizer: torch.optim.Optimizer) -> int:
@@ -184,72 +185,6 @@ def describe_parameters(report: TrainableReport) -> list[str]:
         f"trainable params: {report.num_trainable:,} / {report.num_total:,} ({share})",
         f"model weights: {dtypes}, {size}",
     ]
-
-
-def brief_table(patterns: list[TrainedPattern]) -> Table:
-    """Build a table that fits into 80 columns, with short names and a row for each parent module.
-
-    `self_attn: q_proj, k_proj` are these modules in every layer. Settings that differ between rows
-    have their own columns.
-    """
-    from rich.markup import escape
-    from rich.table import Table
-
-    rows: dict[Any, list[TrainedPattern]] = {}
-    for pattern in patterns:
-        parent, _ = _short_name(pattern.pattern)
-        settings = (pattern.dtype, pattern.lr, pattern.weight_decay)
-        rows.setdefault((parent, tuple(pattern.kinds), settings), []).append(pattern)
-    by_size = sorted(rows.values(), key=_num_weights, reverse=True)
-    largest = {id(row) for row in by_size[: MAX_BRIEF_ROWS - 1]}
-    if len(rows) <= MAX_BRIEF_ROWS:
-        largest = {id(row) for row in by_size}
-    shown = [row for row in rows.values() if id(row) in largest]
-    others = [pattern for row in rows.values() if id(row) not in largest for pattern in row]
-    total = _num_weights(patterns)
-
-    own = [name for name in _settings(patterns) if name not in shared_settings(patterns)]
-    table = Table(box=None, pad_edge=False)
-    for heading in ("module", "part", "modules", "params", "share", *own):
-        is_text = heading in ("module", "part")
-        justify: JustifyMethod = "left" if is_text else "right"
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not is_text)
-    for row in [*shown, *([others] if others else [])]:
-        name = f"{len(others):,} smaller ones" if row is others else _names_of(row)
-        kinds = "" if row is others else ", ".join(row[0].kinds).replace(", lora ", ", ")
-        number = sum(len(pattern.modules) for pattern in row)
-        settings_of_row = _settings(row)
-        table.add_row(
-            escape(name),
-            kinds,
-            f"{number:,}",
-            *_size(_num_weights(row), total),
-            *(settings_of_row[setting] for setting in own),
-        )
-    return table
-
-
-def _num_weights(patterns: Iterable[TrainedPattern]) -> int:
-    return sum(pattern.num_weights for pattern in patterns)
-
-
-def _short_name(pattern: str) -> tuple[str, str]:
-    """Return the parent and the name of a module, relative to its layer if it is in one."""
-    before, star, inside = pattern.partition("*.")
-    parent, _, name = (inside if star else before).rpartition(".")
-    return (parent, name) if star else ("", name)
-
-
-def _names_of(row: list[TrainedPattern]) -> str:
-    parents, names = zip(*(_short_name(pattern.pattern) for pattern in row), strict=True)
-    joined = ", ".join(dict.fromkeys(names))
-    return f"{parents[0]}: {joined}" if parents[0] else joined
-
-
-def shared_settings(patterns: list[TrainedPattern]) -> dict[str, str]:
-    """Return the settings (dtype, learning rate, decay) that all patterns share, as text."""
-    settings = [_settings([pattern]) for pattern in patterns]
-    return {name: text for name, text in settings[0].items() if _is_same(settings, name)}
 
 
 def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -274,4 +209,4 @@ def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimiz
     ]
     log.info("%s", ", ".join([trainable, *texts]))
     log.info("%s", memory)
-    show(brief_table(patterns))
+    show(trainable_table(patterns, is_brief=True))

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from app.evaluation.classes import area_under_curve, class_metrics, confusion, confusion_csv
+from app.evaluation.classes import area_under_curve, class_metrics, confusion, confusion_cells
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -37,7 +37,7 @@ def test_f1_and_auc_are_means_over_the_classes_that_occur() -> None:
     assert found["auc"] == pytest.approx(np.mean(areas))
     counts = confusion(outputs, labels)
     assert counts.tolist() == [[2, 1, 0, 0], [0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
-    assert confusion_csv(counts, names).splitlines()[:2] == ["class,a,b,c,never", "a,2,1,0,0"]
+    assert confusion_cells(counts, names)[:2] == [["class", *names], ["a", "2", "1", "0", "0"]]
 
 
 def test_the_classes_of_rows_with_several_are_measured_each_alone() -> None:

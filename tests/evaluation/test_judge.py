@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import socket
 import threading
@@ -256,19 +257,10 @@ FAILURES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FAILURES)
-def test_a_temporary_failure_is_retried(kind: str, tmp_path: Path) -> None:
-    failure, _ = FAILURES[kind]
-    first = threading.Event()
-
-    def says(body: dict[str, Any]) -> Any:
-        if not first.is_set():
-            first.set()
-            return failure
-        return "Verdict: 6"
-
-    with judging(says) as (judge, url):
-        judged = judged_by(url, tmp_path, timeout_seconds=1.0, num_parallel=1)
+def test_a_temporary_failure_is_retried(tmp_path: Path) -> None:
+    answers = itertools.chain([FAILURES["429"][0]], itertools.repeat("Verdict: 6"))
+    with judging(lambda _: next(answers)) as (judge, url):
+        judged = judged_by(url, tmp_path, num_parallel=1)
     assert judged.failure is None and judged.metrics()["base/judge"] == 6.0
     assert len(judge.requests) == 8
 
@@ -358,8 +350,8 @@ def test_requests_respect_rate_limit_and_concurrency(tmp_path: Path) -> None:
 def test_an_incomplete_cached_reply_is_requested_again(tmp_path: Path) -> None:
     with judging(lambda _: "Verdict: 6") as (judge, url):
         judged_by(url, tmp_path)
-        for file in (tmp_path / "cache").iterdir():
-            file.write_text(file.read_text()[:10])
+        for number, file in enumerate((tmp_path / "cache").iterdir()):
+            file.write_text(file.read_text()[:10] if number % 2 else '{"text": null}')
         judged_by(url, tmp_path)
     assert len(judge.requests) == 14
 
@@ -377,19 +369,16 @@ def test_the_key_comes_from_the_environment_and_is_only_sent_encrypted(
     }.items():
         with pytest.raises(UserError, match=words):
             read_key(config_of(url))
+    monkeypatch.setenv(KEY_VARIABLE, f"{KEY}\nsecond")
+    with pytest.raises(UserError, match="line break") as failed:
+        read_key(config_of("https://host/v1"))
+    assert KEY not in str(failed.value)
     monkeypatch.delenv(KEY_VARIABLE)
     assert read_key(config_of("http://host/v1")) is None
     with pytest.raises(UserError) as failed:
         read_key(JudgeConfig(questions="q"))
     assert "type evaluation.judge.url=" in str(failed.value)
     assert "type evaluation.judge.model=" in str(failed.value)
-
-
-def test_a_key_with_a_line_break_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, f"{KEY}\nsecond")
-    with pytest.raises(UserError, match="line break") as failed:
-        read_key(config_of("https://host/v1"))
-    assert KEY not in str(failed.value)
 
 
 def test_a_judge_on_this_machine_is_reached_without_the_proxy(
@@ -439,29 +428,20 @@ def test_an_answer_that_never_begins_ends_at_the_deadline(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("content", "usage", "tokens"),
+    ("usage", "tokens"),
     [
-        ("\\ud800 Verdict: 6", '{"prompt_tokens": 3}', 3),
-        ("Verdict: 6", '{"prompt_tokens": 1%s}' % ("0" * 400), 0),
-        ("Verdict: 6", '{"prompt_tokens": 1%s}' % ("0" * 9000), 0),
-        ("Verdict: 6", '{"prompt_tokens": -1}', 0),
-        ("Verdict: 6", '{"prompt_tokens": true}', 0),
-        ("Verdict: 6", '{"prompt_tokens": 1e999}', 0),
-        ("Verdict: 6", "[1]", 0),
+        ('{"prompt_tokens": 3}', 3),
+        ('{"prompt_tokens": 1%s}' % ("0" * 9000), 0),
+        ('{"prompt_tokens": -1}', 0),
+        ('{"prompt_tokens": true}', 0),
+        ('{"prompt_tokens": 1e999}', 0),
+        ("[1]", 0),
     ],
 )
-def test_a_hostile_reply_counts_as_far_as_it_can_be_read(
-    content: str, usage: str, tokens: int, tmp_path: Path
-) -> None:
-    body = f'{{"choices": [{{"message": {{"content": "{content}"}}}}], "usage": {usage}}}'
-    with judging(lambda _: (200, {}, body.encode())) as (_, url):
-        judged = judged_by(url, tmp_path, input_price=1.0)
-    assert judged.failure is None and judged.metrics()["base/judge"] == 6.0
-    assert {one.read_tokens for one in judged.verdicts} <= {0, tokens}
-    assert "verdicts for" in judged.cost(config_of(url, input_price=1.0))
-    for file in (tmp_path / "cache").iterdir():
-        file.write_text('{"text": null}')
-        assert endpoint_module._read_cached(file) is None
+def test_a_hostile_reply_counts_as_far_as_it_can_be_read(usage: str, tokens: int) -> None:
+    body = '{"choices": [{"message": {"content": "\\ud800 Verdict: 6"}}], "usage": %s}' % usage
+    reply = endpoint_module._parse_reply(body.encode())
+    assert (reply.text, reply.read_tokens) == ("? Verdict: 6", tokens)
 
 
 def test_a_judge_that_never_gives_a_verdict_is_not_paid_on(tmp_path: Path) -> None:

@@ -11,14 +11,7 @@ import pytest
 from app.evaluation.judge.bench import Bench
 from app.evaluation.judge.questions import Question, read_questions
 from app.evaluation.judge.settings import JudgeConfig
-from app.report.judge_page import (
-    AnswerView,
-    QuestionView,
-    TurnView,
-    outline,
-    render_judge_page,
-    spokes,
-)
+from app.report.judge_page import outline, render_judge_page, spokes
 from common.errors import UserError
 from common.installation import ROOT
 from tools.sample_judge import judge
@@ -115,25 +108,21 @@ def test_the_sample_judge_replies_in_the_requested_format() -> None:
 
 def test_the_first_category_of_a_radar_is_at_the_top() -> None:
     assert outline([10, 0, 5, 2.5]) == "210.0,60.0 210.0,210.0 210.0,285.0 172.5,210.0"
-    assert [spoke.anchor for spoke in spokes(["a", "b", "c", "d"])] == [
-        "middle",
-        "start",
-        "middle",
-        "end",
-    ]
+    anchors = [spoke[-1] for spoke in spokes(["a", "b", "c", "d"])]
+    assert anchors == ["middle", "start", "middle", "end"]
 
 
 def test_the_page_escapes_model_and_judge_output_and_needs_no_network() -> None:
     hostile = "<script>alert(1)</script>"
     answers = [
-        AnswerView(variant="base", text=hostile, score=None, judge=""),
-        AnswerView(variant="tuned", text="", score=7.0, judge=hostile),
+        {"variant": "base", "text": hostile, "score": None, "judge": ""},
+        {"variant": "tuned", "text": "", "score": 7.0, "judge": hostile},
     ]
-    turn = TurnView(question=hostile, reference=hostile, answers=answers)
+    turn = {"question": hostile, "reference": hostile, "answers": answers}
     scores = {"base": {hostile: 1.0, "b": 2.0, "c": 3.0}, "tuned": {"b": 10.0}}
     table = [["category", "base"], [hostile, "1"]]
     page = render_judge_page(
-        hostile, [hostile], table, scores, [QuestionView(name=hostile, turns=[turn] * 2)]
+        hostile, [hostile], table, scores, [{"name": hostile, "turns": [turn] * 2}]
     )
     assert "<script" not in page and "http" not in page.replace("http-equiv", "")
     assert page.count("&lt;script&gt;") == 1 + 1 + 1 + 1 + 1 + 1 + 2 * 4

@@ -39,7 +39,6 @@ from app.training.parameter_table import (
     MAX_BRIEF_ROWS,
     MAX_ROWS,
     TrainedPattern,
-    brief_table,
     describe_parameters,
     print_parameter_table,
     shared_settings,
@@ -230,7 +229,7 @@ def test_the_short_table_has_a_row_a_parent_and_fits_80_columns(width: int) -> N
     model = adapted(peft.LoraConfig(r=4, target_modules="all-linear"))
     patterns = patterns_of(model, LoraConfig())
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    console.print(table := brief_table(patterns))
+    console.print(table := trainable_table(patterns, is_brief=True))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80
     heading, attention, mlp = (line.split("  ") for line in lines)
@@ -245,7 +244,7 @@ def test_the_short_table_has_a_row_a_parent_and_fits_80_columns(width: int) -> N
 
 def test_the_short_table_sums_up_what_it_has_no_row_for() -> None:
     patterns = patterns_of(many_layers(), FullConfig(), MuonConfig(matrix_lr_ratio=3.0))
-    table = brief_table(patterns)
+    table = trainable_table(patterns, is_brief=True)
     assert table.row_count == MAX_BRIEF_ROWS
     assert [str(column.header) for column in table.columns][-1] == "lr"
     numbers = sum(int(cell.replace(",", "")) for cell in table.columns[3].cells)

@@ -108,12 +108,10 @@ class _SecureConnection(http.client.HTTPSConnection):
     response_class = _Response
 
 
-class _Http(urllib.request.HTTPHandler):
+class _Http(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(_Connection, req)
 
-
-class _Https(urllib.request.HTTPSHandler):
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(_SecureConnection, req)
 
@@ -124,7 +122,7 @@ class Endpoint:
     def __init__(self, config: JudgeConfig, key: str | None, cache: Path) -> None:
         self._config, self._key, self._cache = config, key, cache
         self._url = f"{str(config.url).rstrip('/')}/chat/completions"
-        handlers: list[Any] = [_NoRedirects, _Http, _Https]
+        handlers: list[Any] = [_NoRedirects, _Http]
         if is_loopback(urlsplit(self._url).hostname or ""):
             handlers.append(urllib.request.ProxyHandler({}))  # local requests bypass a proxy
         self._opener = urllib.request.build_opener(*handlers)

@@ -29,7 +29,7 @@ from app.evaluation.judge.questions import (
 )
 from app.evaluation.judge.settings import JudgeConfig
 from app.evaluation.significance import VARIANTS, RowScores
-from app.process.logs import show
+from app.process.logs import show, text_table
 from common.errors import UserError
 from common.files import open_no_follow
 from common.text import counted, formatted, printable
@@ -111,24 +111,22 @@ class Judgement:
 
     def wins(self) -> dict[str, dict[str, float]]:
         """Return category -> question id -> share of turns that tuned wins; a tie counts 0.5."""
-        by_turn: dict[tuple[str, int], list[Verdict]] = defaultdict(list)
-        for verdict in self._comparisons():
-            by_turn[verdict.request.question.id, verdict.request.turn].append(verdict)
-        both_orders = (pair for pair in by_turn.values() if len(pair) == 2)
         return self._by_question(
             Verdict(first.request, _combine_orders(first.score, second.score), "")
-            for first, second in both_orders
+            for first, second in self._in_both_orders()
         )
 
     def num_inconsistent(self) -> int:
         """Return the number of comparisons whose winner changed when the order was swapped."""
-        by_turn: dict[tuple[str, int], set[float | None]] = defaultdict(set)
-        for verdict in self._comparisons():
-            by_turn[verdict.request.question.id, verdict.request.turn].add(verdict.score)
-        return sum(scores == {0.0, 1.0} for scores in by_turn.values())
+        pairs = self._in_both_orders()
+        return sum({first.score, second.score} == {0.0, 1.0} for first, second in pairs)
 
-    def _comparisons(self) -> Iterator[Verdict]:
-        return (verdict for verdict in self.verdicts if verdict.request.is_pairwise)
+    def _in_both_orders(self) -> list[list[Verdict]]:
+        by_turn: dict[tuple[str, int], list[Verdict]] = defaultdict(list)
+        for verdict in self.verdicts:
+            if verdict.request.is_pairwise:
+                by_turn[verdict.request.question.id, verdict.request.turn].append(verdict)
+        return [pair for pair in by_turn.values() if len(pair) == 2]
 
     def _by_question(self, verdicts: Iterable[Verdict]) -> dict[str, dict[str, float]]:
         by_question: dict[Question, list[float | None]] = defaultdict(list)
@@ -304,16 +302,7 @@ def judge_table(judged: Judgement) -> list[list[str]]:
 
 def print_judgement(judged: Judgement, config: JudgeConfig, page: str) -> None:
     """Print the table of grades, the cost, and the path of the page with all verdicts."""
-    from rich.table import Table
-    from rich.text import Text
-
-    headings, *rows = judge_table(judged)
-    table = Table(title=f"judged by {printable(str(config.model))}", title_justify="left")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    show(table)
+    show(text_table(judge_table(judged), f"judged by {printable(str(config.model))}"))
     show(f"judge: {judged.state()}; {judged.cost(config)}")
     if num_inconsistent := judged.num_inconsistent():
         show(
