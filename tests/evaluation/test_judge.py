@@ -439,8 +439,8 @@ def test_an_answer_that_never_begins_ends_at_the_deadline(kind: str, tmp_path: P
     ],
 )
 def test_a_hostile_reply_counts_as_far_as_it_can_be_read(usage: str, tokens: int) -> None:
-    body = '{"choices": [{"message": {"content": "\\ud800 Verdict: 6"}}], "usage": %s}' % usage
-    reply = endpoint_module._parse_reply(body.encode())
+    body = '{"choices": [{"message": {"content": "\\ud800 Verdict: 6"}}], "usage": USAGE}'
+    reply = endpoint_module._parse_reply(body.replace("USAGE", usage).encode())
     assert (reply.text, reply.read_tokens) == ("? Verdict: 6", tokens)
 
 
