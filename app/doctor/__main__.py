@@ -27,6 +27,7 @@ from app.doctor.bandwidth import (
 )
 from app.doctor.facts import Facts, read_facts, run_folders
 from app.doctor.rows import MALICIOUS, OK, PROBLEM, Row, compare_machines, list_rows
+from app.process.collectives import all_gather
 from app.process.environment import configure_libraries, protect_streams
 from app.process.launch import is_first_on_machine, is_first_rank, read_launch
 from app.process.logs import print_table
@@ -79,7 +80,7 @@ def examine(config: DoctorConfig, run: PlanConfig) -> Findings:
         world = bandwidth.join_world()
         # The first rank of each machine reads it. Connecting has already imported the packages.
         own = _read(config, run, imports=False) if is_first_on_machine() else None
-        machines = tuple(facts for facts in bandwidth.gather(own) if facts is not None)
+        machines = tuple(facts for facts in all_gather(own) if facts is not None)
         skews = bandwidth.measure_skews()
         measured = tuple(bandwidth.measure(world, config.seconds))
     rows = _list_rows(machines[0], run)

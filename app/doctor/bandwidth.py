@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from app.config import PlanConfig, settings_of
 from app.doctor.rows import OK, WARNING, Row
@@ -27,9 +27,9 @@ from app.planning.communication import (
     list_collectives,
 )
 from app.planning.hardware import HardwareConfig, known_card, with_local_host
-from app.planning.memory import PlannedRun
 from app.planning.planned import load_strategies, plan_run, read_config_json
 from app.planning.speed import estimate_speed
+from app.process.collectives import all_gather
 from app.process.gpus import Machine
 from app.process.launch import local_rank, read_launch
 from app.strategy.rendezvous import choose_gloo_interface
@@ -42,10 +42,9 @@ if TYPE_CHECKING:
 
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 MIB = 2**20
-SIZES = tuple(MIB * 4**power for power in range(7))
-"""1 MiB to 4 GiB"""
 SIZE_FACTOR = 4
-"""ratio of two consecutive sizes"""
+SIZES = tuple(MIB * SIZE_FACTOR**power for power in range(7))
+"""1 MiB to 4 GiB"""
 MAX_REPEATS, MIN_REPEATS = 20, 3
 """number of times that a message is sent for one figure"""
 TARGET_SECONDS = 0.5
@@ -95,18 +94,11 @@ class Measurement:
 
     @property
     def gb_per_second(self) -> float:
-        """Bus bandwidth in GB/s."""
-        return bus_bandwidth(self.kind, self.num_bytes, self.seconds, self.num_ranks)
-
-
-def bus_bandwidth(kind: str, num_bytes: float, seconds: float, num_ranks: int) -> float:
-    """Return the GB/s that each rank's link carries in one direction.
-
-    `num_bytes`: size of the full tensor that is reduced, gathered or scattered; for an all-to-all,
-    the bytes that a rank sends to all ranks, including itself.
-    """
-    passes = 2 if kind == ALL_REDUCE else 1
-    return passes * (num_ranks - 1) / num_ranks * num_bytes / seconds / 1e9
+        """Bus bandwidth in GB/s: what each rank's link carries in one direction."""
+        message = Collective(
+            what="", kind=self.kind, num_bytes=self.num_bytes, times=1, num_ranks=self.num_ranks
+        )
+        return message.sent / self.seconds / 1e9
 
 
 def format_speed(gb_per_second: float) -> str:
@@ -150,7 +142,7 @@ def join_world() -> World:
     choose_gloo_interface(os.environ["MASTER_ADDR"], 1)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=CONNECT_SECONDS))
-    hosts = gather(os.uname().nodename)
+    hosts = all_gather(os.uname().nodename)
     # torchrun sets the number of ranks on this machine; for srun they are counted.
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(os.uname().nodename)))
     return World(
@@ -158,22 +150,13 @@ def join_world() -> World:
     )
 
 
-def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks, on every rank."""
-    import torch.distributed as dist
-
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def measure_skews() -> list[float]:
     """Return the seconds by which the clock of each rank is behind that of rank 0."""
     import torch.distributed as dist
 
-    gather(None)  # the first message also sets up connections
+    all_gather(None)  # the first message also sets up connections
     dist.barrier()
-    times = gather(time.time())
+    times = all_gather(time.time())
     return [times[0] - own for own in times]
 
 
@@ -183,18 +166,14 @@ def measure(world: World, seconds: float) -> list[Measurement]:
     All ranks take the same decisions, since these depend on the times of the slowest rank.
     """
     measured: list[Measurement] = []
-    spent, largest = 0.0, _largest_message(world)
+    left, largest = float(seconds), _largest_message(world)
     for size in SIZES:
+        expected = [SIZE_FACTOR * each.seconds for each in measured[-len(KINDS) :]]
+        if size > largest or (1 + MIN_REPEATS) * sum(expected) > left:
+            break
         for index, kind in enumerate(KINDS):
-            previous = next((each for each in reversed(measured) if each.kind == kind), None)
-            expected = SIZE_FACTOR * previous.seconds if previous is not None else 0.0
-            share = (seconds - spent) / (len(KINDS) - index)
-            if size > largest or (1 + MIN_REPEATS) * expected > share:
-                continue
-            if previous is not None and previous.num_bytes * SIZE_FACTOR < size:
-                continue  # the previous size took too long
-            duration, total = _time(world, kind, size, expected)
-            spent += total
+            duration, total = _time(world, kind, size, expected[index] if expected else 0.0)
+            left -= total
             measured.append(
                 Measurement(kind=kind, num_bytes=size, seconds=duration, num_ranks=world.num_ranks)
             )
@@ -204,16 +183,22 @@ def measure(world: World, seconds: float) -> list[Measurement]:
 def _largest_message(world: World) -> int:
     """Return the largest message size in bytes that fits the rank with the least memory."""
     import torch
-    import torch.distributed as dist
 
     if world.device.type == "cuda":
         free = float(torch.cuda.mem_get_info(world.device)[0])
     else:
         free = host_memory()[0] / world.num_local_ranks
-    room = MEMORY_SHARE * free / NUM_BUFFERS
-    smallest = torch.tensor([room], dtype=torch.float64, device=world.device)
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-    return int(smallest.item())
+    return -int(_largest(world, -MEMORY_SHARE * free / NUM_BUFFERS))
+
+
+def _largest(world: World, value: float) -> float:
+    """Return the largest of all ranks' values."""
+    import torch
+    import torch.distributed as dist
+
+    largest = torch.tensor([value], dtype=torch.float64, device=world.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest.item())
 
 
 def _time(world: World, kind: str, size: int, expected: float) -> tuple[float, float]:
@@ -221,43 +206,27 @@ def _time(world: World, kind: str, size: int, expected: float) -> tuple[float, f
     import torch
     import torch.distributed as dist
 
-    send = _operation(world, kind, size)
-    limit = WAIT_SECONDS + MAX_REPEATS * 10 * expected
-    with _watched(kind, size, limit):
-        # A warm-up, whose duration also determines the number of repeats.
-        first = _slowest(world, _seconds(world, send, 1))
-        times = round(TARGET_SECONDS / max(first, 1e-6))
-        times = min(MAX_REPEATS, max(MIN_REPEATS, times))
-        taken = _slowest(world, _seconds(world, send, times))
-        if world.device.type == "cuda":
+    send, is_on_gpu = _operation(world, kind, size), world.device.type == "cuda"
+
+    def seconds_of(times: int) -> float:
+        dist.barrier()
+        if is_on_gpu:
+            torch.cuda.synchronize(world.device)
+        started = time.perf_counter()
+        for _ in range(times):
+            send()
+        if is_on_gpu:
+            torch.cuda.synchronize(world.device)
+        return _largest(world, time.perf_counter() - started)
+
+    with _watched(kind, size, WAIT_SECONDS + MAX_REPEATS * 10 * expected):
+        first = seconds_of(1)  # a warm-up, which also determines the number of repeats
+        times = min(MAX_REPEATS, max(MIN_REPEATS, round(TARGET_SECONDS / max(first, 1e-6))))
+        taken = seconds_of(times)
+        if is_on_gpu:
             torch.cuda.empty_cache()
         dist.barrier()
     return taken / times, first + taken
-
-
-def _seconds(world: World, send: Callable[[], object], times: int) -> float:
-    import torch
-    import torch.distributed as dist
-
-    is_on_gpu = world.device.type == "cuda"
-    dist.barrier()
-    if is_on_gpu:
-        torch.cuda.synchronize(world.device)
-    started = time.perf_counter()
-    for _ in range(times):
-        send()
-    if is_on_gpu:
-        torch.cuda.synchronize(world.device)
-    return time.perf_counter() - started
-
-
-def _slowest(world: World, seconds: float) -> float:
-    import torch
-    import torch.distributed as dist
-
-    slowest = torch.tensor([seconds], dtype=torch.float64, device=world.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest.item())
 
 
 def _operation(world: World, kind: str, size: int) -> Callable[[], object]:
@@ -363,16 +332,10 @@ def hardware_of_ranks(
     known = typed
     if typed.name == "auto" and not typed.memory_gib and machine.gpus:
         smallest = min(machine.gpus, key=lambda gpu: gpu.memory_gib)
-        card = known_card(smallest.name, smallest.memory_gib)
-        if card is not None:
+        if (card := known_card(smallest.name, smallest.memory_gib)) is not None:
             known = with_local_host(settings_of("hardware", card))
-    is_known = known.memory_gib > 0
-    return replace(
-        known,
-        gpus_per_node=ranks_per_node,
-        num_nodes=num_nodes,
-        has_bf16=known.has_bf16 if is_known else False,
-    )
+    has_bf16 = known.has_bf16 and known.memory_gib > 0
+    return replace(known, gpus_per_node=ranks_per_node, num_nodes=num_nodes, has_bf16=has_bf16)
 
 
 def nominal_bandwidth(hardware: HardwareConfig) -> float:
@@ -387,56 +350,44 @@ def estimate_communication(
     config: PlanConfig, hardware: HardwareConfig, measured: Sequence[Measurement]
 ) -> CommunicationCost:
     """Estimate the communication of a step of `config` on the ranks of `hardware`."""
-    run = _plan(config, hardware)
-    collectives = list_collectives(run)
-    size = run.size
-    weights = size.whole.frozen + size.whole.trained
-    costs = tuple(_cost_of(collective, weights, measured) for collective in collectives)
+    strategies = load_strategies(settings_of)
+    if not hardware.memory_gib:  # a CPU: `auto` as in a training run on CPUs
+        trainer, recompute = config.trainer, config.recompute
+        mode = "none" if recompute.mode == "auto" else recompute.mode
+        config = replace(
+            config,
+            strategy=strategies["ddp"] if config.strategy.name == "auto" else config.strategy,
+            recompute=replace(recompute, mode=mode),
+            trainer=replace(trainer, micro_batch_size=trainer.least_micro_batch),
+        )
+    run, _ = plan_run(config, hardware, read_config_json(config.model), strategies=strategies)
+    weights = run.size.whole.frozen + run.size.whole.trained
     # On a single node, each rank counts as a node.
     nodes = hardware.num_nodes if hardware.num_nodes > 1 else run.num_ranks
     gbit = RULE_BITS * run.model.num_weights / nodes / 1e9
     best = best_bandwidth(measured, ALL_REDUCE)
     computes = None
     if hardware.half_tflops:
-        speed = estimate_speed(run, size)
+        speed = estimate_speed(run, run.size)
         computes = speed.products + speed.attention + speed.traffic
     return CommunicationCost(
         strategy=run.strategy.name,
-        collectives=costs,
+        collectives=tuple(_cost_of(each, weights, measured) for each in list_collectives(run)),
         rule_gbit=gbit,
         rule_seconds=gbit / 8 / best if best else None,
         compute_seconds=computes,
     )
 
 
-def _plan(config: PlanConfig, hardware: HardwareConfig) -> PlannedRun:
-    strategies = load_strategies(settings_of)
-    if not hardware.memory_gib:  # a CPU: `auto` as in a training run on CPUs
-        trainer, recompute = config.trainer, config.recompute
-        config = replace(
-            config,
-            strategy=strategies["ddp"] if config.strategy.name == "auto" else config.strategy,
-            recompute=replace(
-                recompute, mode="none" if recompute.mode == "auto" else recompute.mode
-            ),
-            trainer=replace(trainer, micro_batch_size=trainer.least_micro_batch),
-        )
-    run, _ = plan_run(config, hardware, read_config_json(config.model), strategies=strategies)
-    return run
-
-
-def _cost_of(
-    collective: Collective, weights: float, measured: Sequence[Measurement]
-) -> CollectiveCost:
-    best = best_bandwidth(measured, collective.kind)
-    ring = (collective.num_ranks - 1) / collective.num_ranks
+def _cost_of(each: Collective, weights: float, measured: Sequence[Measurement]) -> CollectiveCost:
+    best = best_bandwidth(measured, each.kind)
     return CollectiveCost(
-        what=collective.what,
-        kind=collective.kind,
-        times=collective.times,
-        gb=collective.sent / 1e9,
-        models=collective.sent / ring / weights,
-        seconds=collective.sent / 1e9 / best if best else None,
+        what=each.what,
+        kind=each.kind,
+        times=each.times,
+        gb=each.sent / 1e9,
+        models=each.sent / ((each.num_ranks - 1) / each.num_ranks) / weights,
+        seconds=each.sent / 1e9 / best if best else None,
     )
 
 

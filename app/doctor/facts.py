@@ -1,7 +1,8 @@
 """Read the facts about this machine: packages, GPUs, memory, disks, clock and hub.
 
 Imports nothing heavy, and changes nothing except for temporary files that it removes. `rows` rates
-the facts.
+the facts. As a program, `python -m app.doctor.facts PACKAGE ...`, it tries to import packages, and
+prints a JSON line for each: one that is built for another PyTorch may kill its process.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import itertools
+import json
 import os
 import platform
 import resource
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -21,12 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.doctor.imports import MODULES, Imports, try_imports
 from app.model.hub import cache_folder, hub_token, is_offline_by_setting, reach_hub
+from app.process.environment import configure_libraries
 from app.process.gpus import Machine, read_machine
 from app.process.launch import read_launch
 from app.training.checkpoint.disk import free_bytes
 from app.training.machine import GIB, host_memory
+from common.installation import child_command
 
 PROGRAM = "loft"
 SHARED_MEMORY = Path("/dev/shm")
@@ -42,6 +47,40 @@ TEMPORARY = "TMPDIR"
 """name of the only folder that must exist: without it programs use other folders, or fail"""
 PROBE_BYTES = 2**20
 """size of the file that is written to test a folder"""
+MODULES = {
+    "torch": "torch",
+    "lightning": "lightning",
+    "transformers": "transformers",
+    "peft": "peft",
+    "datasets": "datasets",
+    "bitsandbytes": "bitsandbytes",
+    "deepspeed": "deepspeed",
+    "flash-attn": "flash_attn",
+    "liger-kernel": "liger_kernel",
+}
+"""module to import for each package that has compiled parts or depends on such a package"""
+IMPORT_SECONDS = 180.0
+"""time limit for all imports of a process; they take 20 seconds on two busy cores"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Torch:
+    """What the installed PyTorch supports on this machine."""
+
+    nccl: str | None = None
+    """version of NCCL; None for a build without it"""
+    num_gpus: int = 0
+    peers: tuple[tuple[int, int], ...] = ()
+    """pairs of GPUs of which the first can access the memory of the second"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imports:
+    """The results of trying to import packages."""
+
+    failures: dict[str, str] = field(default_factory=dict)
+    """reason of each failed import, by package"""
+    torch: Torch | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +209,61 @@ def read_facts(
         launch_problems=read_launch().problems,
         hub=read_hub(checks_address=checks_hub),
     )
+
+
+def try_imports(packages: Sequence[str], *, seconds: float = IMPORT_SECONDS) -> Imports:
+    """Import `packages` in a separate process; if one kills it, continue after it in a new one."""
+    waiting, failures, torch = list(packages), dict[str, str](), None
+    while waiting:
+        code, results = _run_imports([MODULES[name] for name in waiting], seconds)
+        for result in results:
+            name = waiting.pop(0)
+            if result["error"]:
+                failures[name] = result["error"]
+            if known := result.get("torch"):
+                torch = Torch(**known | {"peers": tuple(map(tuple, known["peers"]))})
+        if waiting:
+            failures[waiting.pop(0)] = (
+                f"its import ends Python (exit code {code})"
+                if code is not None
+                else f"its import takes more than {seconds:.0f} s"
+            )
+    return Imports(failures=failures, torch=torch)
+
+
+def _run_imports(modules: Sequence[str], seconds: float) -> tuple[int | None, list[dict[str, Any]]]:
+    """Return the exit code, None after a timeout, and the results until then."""
+    command = [*child_command("app.doctor.facts"), *modules]
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    code: int | None = None
+    try:
+        done = subprocess.run(
+            command, **streams, stdout=subprocess.PIPE, timeout=seconds, check=False
+        )
+        code, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""
+    return code, [json.loads(line) for line in output.splitlines()]
+
+
+def _try_import(module: str) -> dict[str, Any]:
+    try:
+        imported = importlib.import_module(module)
+    except BaseException as error:  # noqa: BLE001  whatever a package raises is the result
+        lines = str(error).strip().splitlines() or [""]
+        return {"error": f"{type(error).__name__}: {lines[0]}"}
+    return {"error": ""} | ({"torch": _query_torch(imported)} if module == "torch" else {})
+
+
+def _query_torch(torch: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"nccl": None, "num_gpus": 0, "peers": []}
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if torch.cuda.is_available():
+        found["num_gpus"] = number = torch.cuda.device_count()
+        pairs = [(one, two) for one in range(number) for two in range(number) if one != two]
+        found["peers"] = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
+    return found
 
 
 def read_packages(requirements: Sequence[str]) -> Iterator[Package]:
@@ -314,3 +408,12 @@ def run_folders(output: str | None, cache: str) -> dict[str, Path]:
         TEMPORARY: Path(os.environ.get("TMPDIR") or tempfile.gettempdir()),
     }
     return {what: path.expanduser() for what, path in folders.items()}
+
+
+if __name__ == "__main__":
+    # Send the output of packages to stderr: stdout is for the results only.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    configure_libraries(offline=True)
+    for name in sys.argv[1:]:
+        print(json.dumps(_try_import(name)), file=results, flush=True)

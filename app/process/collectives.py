@@ -37,8 +37,6 @@ def run_on_ranks(work: Callable[[], T], *, runs: bool) -> T | None:
 
     An error is raised on every rank, with the same exit code.
     """
-    import torch.distributed as dist
-
     result: T | None = None
     failure: Exception | None = None
     if runs:
@@ -47,20 +45,13 @@ def run_on_ranks(work: Callable[[], T], *, runs: bool) -> T | None:
         except Exception as error:  # noqa: BLE001 - raised after the others have received it
             failure = error
     own = None if failure is None else (exit_code(failure), str(failure))
-    failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, own)
+    failures = all_gather(own)
     if failure is not None:
         raise failure
-    for received in failures:
-        if received is not None:
-            raise _build_error(*received)
+    kinds = {USER_ERROR: UserError, ENVIRONMENT_ERROR: OSError}
+    for code, message in filter(None, failures):
+        raise kinds.get(code, TrainingFault)(message)
     return result
-
-
-def _build_error(code: int, message: str) -> Exception:
-    if code == USER_ERROR:
-        return UserError(message)
-    return OSError(message) if code == ENVIRONMENT_ERROR else TrainingFault(message)
 
 
 def broadcast_from_rank0(value: Tensor, device: torch.device) -> Tensor:
@@ -76,10 +67,15 @@ def broadcast_from_rank0(value: Tensor, device: torch.device) -> Tensor:
     return values
 
 
-def all_gather_list(problems: list[str]) -> list[str]:
-    """Return the problems of all ranks, on every rank, in the order of the ranks."""
+def all_gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, on every rank, in the order of the ranks."""
     import torch.distributed as dist
 
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, problems)
-    return [problem for problems_of_rank in gathered for problem in problems_of_rank]
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def all_gather_list(problems: list[str]) -> list[str]:
+    """Return the problems of all ranks, on every rank, in the order of the ranks."""
+    return [problem for problems_of_rank in all_gather(problems) for problem in problems_of_rank]

@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
-from app.doctor import facts, imports
-from app.doctor.facts import count_pci_gpus, query_links, read_facts, read_folder, read_packages
-from app.doctor.imports import try_imports
+from app.doctor import facts
+from app.doctor.facts import (
+    count_pci_gpus,
+    query_links,
+    read_facts,
+    read_folder,
+    read_packages,
+    try_imports,
+)
 from app.doctor.rows import MALICIOUS
 
 REQUIREMENTS = [
@@ -100,7 +106,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for name, source in sources.items():
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(imports, "MODULES", {name: name for name in sources})
+    monkeypatch.setattr(facts, "MODULES", {name: name for name in sources})
     return sources
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.doctor.facts import Facts, Folder, Hub, Package
-from app.doctor.imports import Imports, Torch
+from app.doctor.facts import Facts, Folder, Hub, Imports, Package, Torch
 from app.doctor.rows import (
     MALICIOUS,
     OK,
