@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -38,6 +39,27 @@ _thread: threading.Thread | None = None
 _waits_for_thread = False
 """whether the training thread waits for another thread, whose liveness then counts as its own"""
 _stacks: IO[str] | None = None
+
+
+@dataclass(slots=True)
+class Pauses:
+    """The time without a sign of life from a rank, measured by whoever watches it."""
+
+    seconds: float = 0.0
+    """current pause, in seconds"""
+    longest: float = 0.0
+    """longest completed pause, in seconds"""
+
+    def poll(self, elapsed: float, *, is_alive: bool) -> None:
+        """Add the seconds since the last poll to the pause, or end it; call twice a second."""
+        if is_alive:
+            self.longest, self.seconds = max(self.longest, self.seconds), 0.0
+        else:
+            self.seconds += min(elapsed, MAX_POLL_SECONDS)
+
+    def is_hang(self, min_seconds: float) -> bool:
+        """Whether the pause exceeds `min_seconds` and PAUSE_FACTOR times the longest one."""
+        return self.seconds > max(min_seconds, PAUSE_FACTOR * self.longest)
 
 
 def is_watched() -> bool:

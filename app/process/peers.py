@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import json
 import os
 import re
 import socket
@@ -19,15 +20,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.process.heartbeat import (
-    MAX_POLL_SECONDS,
-    PAUSE_FACTOR,
     STACKS_FILE,
+    Pauses,
     format_progress,
     progress,
 )
@@ -65,32 +65,14 @@ class RankReport:
     """One rank's progress report."""
 
     rank: int
-    sequence_number: int
+    sequence_number: int = 0
     """number of this report; increases while the rank is alive"""
-    num_beats: int
-    step: int
+    num_beats: int = 0
+    step: int = 0
     pause_seconds: float
     """time since the rank last made progress"""
     state: str
     host: str
-
-    def __str__(self) -> str:
-        numbers = f"{self.sequence_number} {self.num_beats} {self.step} {self.pause_seconds:.1f}"
-        return f"{numbers} {self.state} {self.host}"
-
-
-def parse_report(rank: int, text: str) -> RankReport:
-    """Parse the text of a report; the inverse of `str`."""
-    sequence_number, num_beats, step, pause_seconds, state, host = text.split(maxsplit=5)
-    return RankReport(
-        rank=rank,
-        sequence_number=int(sequence_number),
-        num_beats=int(num_beats),
-        step=int(step),
-        pause_seconds=float(pause_seconds),
-        state=state,
-        host=host,
-    )
 
 
 def find_lost(before: Sequence[RankReport], now: Sequence[RankReport]) -> list[RankReport]:
@@ -128,29 +110,6 @@ def describe_lost(lost: Sequence[RankReport]) -> str:
 
 
 @dataclass(kw_only=True, slots=True)
-class Pauses:
-    """Measures the time without progress on this rank."""
-
-    polled_at: float
-    num_signs: int
-    """signs of life (beats and liveness refreshes) at the last poll"""
-    seconds: float = 0.0
-    """current pause, in seconds"""
-    longest: float = 0.0
-    """longest completed pause since the first heartbeat, in seconds"""
-
-    def poll(self, now: float, num_signs: int) -> None:
-        """Add the time since the last poll to the pause, or end it; call twice a second or more."""
-        elapsed, self.polled_at = min(now - self.polled_at, MAX_POLL_SECONDS), now
-        if num_signs == self.num_signs:
-            self.seconds += elapsed
-            return
-        if self.num_signs:
-            self.longest = max(self.longest, self.seconds)
-        self.seconds, self.num_signs = 0.0, num_signs
-
-
-@dataclass(kw_only=True, slots=True)
 class Peers:
     """This rank's view of all ranks of the run."""
 
@@ -165,9 +124,10 @@ class Peers:
     _has_trained: bool = False
     """whether the first batch, which may compile, is done"""
     _is_done: bool = False
-    _pauses: Pauses = field(
-        default_factory=lambda: Pauses(polled_at=time.monotonic(), num_signs=progress()[1])
-    )
+    _pauses: Pauses = field(default_factory=Pauses)
+    _polled_at: float = field(default_factory=time.monotonic)
+    _num_signs: int = field(default_factory=lambda: progress()[1])
+    """signs of life (beats and liveness refreshes) at the last poll"""
     _verdict: str = ""
     """reason why the run ends, found by this rank or another one"""
     _is_published: bool = False
@@ -246,7 +206,7 @@ class Peers:
             state=self._state(),
             host=socket.gethostname(),
         )
-        store.set(_key(self.rank), str(report))
+        store.set(_key(self.rank), json.dumps(asdict(report)))
         if self._verdict and not self._is_published:
             self._verdict = store.compare_set(VERDICT_KEY, "", self._verdict).decode()
             self._is_published = True
@@ -256,7 +216,7 @@ class Peers:
         if self._is_done:
             return
         if self._rank0 is not None or store.check([_key(0)]):
-            self._rank0 = parse_report(0, store.get(_key(0)).decode())
+            self._rank0 = RankReport(**json.loads(store.get(_key(0))))
         if self._wants_snapshots.is_set():
             self._snapshots.append(self._read_reports(store))
 
@@ -276,9 +236,7 @@ class Peers:
         if not store.check([_key(rank) for rank in reporting]):
             reporting = [rank for rank in reporting if store.check([_key(rank)])]
         texts = store.multi_get([_key(rank) for rank in reporting])
-        return [
-            parse_report(rank, text.decode()) for rank, text in zip(reporting, texts, strict=True)
-        ]
+        return [RankReport(**json.loads(text)) for text in texts]
 
     # The watching thread uses only what the reporting thread has read, and the clock.
 
@@ -291,7 +249,7 @@ class Peers:
             if pause < hang_seconds:
                 max_pause = hang_seconds
             is_over = bool(self._verdict) and pause > CHECK_SECONDS
-            if not is_over and pause <= max(max_pause, PAUSE_FACTOR * self._pauses.longest):
+            if not is_over and not self._pauses.is_hang(max_pause):
                 continue
             with self._lock:
                 num_signs = progress()[1]
@@ -303,15 +261,21 @@ class Peers:
             max_pause += hang_seconds / 4
 
     def _poll(self) -> None:
-        self._pauses.poll(time.monotonic(), progress()[1])
+        now, num_signs = time.monotonic(), progress()[1]
+        self._pauses.poll(now - self._polled_at, is_alive=num_signs != self._num_signs)
+        if not self._num_signs:  # what comes before the first step is not a pause between two
+            self._pauses.longest = 0.0
+        self._polled_at, self._num_signs = now, num_signs
 
     def _diagnose(self, hang_seconds: float) -> str | None:
         """Return why the run cannot continue, or None if it may."""
         if self._verdict:
             return self._verdict
         lost, now = self._find_lost(max(CHECK_SECONDS, hang_seconds / 10))
-        if self._cannot_reach_rank_0():
-            lost = [self._unknown_rank_0()]
+        is_silent = not self._snapshots and not self._verdict
+        if is_silent and self.rank != 0 and self._rank0 is None:  # the store has never answered
+            pause, host = self._pauses.seconds, os.environ["MASTER_ADDR"]
+            lost = [RankReport(rank=0, pause_seconds=pause, state=STARTS, host=host)]
         if lost:
             return (
                 f"no report from {describe_lost(lost)} {format_progress(progress()[2])}, for "
@@ -346,23 +310,6 @@ class Peers:
             return [], []
         # Rank 0 hosts the store, which answered before and does not answer any more.
         return [self._rank0], []
-
-    def _cannot_reach_rank_0(self) -> bool:
-        """Whether the store never returned a report of rank 0, and does not answer any more."""
-        is_silent = not self._snapshots and not self._verdict
-        return is_silent and self.rank != 0 and self._rank0 is None
-
-    def _unknown_rank_0(self) -> RankReport:
-        """Return a stand-in for the report that was never read, with the host in MASTER_ADDR."""
-        return RankReport(
-            rank=0,
-            sequence_number=0,
-            num_beats=0,
-            step=0,
-            pause_seconds=self._pauses.seconds,
-            state=STARTS,
-            host=os.environ["MASTER_ADDR"],
-        )
 
     def explain_lost_connection(self, error: str) -> str | None:
         """Return which rank was lost, after the training failed with torch's message `error`.

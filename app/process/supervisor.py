@@ -22,10 +22,9 @@ from app.process.heartbeat import (
     BEAT,
     ENDED,
     LOST,
-    MAX_POLL_SECONDS,
-    PAUSE_FACTOR,
     PORT_TAKEN,
     STACKS_FILE,
+    Pauses,
     format_progress,
 )
 from app.process.launch import PARENT_VARIABLE, PIPE_VARIABLE, STEP_VARIABLE, free_port
@@ -218,7 +217,7 @@ class Supervisor:
         state = "is stopped (SIGSTOP)" if hanging.is_stopped() else "hangs"
         message = (
             f"rank {hanging.number} {state} {format_progress(hanging.step)}, for "
-            f"{hanging.pause_seconds:.0f} s"
+            f"{hanging.pauses.seconds:.0f} s"
         )
         if stack := ranks.read_stack(hanging):
             message = "\n  ".join([f"{message}; {ranks.stacks_file(hanging)}:", *stack])
@@ -279,10 +278,8 @@ class Rank:
     """error that the rank reported about a lost peer"""
     port_is_taken: bool = False
     """whether the rank found the run's port in use"""
-    pause_seconds: float = 0.0
-    """time since the last sign of life in the training loop"""
-    longest_pause: float = 0.0
-    """longest completed pause, in seconds"""
+    pauses: Pauses = field(default_factory=Pauses)
+    """between signs of life in the training loop"""
     died_at: float | None = None
     """when the process was found to have ended, by the monotonic clock"""
     was_killed: bool = False
@@ -300,16 +297,14 @@ class Rank:
     def read_messages(self, elapsed: float) -> None:
         """Read the messages of the last `elapsed` seconds."""
         is_alive = False
-        while chunk := _read(self.pipe):
-            *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
-            is_alive = True
-            for line in lines:
-                self._handle(*line.decode(errors="replace").partition(" ")[::2])
-        if is_alive:
-            self.longest_pause = max(self.longest_pause, self.pause_seconds)
-            self.pause_seconds = 0.0
-        elif self.step is not None and not self.has_ended:
-            self.pause_seconds += min(elapsed, MAX_POLL_SECONDS)
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self.pipe, 65536):
+                *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
+                is_alive = True
+                for line in lines:
+                    self._handle(*line.decode(errors="replace").partition(" ")[::2])
+        if is_alive or self.is_training:
+            self.pauses.poll(elapsed, is_alive=is_alive)
 
     def _handle(self, kind: str, content: str) -> None:
         if kind == BEAT:
@@ -321,15 +316,10 @@ class Rank:
         elif kind == PORT_TAKEN:
             self.port_is_taken = True
 
-    def hangs(self, min_seconds: float) -> bool:
-        """Whether the rank's pause exceeds `min_seconds` and PAUSE_FACTOR times its longest one."""
-        is_long = self.pause_seconds > max(min_seconds, PAUSE_FACTOR * self.longest_pause)
-        return is_long and self.code is None
-
-    def makes_progress(self, min_seconds: float) -> bool:
-        """Whether the rank is in the training loop and has paused for `min_seconds` at most."""
-        is_training = self.step is not None and not self.has_ended and self.code is None
-        return is_training and self.pause_seconds <= min_seconds
+    @property
+    def is_training(self) -> bool:
+        """Whether the rank is in the training loop."""
+        return self.step is not None and not self.has_ended
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the process, as Ctrl-Z does."""
@@ -338,13 +328,6 @@ class Rank:
         except OSError:
             return False
         return stat.rpartition(")")[2].split()[0] == "T"
-
-
-def _read(pipe: int) -> bytes:
-    try:
-        return os.read(pipe, 65536)
-    except BlockingIOError:
-        return b""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -393,13 +376,14 @@ class Ranks:
 
     def hang(self, min_seconds: float) -> bool:
         """Whether a rank hangs and none makes progress, for which the others may be waiting."""
-        if any(rank.makes_progress(min_seconds) for rank in self.ranks):
+        running = [rank for rank in self.ranks if rank.code is None]
+        if any(rank.is_training and rank.pauses.seconds <= min_seconds for rank in running):
             return False
-        return any(rank.hangs(min_seconds) for rank in self.ranks)
+        return any(rank.pauses.is_hang(min_seconds) for rank in running)
 
     def are_training(self) -> bool:
         """Whether any rank is in the training loop, which handles a signal after the step."""
-        return any(rank.step is not None and not rank.has_ended for rank in self.ranks)
+        return any(rank.is_training for rank in self.ranks)
 
     def send(self, signum: int) -> None:
         """Send a signal to all running ranks."""
