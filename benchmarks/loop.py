@@ -129,7 +129,7 @@ def our_step_seconds(folder: Path) -> list[float]:
 
     from app.model.adapter import LoraConfig
     from app.strategy.ddp import SingleDevice
-    from app.training.callbacks.progress import ProgressBar
+    from app.training.callbacks.monitors import ProgressBar
     from app.training.logger import LoggerConfig, build_loggers
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule

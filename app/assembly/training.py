@@ -22,16 +22,18 @@ from app.run.manifest import installed_versions
 from app.run.ranks import build_peers
 from app.strategy.build import build_strategy
 from app.strategy.settings import states_folder
-from app.training.callbacks.gradient_check import GradientCheck
-from app.training.callbacks.heartbeat import Heartbeat
-from app.training.callbacks.machine_stats_monitor import MachineStatsMonitor
-from app.training.callbacks.progress import ProgressBar
-from app.training.callbacks.same_on_all_ranks import (
+from app.training.callbacks.checks import (
+    GradientCheck,
     SameOnAllRanks,
     program_values,
     rank_invariant_values,
 )
-from app.training.callbacks.status_file import StatusFile
+from app.training.callbacks.monitors import (
+    Heartbeat,
+    MachineStatsMonitor,
+    ProgressBar,
+    StatusFile,
+)
 from app.training.checkpoint.saving import build_checkpoints, build_saver, signals_of
 from app.training.logger import build_loggers
 from app.training.metrics import FirstLoss, Metrics

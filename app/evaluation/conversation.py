@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
 
-from app.evaluation.generation import override_generation_config
+from app.evaluation.generation import first_stop, override_generation_config
 from app.model.attention import generation_attention
 from common.errors import Origin, UserError
 from common.facts import setting
@@ -174,10 +174,10 @@ class Responder:
                 break
             tokens.append(token)
             text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-            ends = [at for stop in stop_texts if (at := text.find(stop)) >= 0]
-            reply.is_finished = bool(ends)
+            end = first_stop(text, stop_texts)
+            reply.is_finished = end is not None
             if reply.is_finished:
-                text = text[: min(ends)]
+                text = text[:end]
                 break
             final = text[: len(text) - _length_of_stop_start(text, stop_texts)]
             # The last character may be incomplete: its other bytes are in the next token.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.decoding import GreedyDecoder
+from app.evaluation.likelihood import padded
 from app.evaluation.metrics import METRICS, Answer
 from app.evaluation.tasks.questions import TaskConfig
 from app.model.attention import generation_attention
@@ -140,6 +141,11 @@ def answer_batches(
             yield answers
 
 
+def first_stop(text: str, stop_texts: Sequence[str]) -> int | None:
+    """Return where the first of `stop_texts` begins in a text, None if it has none."""
+    return min((at for stop in stop_texts if (at := text.find(stop)) >= 0), default=None)
+
+
 def _has_one_of(
     texts: Sequence[str], tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> bool:
@@ -176,59 +182,29 @@ def _generate(
     with override_generation_config(model, sorted(stop_ids), pad, config.max_new_tokens):
         for first in range(0, len(order), config.batch_size):
             chosen = order[first : first + config.batch_size]
-            ids = [prompts[i].input_ids for i in chosen]
-            padded, mask = _pad(ids, pad, on_the_right=is_encoder_decoder)
+            # A decoder continues at the end of a row; an encoder counts positions from its start.
+            ids, mask = padded(
+                [prompts[i].input_ids for i in chosen], on_the_left=not is_encoder_decoder
+            )
             # Generated tokens follow the decoder's start token, or the prompt.
-            start = 1 if is_encoder_decoder else len(padded[0])
-            until = [_StopTexts(tokenizer, stop_texts, start)] if stop_texts else []
+            start = 1 if is_encoder_decoder else ids.shape[1]
+
+            def contain_stop(ids: torch.Tensor, *_: Any, start: int = start) -> torch.Tensor:
+                done = [_has_one_of(stop_texts, row, tokenizer) for row in ids[:, start:].tolist()]
+                return torch.tensor(done, device=ids.device)
+
             # `generate` bypasses the hooks that gather the weights of encoders and adapted models.
             with nullcontext() if sharding is None else sharding.gathered(model):
                 generated = model.generate(
-                    input_ids=torch.tensor(padded, device=device),
-                    attention_mask=torch.tensor(mask, device=device),
-                    stopping_criteria=StoppingCriteriaList(until),
+                    input_ids=ids.masked_fill(mask == 0, pad).to(device),
+                    attention_mask=mask.to(device),
+                    stopping_criteria=StoppingCriteriaList([contain_stop] if stop_texts else []),
                     max_time=None if seconds == math.inf else seconds,
                     # Ranks may choose different tokens when two logits are almost equal. A rank
                     # that has finished keeps stepping: the others need its shard of the weights.
                     synced_gpus=sharding is not None,
                 )
             yield list(zip(chosen, generated[:, start:].tolist(), strict=True))
-
-
-class _StopTexts:
-    """Stopping criterion: end each answer that contains one of the stop texts."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], start: int
-    ) -> None:
-        self._tokenizer, self._texts, self._start = tokenizer, texts, start
-        self._done: torch.Tensor | None = None
-
-    def __call__(self, ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        import torch
-
-        if self._done is None:
-            self._done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        for row, done in enumerate(self._done.tolist()):
-            if not done:
-                tokens = ids[row, self._start :].tolist()
-                self._done[row] = _has_one_of(self._texts, tokens, self._tokenizer)
-        return self._done
-
-
-def _pad(ids: list[list[int]], pad: int, *, on_the_right: bool) -> tuple[list[list[int]], ...]:
-    """Pad rows to the same length; return them with their attention masks.
-
-    A decoder needs its padding on the left, since it continues at the end of the row; an encoder
-    on the right, since it counts positions from the start.
-    """
-    longest = max(len(row) for row in ids)
-    gaps = [longest - len(row) for row in ids]
-    if on_the_right:
-        padded = [row + [pad] * gap for row, gap in zip(ids, gaps, strict=True)]
-        return padded, [[1] * (longest - gap) + [0] * gap for gap in gaps]
-    padded = [[pad] * gap + row for row, gap in zip(ids, gaps, strict=True)]
-    return padded, [[0] * gap + [1] * (longest - gap) for gap in gaps]
 
 
 @contextmanager

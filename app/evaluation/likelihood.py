@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -110,7 +111,8 @@ def encode_pair(
         own: list[int] = tokenizer.encode(continuation, add_special_tokens=False)
         return Request(tokenizer.encode(stripped), own)
     if not stripped:
-        return Request([first_token(tokenizer)], _plain(tokenizer, continuation))
+        first, ids = first_token(tokenizer), tokenizer.encode(continuation)
+        return Request([first], ids[1:] if ids[:1] == [first] else ids)
     whole: list[int] = tokenizer.encode(stripped + continuation)
     num_context = len(tokenizer.encode(stripped))
     return Request(whole[:num_context], whole[num_context:])
@@ -120,11 +122,6 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the context of a text that has none: the BOS token, or EOS if there is no BOS."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     return int(eos if bos is None else bos)
-
-
-def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text)
-    return ids[1:] if ids[:1] == [first_token(tokenizer)] else ids
 
 
 def rolling_requests(ids: Sequence[int], first: int, max_len: int) -> list[Request]:
@@ -168,6 +165,29 @@ def score(
         else:
             groups = plan_groups(requests, max_len, shares_prefixes=can_share_prefixes(model))
             yield from scorer.run(groups, batch_tokens)
+
+
+def score_groups(
+    model: Any, groups: Sequence[Sequence[Request]], **options: Any
+) -> Iterator[list[tuple[int, list[Likelihood]]]]:
+    """Yield batches of (index of a group of requests, their likelihoods) as groups are complete.
+
+    `options`: those of `score`.
+    """
+    group_of = [number for number, group in enumerate(groups) for _ in group]
+    starts = list(itertools.accumulate(map(len, groups), initial=0))
+    likelihoods: dict[int, Likelihood] = {}
+    num_pending = [len(group) for group in groups]
+    for batch in score(model, [request for group in groups for request in group], **options):
+        finished = []
+        for index, likelihood in batch:
+            likelihoods[index] = likelihood
+            number = group_of[index]
+            num_pending[number] -= 1
+            if not num_pending[number]:
+                own = range(starts[number], starts[number + 1])
+                finished.append((number, [likelihoods[n] for n in own]))
+        yield finished
 
 
 def plan_groups(

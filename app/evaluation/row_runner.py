@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -138,40 +138,29 @@ class RowRunner:
                         saved[entry["row"]] = entry["result"]
         return saved
 
-    def _writer(self, key: str, fingerprint: str) -> _Writer:
+    @contextmanager
+    def _writer(
+        self, key: str, fingerprint: str
+    ) -> Iterator[Callable[[list[tuple[int, Any]]], object]]:
+        """Yield a function that appends results to this rank's file, each batch at once."""
         if self.folder is None:
-            return _Writer(None, fingerprint)
-        (self.folder / PARTIAL).mkdir(exist_ok=True)
-        return _Writer(self.folder / PARTIAL / self._file(key, self.rank), fingerprint)
-
-
-class _Writer:
-    """Appends results to a file, flushed after each batch; without a file, does nothing."""
-
-    def __init__(self, file: Path | None, fingerprint: str) -> None:
-        self._file, self._fingerprint = file, fingerprint
-        self._stream: Any = None
-
-    def __enter__(self) -> Callable[[list[tuple[int, Any]]], None]:
-        if self._file is not None:
-            is_cut = self._file.is_file() and not self._file.read_bytes().endswith(b"\n")
-            self._stream = open_no_follow(self._file, "a", encoding="utf-8")
-            if is_cut:  # the process was killed while it wrote the last line
-                lines = self._file.read_bytes().splitlines(keepends=True)[:-1]
-                self._stream.truncate(sum(map(len, lines)))
-        return self._write
-
-    def __exit__(self, *error: object) -> None:
-        if self._stream is not None:
-            self._stream.close()
-
-    def _write(self, results: list[tuple[int, Any]]) -> None:
-        if self._stream is None:
+            yield lambda results: None
             return
-        for row, result in results:
-            line = {"stamp": self._fingerprint, "row": row, "result": result}
-            self._stream.write(json.dumps(line) + "\n")
-        self._stream.flush()
+        (self.folder / PARTIAL).mkdir(exist_ok=True)
+        file = self.folder / PARTIAL / self._file(key, self.rank)
+        is_cut = file.is_file() and not file.read_bytes().endswith(b"\n")
+        with open_no_follow(file, "a", encoding="utf-8") as stream:
+            if is_cut:  # the process was killed while it wrote the last line
+                lines = file.read_bytes().splitlines(keepends=True)[:-1]
+                stream.truncate(sum(map(len, lines)))
+
+            def write(results: list[tuple[int, Any]]) -> None:
+                for row, result in results:
+                    line = {"stamp": fingerprint, "row": row, "result": result}
+                    stream.write(json.dumps(line) + "\n")
+                stream.flush()
+
+            yield write
 
 
 def build_row_runner(

@@ -47,54 +47,36 @@ IGNORED_FIELDS: dict[str, type] = {
     "user": str,
 }
 """fields with their types that clients send, and that would not change an answer here"""
-FIXED_VALUES: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-}
-"""fields that are accepted only with these values, which describe what the server does anyway"""
 _ONE_ANSWER = "a request gets one answer; send it again for another"
 _NO_TOOLS = "answers are plain text; tool calls are not parsed"
 _OWN_TEMPLATE = "the chat template of training is always used"
 _NO_LIKELIHOODS = "likelihoods are not returned; `python -m app.evaluate` measures them"
-UNSUPPORTED_REASONS = {
-    "audio": "answers are plain text",
-    "best_of": _ONE_ANSWER,
-    "chat_template": _OWN_TEMPLATE,
-    "chat_template_kwargs": _OWN_TEMPLATE,
-    "echo": "an answer does not repeat its prompt",
-    "frequency_penalty": "tokens are sampled without penalties; only 0",
-    "function_call": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "logit_bias": "tokens are sampled without biases",
-    "logprobs": _NO_LIKELIHOODS,
-    "modalities": "answers are plain text",
-    "moderation": "this server does not moderate",
-    "n": _ONE_ANSWER,
-    "presence_penalty": "tokens are sampled without penalties; only 0",
-    "reasoning_effort": _OWN_TEMPLATE,
-    "response_format": "answers are plain text",
-    "store": "this server keeps no answers",
-    "suffix": "text is only continued, not filled in",
-    "tool_choice": _NO_TOOLS,
-    "tools": _NO_TOOLS,
-    "top_logprobs": _NO_LIKELIHOODS,
-    "verbosity": "an answer is as long as training made it; use max_tokens",
-    "web_search_options": "this server opens no URL",
+UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "audio": ("answers are plain text", ()),
+    "best_of": (_ONE_ANSWER, (1,)),
+    "chat_template": (_OWN_TEMPLATE, ()),
+    "chat_template_kwargs": (_OWN_TEMPLATE, ()),
+    "echo": ("an answer does not repeat its prompt", (False,)),
+    "frequency_penalty": ("tokens are sampled without penalties; only 0", (0,)),
+    "function_call": (_NO_TOOLS, ("none", "auto")),
+    "functions": (_NO_TOOLS, ([],)),
+    "logit_bias": ("tokens are sampled without biases", ({},)),
+    "logprobs": (_NO_LIKELIHOODS, (False,)),
+    "modalities": ("answers are plain text", (["text"],)),
+    "moderation": ("this server does not moderate", ()),
+    "n": (_ONE_ANSWER, (1,)),
+    "presence_penalty": ("tokens are sampled without penalties; only 0", (0,)),
+    "reasoning_effort": (_OWN_TEMPLATE, ()),
+    "response_format": ("answers are plain text", ({"type": "text"},)),
+    "store": ("this server keeps no answers", (False,)),
+    "suffix": ("text is only continued, not filled in", ("",)),
+    "tool_choice": (_NO_TOOLS, ("none", "auto")),
+    "tools": (_NO_TOOLS, ([],)),
+    "top_logprobs": (_NO_LIKELIHOODS, (0,)),
+    "verbosity": ("an answer is as long as training made it; use max_tokens", ()),
+    "web_search_options": ("this server opens no URL", ()),
 }
+"""field -> why it is not supported, and values that are accepted, as the server acts so anyway"""
 
 
 class RequestError(ValueError):
@@ -251,10 +233,8 @@ def _quote(value: object) -> str:
 
 
 def _unsupported(name: str, supported: tuple[str, ...]) -> RequestError:
-    if name in UNSUPPORTED_REASONS:
-        reason = f": {UNSUPPORTED_REASONS[name]}"
-    else:
-        reason = nearest(name[:MAX_SHOWN], supported)
+    reason, _ = UNSUPPORTED.get(name, ("", ()))
+    reason = f": {reason}" if reason else nearest(name[:MAX_SHOWN], supported)
     quoted = _quote(name)
     return RequestError(f"{quoted} is not supported{reason}", quoted, code="unsupported_field")
 
@@ -268,10 +248,11 @@ def _check_supported(name: str, value: Any, supported: tuple[str, ...]) -> None:
             raise RequestError(f"{name}: {_quote(value)} is not {kind}", name)
         return
     # The types are compared because True == 1 in Python.
-    for fixed in FIXED_VALUES.get(name, ()):
-        if value == fixed and isinstance(value, bool) == isinstance(fixed, bool):
-            return
-    raise _unsupported(name, supported)
+    _, accepted = UNSUPPORTED.get(name, ("", ()))
+    if not any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted
+    ):
+        raise _unsupported(name, supported)
 
 
 def _check_model(fields: dict[str, Any], model: str) -> None:

@@ -34,7 +34,7 @@ from app.process.peers import (
     find_hanging,
     find_lost,
 )
-from app.training.callbacks.heartbeat import Heartbeat
+from app.training.callbacks.monitors import Heartbeat
 from common.errors import RemoteError, TrainingFault, UserError
 from tests.conftest import ROOT
 from tests.processes import LONGEST, user_environment

@@ -12,7 +12,7 @@ from app.serving.requests import (
     CHAT_FIELDS,
     IGNORED_FIELDS,
     TEXT_FIELDS,
-    UNSUPPORTED_REASONS,
+    UNSUPPORTED,
     RequestError,
     check_no_control_tokens,
     parse_chat_request,
@@ -213,6 +213,6 @@ def test_every_field_of_openais_client_is_decided() -> None:
                 continue
             with pytest.raises(RequestError) as refused:
                 parse_request({**body, name: {"given": 1}}, "m", DEFAULTS)
-            assert UNSUPPORTED_REASONS[name] in str(refused.value)
+            assert UNSUPPORTED[name][0] in str(refused.value)
             num_refused += 1
     assert num_refused > 20

@@ -12,7 +12,7 @@ import torch
 from app.model.adapter import LoraConfig, apply_adapter
 from app.strategy.build import build_strategy
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
-from app.training.callbacks.gradient_check import GradientCheck
+from app.training.callbacks.checks import GradientCheck
 from common.errors import UserError
 from tests.ranks import on_ranks
 from tests.strategy.zero_training import SHARD_EVERYTHING

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from app.process.logs import LOG_FILE, Screen, open_run_log, set_verbose, start_logging
-from app.training.callbacks.progress import ProgressBar
+from app.training.callbacks.monitors import ProgressBar
 from app.training.metrics import Metrics
 
 
@@ -65,7 +65,7 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([100.0, 120.0])
-    monkeypatch.setattr("app.training.callbacks.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("app.training.callbacks.monitors.time.monotonic", lambda: next(clock))
     metrics = Metrics(["a"], [], 10)
     bar = ProgressBar()
     trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=1000, global_step=0)

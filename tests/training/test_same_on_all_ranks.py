@@ -14,8 +14,8 @@ import torch
 
 from app.config import load_config
 from app.process.launch import free_port
-from app.training.callbacks import same_on_all_ranks
-from app.training.callbacks.same_on_all_ranks import (
+from app.training.callbacks import checks
+from app.training.callbacks.checks import (
     SameOnAllRanks,
     program_values,
     rank_invariant_values,
@@ -113,7 +113,7 @@ def test_other_code_and_other_libraries_are_named_before_what_they_decide(
     for package in ("app", "common", "data_modules", "conf"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "one.py").write_text("edited = True\n")
-    monkeypatch.setattr(same_on_all_ranks, "ROOT", tmp_path)
+    monkeypatch.setattr(checks, "ROOT", tmp_path)
     with pytest.raises(UserError, match="rank 1 and rank 0 have different code"):
         compare(values, other, programs=[same, program_values({"torch": "2.13.0"})])
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.generation import EvaluationConfig, answer_batches
-from app.evaluation.likelihood import Request, encode_pair, first_token, rolling_requests, score
+from app.evaluation.generation import EvaluationConfig, answer_batches, first_stop
+from app.evaluation.likelihood import (
+    Request,
+    encode_pair,
+    first_token,
+    rolling_requests,
+    score_groups,
+)
 from app.evaluation.row_runner import RowRunner
 from app.model.hub import is_offline_by_setting, reach_hub
 from common.errors import Origin, UserError, nearest
@@ -184,15 +190,38 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
     is_encoder_decoder = model.config.is_encoder_decoder
 
     def likelihoods(key: str, groups: Sequence[Sequence[Request]]) -> list[list[Any]]:
-        work = _likelihood_work(harness, model, groups)
+        """Return [sum of log-probabilities, whether all are greedy] of each group of requests."""
+
+        def work(numbers: list[int]) -> Iterator[list[tuple[int, Any]]]:
+            own = [groups[number] for number in numbers]
+            options = {"max_len": max_len, "batch_tokens": config.batch_tokens}
+            for batch in score_groups(model, own, **options):
+                yield [
+                    (n, [sum(one.logprob for one in found), all(one.is_greedy for one in found)])
+                    for n, found in batch
+                ]
+
         return runner.run(key, [list(group) for group in groups], len(groups), work)
+
+    def answering(prompts: Sequence[Prompt], max_new_tokens: int, stops: Sequence[str]) -> Any:
+        """Return the work of `RowRunner.run` that answers prompts, up to the first stop text."""
+        settings = replace(config, max_new_tokens=max_new_tokens)
+
+        def work(numbers: list[int]) -> Iterator[list[tuple[int, Any]]]:
+            chosen = [prompts[number] for number in numbers]
+            for batch in answer_batches(
+                model, tokenizer, chosen, harness.stop_ids, settings, None, stops
+            ):
+                yield [(n, found.text[: first_stop(found.text, stops)]) for n, found in batch]
+
+        return work
 
     def answers(key: str, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
         """Answer (prompt, generation settings); requests with equal settings run together."""
         texts: dict[int, str] = {}
         for settings in {repr(settings): settings for _, settings in requests}.values():
             stops = settings.get("until") or []
-            stops = [stops] if isinstance(stops, str) else list(stops)
+            stops = list(filter(None, [stops] if isinstance(stops, str) else stops))
             max_new_tokens = int(settings.get("max_gen_toks") or config.max_new_tokens)
             max_prompt = max_len - max_new_tokens
             numbers = [n for n, (_, own) in enumerate(requests) if own == settings]
@@ -200,7 +229,7 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
                 Prompt(tokenizer.encode(requests[n][0])[-max_prompt:], "", Origin(key, n + 1))
                 for n in numbers
             ]
-            work = _generation_work(harness, model, prompts, max_new_tokens, stops)
+            work = answering(prompts, max_new_tokens, stops)
             content = [max_new_tokens, stops, [prompt.input_ids for prompt in prompts]]
             generated = runner.run(f"{key}-{len(texts)}", content, len(prompts), work)
             texts.update(zip(numbers, generated, strict=True))
@@ -234,58 +263,5 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
     return LanguageModel()
 
 
-def _likelihood_work(
-    harness: Harness, model: Any, groups: Sequence[Sequence[Request]]
-) -> Callable[[list[int]], Iterator[list[tuple[int, Any]]]]:
-    """Return the work of `RowRunner.run` whose rows are groups of requests.
-
-    Its result for a group is [sum of log-probabilities, whether all requests are greedy].
-    """
-
-    def work(numbers: list[int]) -> Iterator[list[tuple[int, Any]]]:
-        requests = [request for number in numbers for request in groups[number]]
-        group_of = [index for index, number in enumerate(numbers) for _ in groups[number]]
-        num_pending = [len(groups[number]) for number in numbers]
-        sums: list[list[Any]] = [[0.0, True] for _ in numbers]
-        batch_tokens = harness.config.batch_tokens
-        for batch in score(model, requests, max_len=harness.max_len, batch_tokens=batch_tokens):
-            finished = []
-            for number, likelihood in batch:
-                index = group_of[number]
-                sums[index][0] += likelihood.logprob
-                sums[index][1] &= likelihood.is_greedy
-                num_pending[index] -= 1
-                if not num_pending[index]:
-                    finished.append((index, sums[index]))
-            yield finished
-
-    return work
-
-
 def _task_names(requests: Sequence[Any]) -> str:
     return "-".join(dict.fromkeys(str(request.task_name) for request in requests))[:80]
-
-
-def _generation_work(
-    harness: Harness,
-    model: Any,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
-    stops: Sequence[str],
-) -> Callable[[list[int]], Iterator[list[tuple[int, Any]]]]:
-    """Return the work of `RowRunner.run` that answers prompts, up to the first stop text."""
-    config = replace(harness.config, max_new_tokens=max_new_tokens)
-
-    def work(numbers: list[int]) -> Iterator[list[tuple[int, Any]]]:
-        chosen = [prompts[number] for number in numbers]
-        for batch in answer_batches(
-            model, harness.tokenizer, chosen, harness.stop_ids, config, None, stops
-        ):
-            yield [(number, _cut(answer.text, stops)) for number, answer in batch]
-
-    return work
-
-
-def _cut(text: str, stops: Sequence[str]) -> str:
-    ends = [start for stop in stops if stop and (start := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text

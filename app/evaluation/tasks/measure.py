@@ -14,14 +14,13 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.generation import EvaluationConfig, answer_batches
+from app.evaluation.generation import EvaluationConfig, answer_batches, first_stop
 from app.evaluation.likelihood import (
     Likelihood,
-    Request,
     encode_pair,
     first_token,
     rolling_requests,
-    score,
+    score_groups,
 )
 from app.evaluation.row_runner import RowRunner
 from app.evaluation.tasks.questions import Question, Task, hide_needles
@@ -172,41 +171,29 @@ class TaskRunner:
         self, task: Task, questions: Sequence[Question], model: Any, sharding: Placement | None
     ) -> Iterator[list[tuple[int, Any]]]:
         """Yield batches of (index of a question, result), by the likelihoods of its choices."""
-        requests: list[Request] = []
-        requests_of: list[range] = []
         is_encoder_decoder = model.config.is_encoder_decoder
+        groups = []
         for question in questions:
-            start = len(requests)
             if task.form.kind == "perplexity":
                 ids = self._tokenizer.encode(question.item.continuations[0])
-                requests += rolling_requests(ids, first_token(self._tokenizer), self._max_len)
+                own = rolling_requests(ids, first_token(self._tokenizer), self._max_len)
             else:
-                requests += (
+                own = [
                     encode_pair(self._tokenizer, *pair, is_encoder_decoder=is_encoder_decoder)
                     for pair in question.pairs
-                )
-            requests_of.append(range(start, len(requests)))
-        question_of = [number for number, own in enumerate(requests_of) for _ in own]
-        likelihoods: dict[int, Likelihood] = {}
-        num_pending = [len(own) for own in requests_of]
-        batches = score(
+                ]
+            groups.append(own)
+        for batch in score_groups(
             model,
-            requests,
+            groups,
             max_len=self._max_len,
             batch_tokens=self._config.batch_tokens,
             gathered=(lambda: sharding.gathered(model)) if sharding is not None else nullcontext,
             device=None if sharding is None else sharding.root_device,
-        )
-        for batch in batches:
-            finished = []
-            for index, likelihood in batch:
-                likelihoods[index] = likelihood
-                number = question_of[index]
-                num_pending[number] -= 1
-                if not num_pending[number]:
-                    own = [likelihoods[n] for n in requests_of[number]]
-                    finished.append((number, score_likelihoods(task, questions[number], own)))
-            yield finished
+        ):
+            yield [
+                (n, score_likelihoods(task, questions[n], likelihoods)) for n, likelihoods in batch
+            ]
 
     def _run_generation(
         self, task: Task, questions: Sequence[Question], model: Any, sharding: Placement | None
@@ -272,9 +259,8 @@ def score_likelihoods(
 def score_answer(task: Task, question: Question, text: str, is_finished: bool) -> dict[str, Any]:
     """Return the result of a question from a generated answer, cut at the first stop text."""
     form, item = task.form, question.item
-    ends = [start for stop in form.stop_texts if (start := text.find(stop)) >= 0]
-    if ends:
-        text, is_finished = text[: min(ends)], True
+    if (end := first_stop(text, form.stop_texts)) is not None:
+        text, is_finished = text[:end], True
     if form.kind == "code":
         is_correct = program_passes(f"{item.contexts[0]}{text}\n{item.program}")
         metric = "passed"
