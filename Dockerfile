@@ -30,7 +30,7 @@ RUN python -m pip install --no-cache-dir --quiet --disable-pip-version-check \
         --constraint constraints.txt --editable ".[remote,serve,eval]"
 
 FROM base AS gpu
-ARG EXTRAS=gpu,flash4,deepspeed,remote,serve,eval
+ARG EXTRAS=gpu,hybrid,flash4,deepspeed,remote,serve,eval
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN python -m pip install --no-cache-dir --quiet --disable-pip-version-check \
         --constraint constraints.txt torch \

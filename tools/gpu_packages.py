@@ -21,7 +21,7 @@ from app.process.gpus import (
     read_machine,
 )
 
-PACKAGES = {"gpu": "liger-kernel", "flash4": "flash-attn-4"}
+PACKAGES = {"gpu": "liger-kernel", "hybrid": "flash-linear-attention", "flash4": "flash-attn-4"}
 FROM_THE_INDEX = BUILDS[0][1]
 """CUDA build of PyTorch on the package index"""
 FLASH4_CAPABILITIES = (9, 10)
@@ -45,7 +45,7 @@ def answer(machine: Machine, asked: str) -> str:
     build = FROM_THE_INDEX if is_too_old else build_for(cuda)
     if any(gpu.capability < OLDEST_OF_CUDA_13 for gpu in machine.gpus):
         build = BUILDS[1][1]
-    extras = ["gpu"]
+    extras = ["gpu", "hybrid"]
     if build == FROM_THE_INDEX and machine.gpus and all(map(_serves_flash4, machine.gpus)):
         extras.append("flash4")
     if asked == "extra":
@@ -60,7 +60,7 @@ def answer(machine: Machine, asked: str) -> str:
     said = f"gpu: {driver}: PyTorch's build {build} (driver {oldest[build or '']} or newer)"
     failed = f"; but CUDA does not start: {machine.failure}" if machine.failure else ""
     added = ", ".join(f"{name} ({PACKAGES[name]})" for name in extras)
-    return f"{said}, and the extra {added}{failed}"
+    return f"{said}, and the extras {added}{failed}"
 
 
 if __name__ == "__main__":

@@ -56,6 +56,9 @@ MODULES = {
     "bitsandbytes": "bitsandbytes",
     "deepspeed": "deepspeed",
     "flash-attn": "flash_attn",
+    "flash-linear-attention": "fla.ops.gated_delta_rule",
+    "causal-conv1d": "causal_conv1d",
+    "mamba-ssm": "mamba_ssm",
     "liger-kernel": "liger_kernel",
 }
 """module to import for each package that has compiled parts or depends on such a package"""

@@ -35,17 +35,17 @@ UNKNOWN = Machine(num_files=1)
 def test_pytorchs_build_is_chosen_by_the_driver(machine: Machine, index: str, said: str) -> None:
     assert has_gpu(machine)
     assert answer(machine, "index") == index
-    assert answer(machine, "extra") == ",gpu"
+    assert answer(machine, "extra") == ",gpu,hybrid"
     assert said in answer(machine, "")
 
 
 @pytest.mark.parametrize(
     ("capabilities", "extra"),
     [
-        ([(9, 0), (9, 0)], ",gpu,flash4"),
-        ([(10, 0)], ",gpu,flash4"),
-        ([(8, 9)], ",gpu"),
-        ([(9, 0), (8, 0)], ",gpu"),
+        ([(9, 0), (9, 0)], ",gpu,hybrid,flash4"),
+        ([(10, 0)], ",gpu,hybrid,flash4"),
+        ([(8, 9)], ",gpu,hybrid"),
+        ([(9, 0), (8, 0)], ",gpu,hybrid"),
     ],
 )
 def test_flash_attention_4_is_added_for_gpus_that_pytorch_gives_it(
@@ -54,7 +54,7 @@ def test_flash_attention_4_is_added_for_gpus_that_pytorch_gives_it(
     gpus = tuple(Gpu(name="GPU", memory_gib=80, capability=one) for one in capabilities)
     assert answer(replace(NEW, gpus=gpus), "extra") == extra
     assert (
-        answer(replace(OLD, gpus=gpus), "extra") == ",gpu"
+        answer(replace(OLD, gpus=gpus), "extra") == ",gpu,hybrid"
     )  # an older driver may not load what its compiler writes
 
 
@@ -91,7 +91,7 @@ def extra(name: str) -> list[str]:
     return re.findall(r'"([^"]+)"', found[1])
 
 
-@pytest.mark.parametrize("name", ["gpu", "flash4"], ids="extra {}".format)
+@pytest.mark.parametrize("name", ["gpu", "hybrid", "flash4"], ids="extra {}".format)
 def test_what_is_installed_for_a_gpu_has_wheels(name: str) -> None:
     if not has_index():
         pytest.skip("no package index answers")

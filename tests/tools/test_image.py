@@ -40,7 +40,7 @@ def test_the_extras_exist_and_need_no_compiler_of_cuda() -> None:
     named = re.findall(r"EXTRAS=(\S+)", DOCKERFILE) + re.findall(r'"\.\[([\w,]+)\]"', DOCKERFILE)
     assert len(named) == 2
     used = {extra for names in named for extra in names.split(",")}
-    assert used <= set(extras) and not used & {"flash2", "dev"}
+    assert used <= set(extras) and not used & {"flash2", "mamba", "dev"}
 
 
 def test_an_image_has_a_user_a_check_and_no_secret() -> None:

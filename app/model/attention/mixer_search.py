@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.documents import Lengths, group_documents
@@ -24,6 +25,7 @@ from app.model.attention.mixers import (
 )
 from app.model.eval_mode import eval_mode
 from common.errors import UserError
+from common.installation import install_extra
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,16 @@ TOLERANCE = 2.0**-5
 share of the norm"""
 MIN_LEAK_EPS, MIN_LEAK_SHARE = 4, 1e-4
 """smallest change that is a leak: in eps of the outputs' dtype, and as a share of their size"""
+
+KERNELS = {
+    "mamba_selective_scan": ("", ""),
+    "mamba2_chunk_scan": ("mamba_ssm", "mamba"),
+    "torch_chunk_gated_delta_rule": ("fla", "hybrid"),
+    "chunk_kimi_delta_attention": ("fla", "hybrid"),
+    "causal_conv1d_fn": ("fla", "hybrid"),
+}
+"""function of a mixer -> package that computes it on a GPU with document boundaries, and the extra
+that installs it; none computes Mamba 1. The first one that a mixer calls decides"""
 
 
 def isolate_mixers(
@@ -70,10 +82,27 @@ def isolate_mixers(
     if search.mixers and not has_isolated_mixers(model):
         base.forward = ForwardWithDocuments(base)
     for takes, how in ((True, "with document boundaries"), (False, "document by document")):
-        names = {type(mixer).__name__ for mixer, value in search.mixers.items() if value == takes}
-        if names:
-            log.info("packing: %s run %s", " and ".join(sorted(names)), how)
+        kinds = {type(mixer) for mixer, value in search.mixers.items() if value == takes}
+        names = " and ".join(sorted(kind.__name__ for kind in kinds))
+        missing = "" if takes or device.type == "cpu" else missing_kernels(kinds)
+        if missing:
+            log.warning("packing: %s run %s; %s for faster kernels", names, how, missing)
+        elif names:
+            log.info("packing: %s run %s", names, how)
     return bool(search.mixers)
+
+
+def missing_kernels(mixers: Iterable[type[torch.nn.Module]]) -> str:
+    """Return how to install kernels that support document boundaries; empty if nothing is missing.
+
+    `mixers`: classes of mixers without such kernels.
+    """
+    for mixer in mixers:
+        names = inspect.unwrap(mixer.forward).__globals__
+        package, extra = next((row for name, row in KERNELS.items() if name in names), ("", ""))
+        if package and find_spec(package) is None:
+            return f"type {install_extra(extra)}"
+    return ""
 
 
 class _Search:
@@ -138,13 +167,9 @@ class _Search:
         edited: list[Any],
     ) -> Any:
         """Choose how a mixer runs from now on, and return its output for these arguments."""
-        from torch.utils._pytree import tree_leaves
+        from app.model.cpu.packed_mixers import install_kernels
 
-        hidden = next(filter(_is_activation, tree_leaves((args, kwargs))))
-        if hidden.device.type == "cpu":
-            from app.model.cpu.packed_mixers import install_cpu_kernels
-
-            install_cpu_kernels(type(tested.module).forward)
+        install_kernels(type(tested.module).forward)
         by_document = MixerForward(tested.module, tested.forward)
         output = by_document(*args, **kwargs)
         self._is_testing = True

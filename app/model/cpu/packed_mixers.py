@@ -2,14 +2,15 @@
 
 Replacements, with the same arguments, for the packages that transformers calls on a GPU with
 document boundaries: causal-conv1d and flash-linear-attention. The results equal those of each
-document alone, and are computed in fp32.
+document alone, and are computed in fp32. On a GPU, the convolution of flash-linear-attention, which
+has wheels, replaces causal-conv1d, which is compiled.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
@@ -23,32 +24,35 @@ CHUNK = 32
 _installed: set[Callable[..., Any]] = set()
 
 
-def install_cpu_kernels(forward: Callable[..., Any]) -> None:
-    """Make the functions that a mixer's `forward` calls support document boundaries on the CPU.
+def install_kernels(forward: Callable[..., Any]) -> None:
+    """Make the functions that a mixer's `forward` calls support document boundaries.
 
     A function is replaced only if its package is not installed. Without boundaries, or on another
     device, the replacement calls transformers' own function.
     """
     names = inspect.unwrap(forward).__globals__
-    for name, package, kernel in (
-        ("causal_conv1d_fn", "causal_conv1d", causal_conv1d),
-        ("torch_chunk_gated_delta_rule", "fla", gated_delta_rule),
+    on_gpu = {"cuda": triton_causal_conv1d} if find_spec("fla") is not None else {}
+    for name, package, kernels in (
+        ("causal_conv1d_fn", "causal_conv1d", {"cpu": causal_conv1d} | on_gpu),
+        ("torch_chunk_gated_delta_rule", "fla", {"cpu": gated_delta_rule}),
     ):
         original = names.get(name)
         if original is not None and original not in _installed and find_spec(package) is None:
-            names[name] = _dispatch(original, kernel)
+            names[name] = _dispatch(original, kernels)
             _installed.add(names[name])
 
 
-def _dispatch(original: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `kernel` for one packed row on the CPU, else `original`."""
+def _dispatch(
+    original: Callable[..., Any], kernels: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return a function that calls the kernel of a device for one packed row, else `original`."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         is_packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
         is_one_row = len(args[0]) == 1  # `original` raises an error for several packed rows
-        uses_kernel = is_packed and is_one_row and args[0].device.type == "cpu"
-        return (kernel if uses_kernel else original)(*args, **kwargs)
+        kernel = kernels.get(args[0].device.type, original)
+        return (kernel if is_packed and is_one_row else original)(*args, **kwargs)
 
     return call
 
@@ -75,6 +79,23 @@ def causal_conv1d(
     if activation is not None:
         mixed = ACT2FN[activation](mixed)
     return mixed.to(hidden.dtype).mT.unsqueeze(0)
+
+
+def triton_causal_conv1d(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    cu_seq_lens_q: Tensor,
+    **_: Any,
+) -> Tensor:
+    """Convolve as `causal_conv1d` by flash-linear-attention; boundaries int32 [documents + 1]."""
+    from fla.modules.causal_conv1d import causal_conv1d as convolve
+
+    rows = hidden.mT.contiguous()
+    mixed, _state = convolve(rows, weight, bias, activation=activation, cu_seqlens=cu_seq_lens_q)
+    return mixed.mT
 
 
 class _Convolution(torch.autograd.Function):
