@@ -90,11 +90,11 @@ def test_groups_of_a_task_have_intervals(
 def test_a_killed_evaluation_resumes_in_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from app.evaluation.tasks import measure
+    from app.evaluation import likelihood
 
     words = (f"model.path={TINY_BASE}", "evaluation.tasks=[{name: arc}, {name: lambada}]")
     whole = run_evaluation(tmp_path / "whole", *words)
-    real, calls = measure.score, []
+    real, calls = likelihood.score, []
 
     def dies(model: object, requests: list[object], **how: object) -> object:
         calls.append(len(requests))
@@ -102,7 +102,7 @@ def test_a_killed_evaluation_resumes_in_its_folder(
             raise KeyboardInterrupt
         return real(model, requests, **how)
 
-    monkeypatch.setattr(measure, "score", dies)
+    monkeypatch.setattr(likelihood, "score", dies)
     with pytest.raises(KeyboardInterrupt):
         run_evaluation(tmp_path / "again", *words)
     assert run_evaluation(tmp_path / "again", *words) == whole
