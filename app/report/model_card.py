@@ -82,6 +82,15 @@ def render_run_card(
         else "All weights, trained from"
     )
     at_revision = f" (revision {cell(revision)})" if revision else ""
+    counts = ("train_rows", "validation_rows", "trained_tokens")
+    rows = [
+        [
+            cell(row.get("name")),
+            *(f"{row.get(name) or 0:,}" for name in counts),
+            f"`{str(row.get('sha256') or '')[:16]}`",
+        ]
+        for row in datasets
+    ]
     body = [
         f"# {cell(name)}, fine-tuned",
         "",
@@ -99,14 +108,12 @@ def render_run_card(
         "",
         "## Trained on",
         "",
-        *_data_table(datasets),
+        *_table([["data set", "rows", "held out", "trained tokens", "sha256"], *rows], num_texts=1),
         "",
         *_metrics_section(saved, run),
         "## Settings that differ from the defaults",
         "",
-        "| setting | value |",
-        "|---|---|",
-        *(f"| `{cell(key)}` | {cell(value)} |" for key, value, _ in settings),
+        *_table([["setting", "value"], *([f"`{cell(k)}`", cell(v)] for k, v, _ in settings)]),
         "",
     ]
     if versions := run.manifest.get("versions"):
@@ -171,8 +178,8 @@ def render_merged_card(
         if re.match("(base|tuned)/(val/loss|exact_match)", name)
     }
     if shown:
-        body += ["", "## Measured on held-out rows", "", "| figure | value |", "|---|---|"]
-        body += [f"| {cell(name)} | {value:.4g} |" for name, value in shown.items()]
+        figures = [[cell(name), f"{value:.4g}"] for name, value in shown.items()]
+        body += ["", "## Measured on held-out rows", "", *_table([["figure", "value"], *figures])]
     return _join(front, [*body, ""])
 
 
@@ -224,29 +231,20 @@ def _snippet(
     ]
 
 
-def _data_table(datasets: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [
-        "| data set | rows | held out | trained tokens | sha256 |",
-        "|---|---:|---:|---:|---|",
-        *(
-            f"| {cell(row.get('name'))} | {row.get('train_rows') or 0:,} | "
-            f"{row.get('validation_rows') or 0:,} | {row.get('trained_tokens') or 0:,} | "
-            f"`{str(row.get('sha256') or '')[:16]}` |"
-            for row in datasets
-        ),
-    ]
-
-
 def _metrics_section(saved: Path, run: RunFiles) -> list[str]:
     """Return the table of base vs tuned, and the plot of the curves, as far as they exist."""
-    lines, cells = [], comparison_cells(run)
+    lines, cells = [], [list(map(cell, row)) for row in comparison_cells(run)]
     if len(cells) > 1:
-        rows = [f"| {' | '.join(map(cell, row))} |" for row in cells]
-        rule = "|---|---|" + "---:|" * (len(cells[0]) - 2)
-        lines += ["## Measured on held-out rows", "", rows[0], rule, *rows[1:], ""]
+        lines += ["## Measured on held-out rows", "", *_table(cells), ""]
     if (saved / CURVES_FILE).is_file():
         lines += [f"![curves of training and validation]({CURVES_FILE})", ""]
     return lines
+
+
+def _table(cells: Sequence[Sequence[str]], num_texts: int = 2) -> list[str]:
+    """Return a Markdown table of a heading row and rows; after `num_texts` columns come numbers."""
+    heading, *rows = (f"| {' | '.join(row)} |" for row in cells)
+    return [heading, "|" + "---|" * num_texts + "---:|" * (len(cells[0]) - num_texts), *rows]
 
 
 def cell(text: object) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.facts import setting
-from common.text import percent
+from common.text import counted, percent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,17 +77,8 @@ class DatasetView:
     counts: list[int]
     """number of training documents in each of `NUM_BINS` equal bins from 0 to `Preview.longest`
     tokens"""
-    median: int
-    percentile_95: int
-    longest: int
-
-    @property
-    def lengths(self) -> str:
-        """Summary of the lengths."""
-        return (
-            f"median {self.median:,} tokens, 95 % up to {self.percentile_95:,}, "
-            f"longest {self.longest:,}"
-        )
+    lengths: str
+    """summary of the lengths"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +109,7 @@ class PackView:
     def heading(self) -> str:
         """Which pack it is, and how full."""
         return (
-            f"step {self.step}, pack {self.number}: {count(len(self.documents), 'document')}, "
+            f"step {self.step}, pack {self.number}: {counted(len(self.documents), 'document')}, "
             f"{self.num_tokens:,} of {self.capacity:,} tokens "
             f"({percent(self.num_tokens / self.capacity)} full)"
         )
@@ -224,9 +215,9 @@ def _dataset_view(
         about=escape_control(report.line()),
         rows=[_row_view(examples[int(own[number])], renderer) for number in chosen],
         counts=counts.tolist(),
-        median=median,
-        percentile_95=percentile,
-        longest=int(lengths.max()),
+        lengths=(
+            f"median {median:,} tokens, 95 % up to {percentile:,}, longest {int(lengths.max()):,}"
+        ),
     )
 
 
@@ -288,11 +279,6 @@ def _pack_views(config: ShownConfig, datamodule: FinetuneDataModule) -> list[Pac
     return views
 
 
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun, plural unless it is 1."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def _mixture_cells(datamodule: FinetuneDataModule) -> tuple[list[list[str]], str]:
     """Return the table of each data set's share of the packs, and which steps were counted."""
     import numpy as np
@@ -321,7 +307,7 @@ def _mixture_cells(datamodule: FinetuneDataModule) -> tuple[list[list[str]], str
     total = "" if num_steps == plan.num_steps else f" of {plan.num_steps:,}"
     over = f"{part} {num_steps:,}{total} steps" if plan.num_steps > 1 else "the only step"
     cells = [list(rows[0].HEADINGS), *(list(row.cells()) for row in rows)]
-    return cells, f"{over} ({count(len(packs), 'pack')})"
+    return cells, f"{over} ({counted(len(packs), 'pack')})"
 
 
 @dataclass(frozen=True, slots=True)

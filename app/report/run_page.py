@@ -190,7 +190,9 @@ def render_run(
         ),
         Section(title="Environment", tables=[environment_cells(run)]),
     ]
-    facts = [*run_facts(run), *verdict_lines(run)]
+    facts = run_facts(run)
+    if run.verdict:
+        facts.append(f"verdict: {printable(run.verdict['verdict'])}")
     return _render(title_of(run.folder), facts, sections, refresh_seconds)
 
 
@@ -355,11 +357,6 @@ def title_of_column(name: str) -> str:
         measure, _, dataset = name.partition("/")
     heading = MEASURES[measure].heading if measure in MEASURES else measure
     return f"{heading}: {dataset}" if dataset else heading
-
-
-def verdict_lines(run: RunFiles) -> list[str]:
-    """Return the verdict on base and tuned in words."""
-    return [f"verdict: {printable(run.verdict['verdict'])}"] if run.verdict else []
 
 
 def datasets_of(names: Iterable[str]) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from app.report.chart import frame_around
 from app.report.template import render_template
@@ -31,34 +32,6 @@ class TrialView:
     """how the trial ended, in words"""
     page: str = ""
     """relative address of the trial's own page; empty if it has none"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Axis:
-    """One vertical axis of the parallel coordinates."""
-
-    x: float
-    name: str
-    anchor: str
-    """SVG text-anchor of the name: start or end for the outer axes, so that it stays on the page"""
-    ticks: Sequence[tuple[float, float, str]]
-    """(x, y, label)"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """One trial's line in a chart."""
-
-    points: str
-    """points of the SVG polyline"""
-    title: str
-    goodness: float
-    """1 for the best trial, 0 for the worst"""
-
-    @property
-    def is_dot(self) -> bool:
-        """Whether all points are the same."""
-        return len(set(self.points.split())) == 1
 
 
 def render_sweep_page(
@@ -89,9 +62,15 @@ def render_sweep_page(
 
 def parallel_coordinates(
     trials: Sequence[TrialView], objective: str
-) -> tuple[list[Axis], list[Line]]:
-    """Return an axis for each varied setting and the objective, and a line for each trial."""
-    shown = [trial for trial in trials if _is_number(trial.objective)]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return an axis for each varied setting and the objective, and a line for each trial.
+
+    An axis has its x, its name with an SVG text-anchor that keeps it on the page, and its ticks as
+    (x, y, label).
+    """
+    shown = [
+        trial for trial in trials if trial.objective is not None and math.isfinite(trial.objective)
+    ]
     if not shown:
         return [], []
     columns = {key: [trial.values[key] for trial in shown] for key in shown[0].values}
@@ -102,12 +81,12 @@ def parallel_coordinates(
         x = MARGIN + index * (WIDTH - 2 * MARGIN) / max(len(columns) - 1, 1)
         anchor = "start" if index == 0 else "end" if name == objective else "middle"
         placed = [(*_label_place(x, y), text) for y, text in ticks]
-        axes.append(Axis(x=x, name=name, anchor=anchor, ticks=placed))
+        axes.append({"x": x, "name": name, "anchor": anchor, "ticks": placed})
         heights.append(of_trials)
     lines = []
     for index, trial in enumerate(shown):
         points = " ".join(
-            f"{axis.x:.1f},{of_trials[index]:.1f}"
+            f"{axis['x']:.1f},{of_trials[index]:.1f}"
             for axis, of_trials in zip(axes, heights, strict=True)
         )
         lines.append(_line(trial, points, index, len(shown)))
@@ -121,7 +100,9 @@ def _label_place(x: float, y: float) -> tuple[float, float]:
     return (x, y + BELOW) if y >= HEIGHT - MARGIN else (x + BESIDE, y + BESIDE)
 
 
-def curve_lines(trials: Sequence[TrialView]) -> tuple[list[tuple[float, float, str]], list[Line]]:
+def curve_lines(
+    trials: Sequence[TrialView],
+) -> tuple[list[tuple[float, float, str]], list[dict[str, Any]]]:
     """Return the labels (x, y, text) of the axes, and the validation loss of each trial by step."""
     drawn = [
         [point for point in sorted(trial.curve.items()) if math.isfinite(point[1])]
@@ -146,13 +127,15 @@ def curve_lines(trials: Sequence[TrialView]) -> tuple[list[tuple[float, float, s
     return ends, lines[::-1]
 
 
-def _line(trial: TrialView, points: str, index: int, total: int) -> Line:
+def _line(trial: TrialView, points: str, index: int, total: int) -> dict[str, Any]:
+    """Return a trial's line; its goodness is 1 for the best of `total` trials, 0 for the worst."""
     settings = " ".join(f"{key}={value}" for key, value in trial.values.items())
-    return Line(
-        points=points,
-        title=f"trial {trial.number}: {settings}: {trial.outcome}",
-        goodness=1 - index / max(total - 1, 1),
-    )
+    return {
+        "points": points,
+        "title": f"trial {trial.number}: {settings}: {trial.outcome}",
+        "goodness": 1 - index / max(total - 1, 1),
+        "is_dot": len(set(points.split())) == 1,
+    }
 
 
 def _scale(values: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]:
@@ -163,27 +146,18 @@ def _scale(values: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]
     """
     try:
         numbers = [float(value) for value in values]
+        ticks = {end: f"{end:g}" for end in (min(numbers), max(numbers))}
     except ValueError:
         words = sorted(set(values))
         numbers = [float(words.index(value)) for value in values]
-        ticks = [(_to_y(i, 0, len(words) - 1), _shorten(word)) for i, word in enumerate(words)]
-        return [_to_y(number, 0, len(words) - 1) for number in numbers], ticks
+        short = (w if len(w) <= MAX_LABEL else f"{w[: MAX_LABEL - 1]}…" for w in words)
+        ticks = dict(enumerate(short))
     low, high = min(numbers), max(numbers)
-    is_log = 0 < low * 100 <= high
-    scale = math.log10 if is_log else float
-    heights = [_to_y(scale(number), scale(low), scale(high)) for number in numbers]
-    ticks = [(_to_y(scale(end), scale(low), scale(high)), f"{end:g}") for end in {low, high}]
-    return heights, ticks
+    scale = math.log10 if 0 < low * 100 <= high else float
 
+    def to_y(value: float) -> float:
+        span = scale(high) - scale(low)
+        share = (scale(value) - scale(low)) / span if span else 0.5
+        return HEIGHT - MARGIN - share * (HEIGHT - 2 * MARGIN)
 
-def _to_y(value: float, low: float, high: float) -> float:
-    share = (value - low) / (high - low) if high > low else 0.5
-    return HEIGHT - MARGIN - share * (HEIGHT - 2 * MARGIN)
-
-
-def _shorten(word: str) -> str:
-    return word if len(word) <= MAX_LABEL else f"{word[: MAX_LABEL - 1]}…"
-
-
-def _is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+    return list(map(to_y, numbers)), [(to_y(place), text) for place, text in ticks.items()]

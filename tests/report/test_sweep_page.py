@@ -38,9 +38,9 @@ def test_labels_stand_outside_of_the_lines() -> None:
     ]
     axes, _ = parallel_coordinates(trials, "val/loss")
     for axis in axes:
-        for x, y, _ in axis.ticks:
-            assert y < MARGIN or y > HEIGHT - MARGIN or x > axis.x
-    assert {text: y for _, y, text in axes[0].ticks}["y"] == pytest.approx(HEIGHT / 2, abs=9)
+        for x, y, _ in axis["ticks"]:
+            assert y < MARGIN or y > HEIGHT - MARGIN or x > axis["x"]
+    assert {text: y for _, y, text in axes[0]["ticks"]}["y"] == pytest.approx(HEIGHT / 2, abs=9)
 
 
 def test_the_page_links_its_trials_and_has_the_settings_of_the_best(tmp_path: Path) -> None:
