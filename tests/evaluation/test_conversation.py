@@ -82,21 +82,17 @@ def check_server(template: ChatTemplate, tokenizer: Any) -> int:
     return compared
 
 
-def check_template(name: str, folder: Path) -> None:
-    template, tokenizer = exported(name, folder, is_encoder_decoder=name == "t5")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow)
+        for name in sorted(TEMPLATE_NAMES)
+    ],
+)
+def test_training_chat_server_and_export_give_equal_tokens(name: str, tmp_path: Path) -> None:
+    template, tokenizer = exported(name, tmp_path, is_encoder_decoder=name == "t5")
     assert check_served_tokens(template, tokenizer) == []
     assert check_server(template, tokenizer) >= 1
-
-
-@pytest.mark.parametrize("name", EVERY_DAY)
-def test_training_chat_and_export_give_equal_tokens(name: str, tmp_path: Path) -> None:
-    check_template(name, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(TEMPLATE_NAMES) - set(EVERY_DAY)))
-def test_every_named_template_gives_equal_tokens(name: str, tmp_path: Path) -> None:
-    check_template(name, tmp_path)
 
 
 def test_a_changed_template_is_reported(tmp_path: Path) -> None:

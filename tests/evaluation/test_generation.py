@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     CpmAntConfig,
     CpmAntForCausalLM,
     MptConfig,
@@ -22,25 +20,10 @@ from transformers import (
 
 from app.evaluation.decoding import GreedyDecoder
 from app.evaluation.evaluator import Predictions
-from app.evaluation.generation import (
-    Answer,
-    EvaluationConfig,
-    answer_batches,
-    answer_prompts,
-)
-from app.model.attention import attention_implementation
+from app.evaluation.generation import Answer, EvaluationConfig, answer_batches, answer_prompts
 from common.errors import Origin
-from data_modules import (
-    BatchSpec,
-    DataConfig,
-    DatasetConfig,
-    DataSpec,
-    FinetuneDataModule,
-    ModelSpec,
-    PackingConfig,
-    Prompt,
-)
-from tests.tiny import SAMPLES, TINY_BASE, tiny_gpt2, tiny_llama
+from data_modules import Prompt
+from tests.tiny import tiny_gpt2, tiny_llama
 
 STOP, PAD = 2, 0
 Prompts = dict[str, list[Prompt]]
@@ -122,12 +105,6 @@ def test_answers_keep_the_order_of_their_prompts() -> None:
         assert finished(answers) == ["bcd", "d", "cd", "cd", "bcd"]
 
 
-def test_the_text_of_an_unfinished_answer_is_kept() -> None:
-    config = EvaluationConfig(max_new_tokens=4)
-    answers = answer_prompts(chain_model(CHAIN), Spelled(), [prompt("x")], {STOP}, config)
-    assert answers == [Answer("xxxx", is_finished=False)]
-
-
 @pytest.mark.parametrize("is_split", [True, False])
 def test_answers_are_cut_off_when_their_time_is_over(
     is_split: bool, monkeypatch: pytest.MonkeyPatch
@@ -157,88 +134,6 @@ def test_exact_match_is_the_share_of_correct_answers_per_data_set() -> None:
     }
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY_BASE)
-
-
-@pytest.fixture(scope="module")
-def base() -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        TINY_BASE, dtype=torch.float32, attn_implementation=attention_implementation("sdpa")
-    )
-
-
-@pytest.fixture(scope="module")
-def prompts(tokenizer: Any) -> list[Prompt]:
-    """Real prompts of three data sets, 26 to 107 tokens long."""
-    files = ("lists_test.json", "orders_test.jsonl", "people_test.json")
-    datamodule = FinetuneDataModule(
-        DataSpec(
-            config=DataConfig(
-                datasets=[DatasetConfig(path=str(SAMPLES / f)) for f in files], val_set_size=4
-            ),
-            packing=PackingConfig(),
-            tokenizer=tokenizer,
-            model=ModelSpec(context_len=1024),
-            batching=BatchSpec(),
-            seed=1,
-        )
-    )
-    datamodule.setup("fit")
-    return [one for found in datamodule.prompts(4).values() for one in found]
-
-
-def plain_answers(base: Any, tokenizer: Any, prompts: list[Prompt], size: int) -> list[str | None]:
-    """Greedy decoding without cache or padding: one forward pass per token."""
-    answers: list[str | None] = []
-    for one in prompts:
-        ids = list(one.input_ids)
-        for _ in range(size):
-            with torch.no_grad():
-                logits = base(input_ids=torch.tensor([ids]), use_cache=False).logits
-            ids.append(int(logits[0, -1].argmax()))
-            if ids[-1] == tokenizer.eos_token_id:
-                break
-        ended = ids[-1] == tokenizer.eos_token_id
-        answers.append(tokenizer.decode(ids[len(one.input_ids) : -1]) if ended else None)
-    return answers
-
-
-def test_answers_do_not_depend_on_batch_size_or_padding(
-    base: Any, tokenizer: Any, prompts: list[Prompt]
-) -> None:
-    expected = plain_answers(base, tokenizer, prompts, 12)
-    assert len(set(expected)) > 5
-    for size in (1, 5, 64):
-        config = EvaluationConfig(max_new_tokens=12, batch_size=size)
-        answers = answer_prompts(base, tokenizer, prompts, {tokenizer.eos_token_id}, config)
-        assert finished(answers) == expected
-
-
-def test_generating_does_not_change_the_model(
-    base: Any, tokenizer: Any, prompts: list[Prompt]
-) -> None:
-    implementation = base.config._attn_implementation
-    for training in (True, False):
-        base.train(training)
-        config = EvaluationConfig(max_new_tokens=2)
-        answer_prompts(base, tokenizer, prompts[:1], {tokenizer.eos_token_id}, config)
-        assert base.training is training
-        assert base.config._attn_implementation == implementation == "sdpa_by_document"
-
-
-def test_a_sampling_generation_config_is_ignored(tokenizer: Any, prompts: list[Prompt]) -> None:
-    base = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
-    stops, config = {tokenizer.eos_token_id}, EvaluationConfig(max_new_tokens=12)
-    expected = answer_prompts(base, tokenizer, prompts, stops, config)
-    base.generation_config.update(do_sample=True, temperature=5.0, top_k=3, top_p=0.9)
-    for _ in range(2):
-        assert (
-            answer_prompts(base, tokenizer, prompts, {tokenizer.eos_token_id}, config) == expected
-        )
-
-
 class Numbered:
     """A tokenizer that decodes to token ids."""
 
@@ -248,22 +143,27 @@ class Numbered:
         return "".join(f"<{token}>" for token in ids)
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
-@pytest.mark.parametrize("stop_texts", [(), ("<7><9>", "<21>")])
-def test_continuous_batching_changes_no_answer(build: Any, stop_texts: tuple[str, ...]) -> None:
+def answers_of(model: Any, prompts: list[Prompt], size: int, *how: Any) -> list[Answer]:
+    config = EvaluationConfig(max_new_tokens=12, batch_size=size)
+    batches = answer_batches(model, Numbered(), prompts, {2, 5, 11}, config, None, *how)
+    found = [pair for batch in batches for pair in batch]
+    assert len(found) == len(prompts)
+    return [answer for _, answer in sorted(found, key=lambda pair: pair[0])]
+
+
+@pytest.mark.parametrize(
+    ("build", "stop_texts"), [(tiny_llama, ()), (tiny_gpt2, ("<7><9>", "<21>"))]
+)
+def test_batching_changes_no_answer(
+    build: Any, stop_texts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance = random.Random(1)
     model, stops = build().eval(), {2, 5, 11}
     prompts = [
         Prompt([chance.randrange(3, 64) for _ in range(chance.randint(1, 30))], "", Origin("a", n))
         for n in range(23)
     ]
-    how = EvaluationConfig(max_new_tokens=12, batch_size=1)
-    alone = [
-        answer
-        for one in prompts
-        for batch in answer_batches(model, Numbered(), [one], stops, how, None, stop_texts)
-        for _, answer in batch
-    ]
+    alone = [answer for one in prompts for answer in answers_of(model, [one], 1, stop_texts)]
     for one, answer in zip(prompts, alone, strict=True):  # one forward pass per token, no cache
         ids = list(one.input_ids)
         for _ in range(12):
@@ -277,14 +177,9 @@ def test_continuous_batching_changes_no_answer(build: Any, stop_texts: tuple[str
         assert answer == Answer(Numbered().decode(new), ends)
     assert len({answer.text.count("<") for answer in alone}) > 2  # of different lengths
     for size in (2, 5, 64):
-        how = EvaluationConfig(max_new_tokens=12, batch_size=size)
-        found = [
-            one
-            for batch in answer_batches(model, Numbered(), prompts, stops, how, None, stop_texts)
-            for one in batch
-        ]
-        assert len(found) == len(prompts)
-        assert [answer for _, answer in sorted(found, key=lambda one: one[0])] == alone
+        assert answers_of(model, prompts, size, stop_texts) == alone
+    monkeypatch.setattr(GreedyDecoder, "supports", lambda model: False)
+    assert answers_of(model, prompts, 5, stop_texts) == alone  # by transformers' `generate`
 
 
 def test_finished_answers_are_yielded_before_the_last_one_ends() -> None:
@@ -356,13 +251,7 @@ def tiny_xlnet() -> Any:
 
 @pytest.mark.parametrize(
     ("build", "is_supported"),
-    [
-        (tiny_llama, True),
-        (tiny_gpt2, True),
-        (tiny_xlnet, False),
-        (tiny_cpmant, False),
-        (tiny_mpt, False),
-    ],
+    [(tiny_llama, True), (tiny_xlnet, False), (tiny_cpmant, False), (tiny_mpt, False)],
 )
 def test_continuous_batching_needs_a_plain_key_value_cache(build: Any, is_supported: bool) -> None:
     assert GreedyDecoder.supports(build()) is is_supported

@@ -49,7 +49,7 @@ def test_the_first_line_says_why_the_planned_settings_are_not_the_fastest(
 
 @needs_browser
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 768, 400])
+@pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_is_cut_in_a_browser(width: int, facts: dict[str, Any], tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     page.write_text(render_plan(facts))

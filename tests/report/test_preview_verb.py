@@ -73,12 +73,8 @@ def test_without_settings_quickstart_is_previewed() -> None:
 
 def test_cfg_prints_its_settings() -> None:
     result = preview("model=tiny", "data=skills", "preview.packs=4", "--cfg", "job")
-    assert yaml.safe_load(result.stdout)["preview"] == {
-        "rows": 3,
-        "packs": 4,
-        "tokens": 400,
-        "max_rows": 100_000,
-    }
+    shown = {"rows": 3, "packs": 4, "tokens": 400, "max_rows": 100_000}
+    assert yaml.safe_load(result.stdout)["preview"] == shown
     assert yaml.safe_load(result.stdout)["output"]["name"] == "preview"
     typed = preview("model=tiny", "data=skills", "output.name=mine", "--cfg", "job")
     assert yaml.safe_load(typed.stdout)["output"]["name"] == "mine"
@@ -93,13 +89,8 @@ def test_train_has_no_settings_of_a_preview() -> None:
 BAD_WORDS = [
     (["preview.row=2"], "unknown key preview.row=2; did you mean preview.rows?"),
     (["preview.rows=0"], "preview.rows=0: expected 1 or more"),
-    (["preview.tokens=many"], "preview.tokens=many: expected a whole number"),
-    (["trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
     (["trainer.global_batch_size=3", "trainer.devices=2"], "not a multiple of micro_batch_size 1"),
-    (["data.audit.ngrams=3"], "did you mean data.audit.ngram?"),
-    (["data.audit.ngram=1"], "data.audit.ngram=1: expected 2 or more"),
     (["-m", "preview.rows=2"], "-m: preview cannot be swept; only train can"),
-    (["data.on_long=cut"], "data.on_long=cut: expected drop, truncate_left"),
 ]
 
 

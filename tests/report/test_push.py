@@ -298,14 +298,7 @@ def test_names_of_folders_are_text_in_cards_and_pages(run: Path, tmp_path: Path)
         assert {render_template(name) for name in names} == {"a\\x1b[31m\\x00\tb\n\\x7f"}
 
 
-NOT_OF_A_RUN = [
-    ".env",
-    ".git/config",
-    "notes.txt",
-    "adapter_model.bin",
-    "training_state.pt",
-    "x.py",
-]
+NOT_OF_A_RUN = [".env", ".git/config", "notes.txt", "adapter_model.bin", "x.py", "state.pt"]
 NOT_OF_A_RUN += ["model.safetensors/key.pem", "secrets.json", "tokenizer.json.orig", "id_rsa"]
 OF_A_RUN = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "base.json"]
 OF_A_RUN += ["additional_chat_templates/tool_use.jinja", "special_tokens_map.json", "merges.txt"]

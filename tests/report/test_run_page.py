@@ -397,7 +397,7 @@ return {outside, cut: cut.length,
 
 @needs_browser
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 768, 400])
+@pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_is_cut_in_a_browser(width: int, tmp_path: Path) -> None:
     runs = [write_run(tmp_path / (name * 40)) for name in ("a", "b")]
     write_page(runs[0], [("data.datasets", f"[{{path: {HOSTILE * 5}}}]", "[]")])
