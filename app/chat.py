@@ -43,8 +43,7 @@ def chat(config: ChatConfig) -> None:
     configure_libraries(offline=is_offline(config.model))
 
     # Imported late, so that --help and config errors do not wait for torch.
-    from app.assembly.kept import with_checkpoint
-    from app.assembly.tuned import open_tuned
+    from app.assembly.tuned import open_tuned, with_checkpoint
     from app.training.trainer import resolve_single_device
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)

@@ -55,8 +55,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.base import open_base
     from app.assembly.data import build_datamodule
-    from app.assembly.kept import with_checkpoint
-    from app.assembly.tuned import adapter_of, trained_datasets
+    from app.assembly.tuned import adapter_of, trained_datasets, with_checkpoint
     from app.evaluation.comparison import print_comparison, print_samples, report_confusion
     from app.evaluation.significance import change_metrics, check_regression, report_changes
     from app.training.trainer import resolve_single_device
@@ -235,7 +234,7 @@ def start(config: EvaluateConfig) -> None:
         return
     folder = decide_run_dir(config.output)
     if config.checkpoint != FINAL:  # once, before the ranks open it
-        from app.assembly.kept import with_checkpoint
+        from app.assembly.tuned import with_checkpoint
         from app.training.trainer import resolve_single_device
 
         configure_libraries(offline=is_offline(config.model, config.data))

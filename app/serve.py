@@ -61,8 +61,7 @@ def serve(config: ServerConfig) -> None:
     configure_libraries(offline=is_offline(config.model))
 
     # Imported late, so that --help and config errors do not wait for torch.
-    from app.assembly.kept import with_checkpoint
-    from app.assembly.tuned import open_tuned
+    from app.assembly.tuned import open_tuned, with_checkpoint
     from app.evaluation.conversation import check_served_tokens
     from app.serving.server import build_app
     from app.training.trainer import resolve_single_device

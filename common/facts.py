@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import operator
 import typing
@@ -200,6 +201,30 @@ def expected(facts: Facts, hint: Any) -> str:
     return f"{describe_values(facts, hint)}{f' ({facts.note})' if facts.note else ''}"
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return a field's default; dataclasses.MISSING if it is required."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as a user types it; of a section only what differs from the defaults."""
+    if dataclasses.is_dataclass(value):
+        return as_typed(
+            {
+                field.name: getattr(value, field.name)
+                for field in dataclasses.fields(value)
+                if getattr(value, field.name) != default_of(field)
+            }
+        )
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_typed, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {as_typed(part)}' for name, part in value.items())}}}"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
 def check_values(
     config: DataclassInstance, prefix: str = "", *, skip: Collection[str] = ()
 ) -> list[str]:
@@ -207,22 +232,31 @@ def check_values(
 
     `prefix` is the key of `config` itself; the fields named in `skip` are not checked.
     """
-    return list(_problems(config, prefix, skip))
+    problems = []
+    for key, owner, field, value in leaves_of(config, prefix, skip=skip):
+        facts, hint = facts_of(field), hints_of(type(owner))[field.name]
+        if not takes(facts, hint, value):
+            bound = f", and at most {LARGEST:,}" if _is_too_large(facts, value) else ""
+            problems.append(f"{key}={value}: expected {expected(facts, hint)}{bound}")
+    return problems
 
 
-def _problems(config: DataclassInstance, prefix: str, skip: Collection[str] = ()) -> Iterator[str]:
-    schema: type = type(config)
-    hints = hints_of(schema)
+def leaves_of(
+    config: DataclassInstance, prefix: str = "", *, skip: Collection[str] = ()
+) -> Iterator[tuple[str, DataclassInstance, dataclasses.Field[Any], Any]]:
+    """Yield full key, owner, field and value of each plain setting, at any depth.
+
+    A list of sections is walked element by element, any other list is one value. `prefix` is the
+    key of `config` itself; the fields named in `skip` are left out.
+    """
     for field in dataclasses.fields(config):
         if field.name in skip:
             continue
-        key = f"{prefix}.{field.name}" if prefix else field.name
-        value, facts = getattr(config, field.name), facts_of(field)
+        value, key = getattr(config, field.name), f"{prefix}.{field.name}".removeprefix(".")
         if is_settings(value):
-            yield from _problems(value, key)
+            yield from leaves_of(value, key)
         elif isinstance(value, list) and value and is_settings(value[0]):
             for index, part in enumerate(value):
-                yield from _problems(part, f"{key}[{index}]")
-        elif not takes(facts, hints[field.name], value):
-            bound = f", and at most {LARGEST:,}" if _is_too_large(facts, value) else ""
-            yield f"{key}={value}: expected {expected(facts, hints[field.name])}{bound}"
+                yield from leaves_of(part, f"{key}[{index}]")
+        else:
+            yield key, config, field, value

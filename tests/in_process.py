@@ -106,6 +106,12 @@ def make_data(file: Path, num_rows: int = 4) -> Path:
     return file
 
 
+def make_words(folder: Path, num_rows: int = 4) -> list[str]:
+    """Return the words of a run that is right, on files that are written into `folder`."""
+    model, data = make_model(folder / "model"), make_data(folder / "data.jsonl", num_rows)
+    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+
+
 def make_adapter(folder: Path, *, r: int = 4, hidden: int = 32, **settings: Any) -> Path:
     """Write a LoRA of the q_proj of `make_model`, with valid headers and zero weights."""
     folder.mkdir(parents=True)

@@ -14,11 +14,11 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from app.config.overrides import YAML_SUFFIXES, python_keys
-from app.config.schema import as_typed
 from app.config.verbs import OPTION_ALIASES, TYPED_KEYS
 from app.planning.hardware import custom_hardware_advice
 from app.run.folder import expand_home
 from common.errors import UserError, nearest
+from common.facts import as_typed
 from common.installation import ROOT
 from common.untrusted import limits, over_limit, read_text, reading
 

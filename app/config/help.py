@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from app.config.conf_files import CONF, list_groups, read_conf_file
-from app.config.schema import Setting, default_of, list_settings
+from app.config.schema import Setting, list_settings
 from app.config.verbs import ALL_VERBS, only_in
 from common.errors import UserError, nearest
-from common.facts import describe_values
+from common.facts import default_of, describe_values
 from common.installation import is_checkout, verb_command
 
 Parts = Mapping[str, Mapping[str, type]]

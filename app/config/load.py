@@ -64,7 +64,7 @@ from app.run.remote import run_folder
 from app.strategy.deepspeed_config import read_deepspeed_file
 from app.strategy.settings import ZeroConfig
 from common.errors import UserError
-from common.facts import hints_of
+from common.facts import facts_of, hints_of, leaves_of
 from common.installation import ROOT
 from common.untrusted import reading
 from data_modules import TEMPLATE_NAMES
@@ -486,38 +486,25 @@ def resolve_paths(config: Config) -> None:
 
 def check_paths(config: Config) -> list[str]:
     """List paths (and a revision) that are empty, not null, and a cache folder that is a URL."""
-    places = [*_paths_in(config), ("model", config.model, "revision")]
+    places = [*_paths_in(config), ("model.revision", config.model, "revision")]
     problems = []
     if isinstance(config, (TrainConfig, EvaluateConfig)):
-        places.append(("data", config.data, "cache_dir"))
+        places.append(("data.cache_dir", config.data, "cache_dir"))
         if "://" in config.data.cache_dir:
             problems.append(f"data.cache_dir={config.data.cache_dir}: {NO_URL}")
-    values = [(f"{key}.{name}".lstrip("."), getattr(part, name)) for key, part, name in places]
     return problems + [
         f"{key} is empty; is it a variable that is not set? type its value, or leave it out"
-        for key, value in values
-        if value is not None and not value.strip()
+        for key, part, name in places
+        if (value := getattr(part, name)) is not None and not value.strip()
     ]
 
 
-def _paths_in(part: object, key: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield (key of the part, part, field) of each path in settings, at any depth.
-
-    data.chat_template is left out if it names a shipped template.
-    """
-    if not dataclasses.is_dataclass(part):
-        return
-    for field in dataclasses.fields(part):
-        value, full = getattr(part, field.name), f"{key}.{field.name}".lstrip(".")
-        facts = field.metadata.get("facts")
-        if facts and facts.is_path:
-            if field.name != "chat_template" or value not in TEMPLATE_NAMES:
-                yield key, part, field.name
-        elif isinstance(value, list):
-            for index, element in enumerate(value):
-                yield from _paths_in(element, f"{full}[{index}]")
-        else:
-            yield from _paths_in(value, full)
+def _paths_in(config: Config) -> Iterator[tuple[str, Any, str]]:
+    """Yield full key, owner and field of each path, but for the names of shipped templates."""
+    for key, part, field, value in leaves_of(config):
+        is_shipped = field.name == "chat_template" and value in TEMPLATE_NAMES
+        if facts_of(field).is_path and not is_shipped:
+            yield key, part, field.name
 
 
 def first_line(error: Exception) -> str:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from app.config.dispatch import run_guarded
 from app.config.overrides import safety_error
-from app.config.schema import default_of, docs_of
+from app.config.schema import docs_of
 from common.errors import DONE, UserError, nearest
-from common.facts import facts_of, hints_of
+from common.facts import default_of, facts_of, hints_of
 from common.installation import verb_command
 
 T = TypeVar("T")

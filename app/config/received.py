@@ -12,18 +12,15 @@ import functools
 import logging
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config.schema import as_typed, default_of
-from common.facts import Grant, facts_of, is_settings
+from common.facts import Grant, as_typed, default_of, facts_of, leaves_of
 from common.redaction import redact
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from app.config.verbs import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -67,45 +64,36 @@ def not_taken(
 
     The parts and settings of the top level that `skip` names are not looked at.
     """
-    parts = [field for field in dataclasses.fields(config) if field.name not in skip]
-    found = (each for part in parts for each in _granting(config, part, ""))
     model, code = config.model, config.evaluation.metric or "that of its tasks"
     revision = "" if model.revision is None else f" (revision {model.revision})"
     names = {
         "model.trust_remote_code": f"Python files that come with the model {model.path}{revision}",
         "evaluation.allow_code": f"code of the evaluation ({code})",
     }
-    return [
-        dataclasses.replace(each, names=names.get(each.key, "the code that it names"))
-        for each in found
-        if not is_typed(each.key, typed)
-    ]
+    found = []
+    for at, _, field, value in leaves_of(config, skip=skip):
+        grants, default, key = facts_of(field).grants, default_of(field), at.partition("[")[0]
+        is_harmless = value == default or (grants == "host" and not URL.match(str(value)))
+        if grants in (None, "nothing") or is_harmless or is_typed(key, typed):
+            continue
+        whole = functools.reduce(getattr, key.split("."), config)
+        found.append(
+            Granting(
+                grants=grants,
+                key=key,
+                value=redact(as_typed(whole)),
+                default=default,
+                at=f"{at}={redact(as_typed(value))}",
+                names=names.get(key, "the code that it names"),
+            )
+        )
+    return found
 
 
 def is_typed(key: str, typed: AbstractSet[str]) -> bool:
     """Whether a setting or a group that contains it was typed."""
     names = key.split(".")
     return any(".".join(names[: end + 1]) in typed for end in range(len(names)))
-
-
-def _granting(
-    owner: DataclassInstance, field: dataclasses.Field[Any], prefix: str
-) -> Iterator[Granting]:
-    value, default, grants = getattr(owner, field.name), default_of(field), facts_of(field).grants
-    key = f"{prefix}{field.name}"
-    if is_settings(value):
-        for inner in dataclasses.fields(value):
-            yield from _granting(value, inner, f"{key}.")
-    elif isinstance(value, list) and value and is_settings(value[0]):
-        for index, element in enumerate(value):
-            for inner in dataclasses.fields(element):
-                for each in _granting(element, inner, f"{key}[{index}]."):
-                    yield dataclasses.replace(each, key=key, value=redact(as_typed(value)))
-    elif grants in (None, "nothing") or value == default:
-        return
-    elif grants != "host" or URL.match(str(value)):
-        text = redact(as_typed(value))
-        yield Granting(grants=grants, key=key, value=text, default=default, at=f"{key}={text}")
 
 
 def settle(found: Iterable[Granting], place: Path) -> tuple[list[Granting], list[str]]:

@@ -13,7 +13,6 @@ import yaml  # type: ignore[import-untyped]
 
 from app.config.conf_files import ConfFile
 from app.config.received import not_taken, reset_to_default, settle
-from app.config.schema import as_typed, default_of
 from app.config.verbs import (
     PARTS,
     PER_START,
@@ -26,7 +25,7 @@ from app.run import find_run, find_run_to_resume
 from app.run.find import FINAL
 from app.run.folder import CONFIG_FILE, NAME_PATTERN, verb_line
 from common.errors import UserError
-from common.facts import facts_of, hints_of, is_settings
+from common.facts import as_typed, default_of, facts_of, hints_of, is_settings
 from common.files import write_atomically
 from common.redaction import REDACTED, redact, redacted, redacted_keys
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import json
 import shlex
 import sys
 import types
@@ -102,13 +101,6 @@ def _docs_in(module: str) -> dict[str, dict[str, str]]:
         for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef)
     }
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    """Return a field's default; dataclasses.MISSING if it is required."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def element_of(hint: Any) -> Any:
@@ -241,23 +233,6 @@ def suggest(key: str, siblings: list[str], settings: list[Setting], value: str =
         return hint
     all_keys = [setting.key for setting in settings]
     return nearest(key, [known for known in all_keys if not key.startswith(f"{known}.")])
-
-
-def as_typed(value: Any) -> str:
-    """Return a value as a user types it; of a data set only what differs from the defaults."""
-    if dataclasses.is_dataclass(value):
-        return as_typed(
-            {
-                field.name: getattr(value, field.name)
-                for field in dataclasses.fields(value)
-                if getattr(value, field.name) != default_of(field)
-            }
-        )
-    if isinstance(value, list):
-        return f"[{', '.join(map(as_typed, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {as_typed(part)}' for name, part in value.items())}}}"
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def describe_type(hint: Any) -> str:

@@ -21,7 +21,7 @@ from app.config.overrides import Override, safety_error
 from app.config.verbs import only_in
 from app.process.launch import is_child, is_first_rank
 from common.errors import nearest
-from common.facts import expected, facts_of, hints_of, takes
+from common.facts import as_typed, expected, facts_of, hints_of, takes
 from common.redaction import redact
 from common.text import printable
 
@@ -146,7 +146,7 @@ def is_section(hint: Any) -> TypeGuard[type]:
 def describe_shape(key: str, value: Any, section: type) -> str:
     """Return what is wrong with a value that stands in place of a section's settings."""
     first = next((name for name in hints_of(section) if name != "name"), "name")
-    shown = "null" if value is None else schema.as_typed(value)[:80]
+    shown = "null" if value is None else as_typed(value)[:80]
     fix = f"write settings below it (such as `{key}: {{{first}: ...}}`), or remove it"
     options = list_groups(CONF).get(key, [])
     if len(options) < 2:
@@ -190,7 +190,7 @@ class Sources:
             typed = [each for each in typed if each.value == found.value]
         value = found.value[0] if found.key.endswith("]") else found.value
         pairs = [(each.key, each.typed) for each in typed]
-        return pairs or [(found.key, schema.as_typed(value))]
+        return pairs or [(found.key, as_typed(value))]
 
     def written(self, key: str) -> str:
         """Return the text of a single value as written, as far as its line shows it."""
@@ -296,11 +296,11 @@ def _problem_of_text(found: schema.Leaf, sources: Sources) -> str | None:
     if str(value) == written:
         return None
     # The text of a list stands for no item of it.
-    typed = written if written and written[0] not in "[{" else schema.as_typed(value)
+    typed = written if written and written[0] not in "[{" else as_typed(value)
     quoted = f"'{typed}'" if isinstance(found.value, list) else f"{found.field}: '{typed}'"
     return (
         f"{found.key}={typed}: expected text, but without quotes this is "
-        f"{schema.as_typed(value)}; write {quoted}"
+        f"{as_typed(value)}; write {quoted}"
     )
 
 

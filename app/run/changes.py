@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.hub import COMMIT
 from app.preflight.fingerprint import EARLIER_FORM, same_form
 from app.strategy.settings import DdpConfig, LocalSgdConfig, StrategyConfig, ZeroConfig
-from common.facts import ResumeRule, facts_of
+from common.facts import ResumeRule, as_typed, facts_of
 from common.redaction import redacted
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _how_to_undo(key: str, value: Any) -> str:
         return f"type '{key}=[{','.join(map(str, value))}]'"
     if "[" in key or isinstance(value, (list, dict)) or key in LISTS_OF_DATASETS:
         return f"restore {key} from the run's config.yaml"
-    return f"type {key}={_plain(value)}"
+    return f"type {key}={as_typed(value)}"
 
 
 def _leaves(
@@ -236,14 +236,8 @@ def _leaves(
         yield key, value, rule
 
 
-def _plain(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _shortened(value: Any) -> str:
-    text = _plain(value)
+    text = as_typed(value)
     if SHA256.fullmatch(text):
         return text[:12]
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -26,11 +26,11 @@ from app.config.overrides import (
     over_typed_limit,
     quote_value,
 )
-from app.config.schema import as_typed, default_of
 from app.config.verbs import GRANTING
 from app.run import NEVER
 from app.run.folder import expand_home, refuse_special_entries
 from common.errors import UserError
+from common.facts import as_typed, default_of
 from common.files import write_atomically
 from common.redaction import REDACTED, redacted
 

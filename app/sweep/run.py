@@ -17,7 +17,6 @@ from typing import Any
 from app.config import TrainConfig, check_before_start, compose, load_config
 from app.config.overrides import quote_value
 from app.config.received import Granting, is_typed, not_taken, settle
-from app.config.schema import as_typed
 from app.model.adapter import DEFAULT_LR
 from app.preflight import requested_devices
 from app.process.launch import quote_words
@@ -45,6 +44,7 @@ from app.sweep.search import Grid, OptunaSearch, Search
 from app.sweep.slurm import SlurmLauncher, check_jobs, check_slurm
 from app.sweep.trials import Launcher, LocalLauncher, RunningTrial, Trial
 from common.errors import DONE, INTERRUPTED, TERMINATED, UserError
+from common.facts import as_typed
 from common.installation import verb_command
 from common.redaction import redact, redacted
 from common.text import counted, duration, printable

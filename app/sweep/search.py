@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from app.config import SweepConfig
 from app.sweep.parameters import Parameter, varied
@@ -24,26 +24,28 @@ Proposal = tuple[int, dict[str, str]]
 """a trial's number, and its value of every varied key in Hydra's grammar"""
 
 
-class Search(Protocol):
-    """Proposes trials and receives their results."""
+class Search:
+    """Proposes trials and receives their results; may ignore them."""
 
     num_trials: int
     """number of trials of the whole sweep"""
 
     def ask(self) -> Proposal | None:
         """Return the next trial; None when all have been proposed."""
+        raise NotImplementedError
 
     def find_prune_step(self, number: int, curve: Mapping[int, float]) -> int | None:
         """Return the step at which to prune a trial, None to continue it.
 
         `curve` is the trial's validation losses by step.
         """
+        return None
 
     def tell(self, number: int, objective: float | None, *, was_pruned: bool) -> None:
         """Record a trial's result; `objective` is None if it failed."""
 
 
-class Grid:
+class Grid(Search):
     """Every combination of the listed values; the last key varies fastest."""
 
     def __init__(self, parameters: Sequence[Parameter], finished: Collection[int]) -> None:
@@ -60,15 +62,8 @@ class Grid:
         """Return the next combination."""
         return next(self._remaining, None)
 
-    def find_prune_step(self, number: int, curve: Mapping[int, float]) -> int | None:
-        """Return None: a grid runs every trial to its end."""
-        return None
 
-    def tell(self, number: int, objective: float | None, *, was_pruned: bool) -> None:
-        """Do nothing: the combinations do not depend on results."""
-
-
-class OptunaSearch:
+class OptunaSearch(Search):
     """Optuna's TPE sampler through ask and tell, with its journal in the sweep's folder.
 
     Each trial has a separately seeded sampler, so that a proposal depends only on the trials before

@@ -156,11 +156,6 @@ def test_changed_rows_are_refused_and_may_be_allowed(whole: Path, killed: Path) 
     assert [ours[step] == before[step] for step in (1, 2, 3)] == [True, True, False]
 
 
-def test_another_template_is_named(killed: Path) -> None:
-    said = refused(killed, "data.chat_template=plain")
-    assert "the chat template (sha256) was" in said and "'resume_allow=[data]'" in said
-
-
 def test_another_learning_rate_is_used_where_it_is_allowed(whole: Path, killed: Path) -> None:
     go_on(killed, "optimizer.lr=4e-3", "resume_allow=[lr]")
     ours, before = read_column(killed, "train/lr"), read_column(whole, "train/lr")

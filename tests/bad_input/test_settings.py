@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from app.run.ranks import check_supervise
-from tests.in_process import make_adapter, make_data, make_model, run_command
+from tests.in_process import make_adapter, make_model, make_words, run_command
 from tests.resumed import make_run
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("files")
-    model, data = make_model(folder / "model"), make_data(folder / "data.jsonl")
-    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+    return make_words(folder)
 
 
 REFUSED = [

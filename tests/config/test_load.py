@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,165 +23,78 @@ from app.run.folder import OutputConfig, decide_run_dir
 from common.errors import UserError
 from common.facts import hints_of
 from common.installation import ROOT
-from tests.in_process import make_adapter, make_data, make_model, run_command
-from tests.processes import LONGEST
+from tests.in_process import make_adapter, make_data, make_model, make_words, run_command
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The words of a run that is right, on files of this test."""
     folder = tmp_path_factory.mktemp("files")
-    model, data = make_model(folder / "model"), make_data(folder / "data.jsonl")
-    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+    return make_words(folder)
 
 
 BAD_WORDS = [
     # what was typed, what must be said, what is right
-    (
-        ["trainer.max_stepz=3"],
-        ["unknown key trainer.max_stepz=3", "trainer.max_steps?"],
-        ["trainer.max_steps=3"],
-    ),
-    (["+adapter.rr=3"], ["unknown key adapter.rr=3", "did you mean adapter.r?"], ["+adapter.r=3"]),
-    (
-        ["++adapter.rr=3"],
-        ["unknown key adapter.rr=3", "did you mean adapter.r?"],
-        ["++adapter.r=3"],
-    ),
-    (
-        ["learning_rate=1e-3"],
-        ["unknown key learning_rate", "type optimizer.lr=1e-3"],
-        ["optimizer.lr=1e-3"],
-    ),
-    (["lr=1e-3"], ["unknown key lr", "type optimizer.lr=1e-3"], ["optimizer.lr=1e-3"]),
-    (
-        ["optimiser.lr=1e-3"],
-        ["unknown key optimiser.lr=1e-3", "type optimizer.lr=1e-3"],
-        ["optimizer.lr=1e-3"],
-    ),
+    (["trainer.max_stepz=3"], ["unknown key trainer.max_stepz=3", "trainer.max_steps?"],
+     ["trainer.max_steps=3"]),
+    (["++adapter.rr=3"], ["unknown key adapter.rr=3", "did you mean adapter.r?"],
+     ["++adapter.r=3"]),
+    (["learning_rate=1e-3"], ["unknown key learning_rate", "type optimizer.lr=1e-3"],
+     ["optimizer.lr=1e-3"]),
+    (["optimiser.lr=1e-3"], ["unknown key optimiser.lr=1e-3", "type optimizer.lr=1e-3"],
+     ["optimizer.lr=1e-3"]),
     (["optimizer.lr=abc"], ["optimizer.lr=abc: expected a number or null"], ["optimizer.lr=1"]),
-    (
-        ["trainer.micro_batch_size=1.5"],
-        ["trainer.micro_batch_size=1.5: expected a whole"],
-        ["trainer.micro_batch_size=2"],
-    ),
-    (
-        ["data.train_on_inputs=perhaps"],
-        ["data.train_on_inputs=perhaps: expected true"],
-        ["data.train_on_inputs=true"],
-    ),
+    (["trainer.micro_batch_size=1.5"], ["trainer.micro_batch_size=1.5: expected a whole"],
+     ["trainer.micro_batch_size=2"]),
+    (["data.train_on_inputs=perhaps"], ["data.train_on_inputs=perhaps: expected true"],
+     ["data.train_on_inputs=true"]),
     (["trainer=3"], ["trainer=3", "no such option"], ["trainer=default"]),
-    (["adapter=qlora"], ["type adapter=lora quantization=nf4"], ["adapter=lora"]),
-    (
-        ["strategy=zero9"],
-        ["strategy=zero9: no such option; expected one of auto, ddp, ddp_compressed, fsdp"],
-        ["strategy=auto"],
-    ),
-    (
-        ["strategy=deepspeed_stage_3_offload"],
-        ["zeropp; type strategy=zero3_offload"],
-        ["strategy=zero3_offload"],
-    ),
-    (
-        ["strategy=ddp", "strategy.stage=2"],
-        ["strategy.stage: a setting of strategy=zero1, but strategy=ddp is chosen"],
-        ["strategy=zero3", "strategy.stage=2"],
-    ),
-    (
-        ["strategy=ddp", "strategy.compression=int8"],
-        ["strategy.compression=int8: expected none, bf16, fp16, powersgd or topk"],
-        ["strategy=ddp", "strategy.compression=powersgd"],
-    ),
-    (
-        ["strategy=zero3", "strategy.offload_optimizer=disk"],
-        ["strategy.offload_optimizer=disk: expected none or cpu"],
-        ["strategy=zero3", "strategy.offload_optimizer=cpu"],
-    ),
-    (
-        ["optimizer=adam"],
-        ["optimizer=adam: no such option", "did you mean adamw?"],
-        ["optimizer=adamw"],
-    ),
-    (
-        ["trainer.precision=fp17"],
-        ["trainer.precision=fp17: expected", "bf16-pure", "fp16?"],
-        ["trainer.precision=bf16"],
-    ),
-    (
-        ["attention.backend=flash"],
-        ["attention.backend=flash: expected auto, flash2"],
-        ["attention.backend=sdpa"],
-    ),
+    (["strategy=ddp", "strategy.stage=2"],
+     ["strategy.stage: a setting of strategy=zero1, but strategy=ddp is chosen"],
+     ["strategy=zero3", "strategy.stage=2"]),
+    (["strategy=zero3", "strategy.offload_optimizer=disk"],
+     ["strategy.offload_optimizer=disk: expected none or cpu"],
+     ["strategy=zero3", "strategy.offload_optimizer=cpu"]),
+    (["optimizer=adam"], ["optimizer=adam: no such option", "did you mean adamw?"],
+     ["optimizer=adamw"]),
+    (["trainer.precision=fp17"], ["trainer.precision=fp17: expected", "bf16-pure", "fp16?"],
+     ["trainer.precision=bf16"]),
     (["adapter.name=full"], ["adapter.name=full", "type adapter=full"], ["adapter=full"]),
-    (
-        ["adapter=full", "adapter.r=4"],
-        ["adapter.r: a setting of adapter=lora, but adapter=full is chosen"],
-        ["adapter=lora", "adapter.r=4"],
-    ),
-    (
-        ["optimizer.momentum=0.9"],
-        ["optimizer.momentum: a setting of optimizer=muon"],
-        ["optimizer=muon", "optimizer.momentum=0.9"],
-    ),
-    (
-        ["experiment=quickstrat"],
-        ["experiment=quickstrat: no such option", "did you mean quickstart?"],
-        ["experiment=llama8b", "data.sequence_len=64"],
-    ),
-    (
-        ["+experiment=nothing"],
-        ["llama8b_qlora, mistral7b"],
-        ["+experiment=llama8b", "data.sequence_len=64"],
-    ),
-    (["model=llama8"], ["model=llama8: no such option", "llama8b?"], ["model=llama8b"]),
+    (["adapter=full", "adapter.r=4"],
+     ["adapter.r: a setting of adapter=lora, but adapter=full is chosen"],
+     ["adapter=lora", "adapter.r=4"]),
+    (["optimizer.momentum=0.9"], ["optimizer.momentum: a setting of optimizer=muon"],
+     ["optimizer=muon", "optimizer.momentum=0.9"]),
+    (["experiment=quickstrat"],
+     ["experiment=quickstrat: no such option", "did you mean quickstart?"],
+     ["experiment=llama8b", "data.sequence_len=64"]),
+    (["+experiment=nothing"], ["llama8b_qlora, mistral7b"],
+     ["+experiment=llama8b", "data.sequence_len=64"]),
     (["data=rows.json"], ["data=rows.json", "'data.datasets=[{path: rows.json}]'"], ["data=dolly"]),
     (["adapter.r=4,8"], ["adapter.r=4,8 lists several values: add -m"], ["adapter.r=8"]),
     (["~adapter.r"], ["~adapter.r: expected key=value"], []),
     (["~schedule=cosine"], ["settings cannot be removed"], ["schedule=cosine"]),
     (["quickstart"], ["quickstart: expected key=value; did you mean experiment=quickstart?"], []),
-    (
-        ["data.datasets[0].format=alpaca"],
-        ["single elements of a list cannot be set; type data.datasets=[...]"],
-        [],
-    ),
-    (
-        ["data.datasets=[{path: a.json, frmat: alpaca}]"],
-        ["unknown key data.datasets[0].frmat=alpaca", "data.datasets[0].format?"],
-        [],
-    ),
+    (["data.datasets[0].format=alpaca"],
+     ["single elements of a list cannot be set; type data.datasets=[...]"], []),
+    (["data.datasets=[{path: a.json, frmat: alpaca}]"],
+     ["unknown key data.datasets[0].frmat=alpaca", "data.datasets[0].format?"], []),
     (["data.datasets=[3]"], ["data.datasets[0]=3: expected a list of {path, name"], []),
-    (
-        ["data.datasets=[{path: a.json, weight: x}]"],
-        ["data.datasets[0].weight=x: expected a number"],
-        [],
-    ),
+    (["data.datasets=[{path: a.json, weight: x}]"],
+     ["data.datasets[0].weight=x: expected a number"], []),
     (["model._target_=os.system"], ["_target_ is not allowed"], []),
-    (
-        ["model.architecture={_target_: os.system}"],
-        ["_target_ is not allowed"],
-        [],  # beside the base's config.json, any architecture is refused
-    ),
-    (
-        ["output.name=${oc.env:HOME}"],
-        ["resolvers like ${oc.env:NAME} are not allowed"],
-        ["output.name=home"],
-    ),
-    (
-        ["output.name=${oc.${data.chat_template}:HOME}"],
-        ["resolvers like ${oc.env:NAME} are not allowed"],
-        ["output.name=${strategy.name}"],
-    ),
-    (["output.name=${oc.${seed}}"], ["resolvers like ${oc.env:NAME} are not allowed"], []),
+    (["model.architecture={_target_: os.system}"], ["_target_ is not allowed"], []),
+    (["output.name=${oc.env:HOME}"], ["resolvers like ${oc.env:NAME} are not allowed"],
+     ["output.name=home"]),
+    (["output.name=${oc.${data.chat_template}:HOME}"],
+     ["resolvers like ${oc.env:NAME} are not allowed"], ["output.name=${strategy.name}"]),
     (["model.token=abcdef"], ["secrets do not go into settings", "HF_TOKEN"], []),
-    (
-        ["output.name=../other"],
-        ["output.name='../other': at most 80 letters"],
-        ["output.name=other"],
-    ),
+    (["output.name=../other"], ["output.name='../other': at most 80 letters"],
+     ["output.name=other"]),
     (["sweep=lora_rank"], ["add -m"], []),
     (["--cfg", "hydra"], ["expected --cfg job"], []),
     (["trainer.max_steps=0"], ["trainer.max_steps=0: expected 1 or more"], ["trainer.max_steps=1"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -314,9 +225,6 @@ def test_quoting_keeps_the_structure_of_lists() -> None:
 @pytest.mark.parametrize(
     ("word", "value"),
     [
-        ("rank_killed@12", ["rank_killed@12"]),
-        ("nan@7", ["nan@7"]),
-        ("enospc", ["enospc"]),
         ("ckpt:after_rename", ["ckpt:after_rename"]),
         ("[nan@7,enospc]", ["nan@7", "enospc"]),
         ("[]", []),
@@ -523,13 +431,10 @@ def test_what_does_not_exist_stays_as_it_was_typed(
     assert config.data.chat_template == "plain"
 
 
-@pytest.mark.parametrize(
-    "word", ["num_nodes=2", "max_steps=3", "num_epochs=2", "log_every_steps=1"]
-)
-def test_an_evaluation_refuses_settings_of_training(finished: Path, word: str) -> None:
-    result = run_command(f"trainer.{word}", verb="evaluate")
+def test_an_evaluation_refuses_settings_of_training(finished: Path) -> None:
+    result = run_command("trainer.max_steps=3", verb="evaluate")
     assert result.code == 2
-    assert f"unknown key trainer.{word}" in result.stderr
+    assert "unknown key trainer.max_steps=3" in result.stderr
     typed = ("trainer.accelerator=cpu", "trainer.precision=bf16", "trainer.micro_batch_size=5")
     result = run_command(*typed, verb="evaluate")
     assert result.code == 0, result.stderr
@@ -583,14 +488,6 @@ def test_a_second_run_never_gets_the_folder_of_the_first(
     monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
 
 
-def test_a_folder_that_holds_a_run_is_refused(base: list[str], tmp_path: Path) -> None:
-    assert run_command(*base, f"output.dir={tmp_path}").code == 0
-    (tmp_path / "config.yaml").write_text("seed: 1\n")
-    result = run_command(*base, f"output.dir={tmp_path}")
-    assert result.code == 2
-    assert "holds another run" in result.stderr
-
-
 def test_errors_and_help_never_wait_for_torch(tmp_path: Path) -> None:
     script = (
         "import sys; from app.config import run_verb\n"
@@ -600,28 +497,6 @@ def test_errors_and_help_never_wait_for_torch(tmp_path: Path) -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, capture_output=True)
-
-
-@pytest.mark.parametrize(
-    ("words", "code"), [(["--help"], 0), (["trainer.max_stepz=3"], 2), (["model.path=none"], 2)]
-)
-def test_as_a_person_types_it(words: list[str], code: int) -> None:
-    started = time.monotonic()
-    command = [sys.executable, "-m", "app.train", *words]
-    environment = {k: v for k, v in os.environ.items() if k != "LOFT_TRACEBACK"}
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-        check=False,
-    )
-    print(f"{' '.join(words)}: {time.monotonic() - started:.2f} s")  # the bound is benchmarked
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    assert json.dumps(done.stdout if code == 0 else done.stderr) != '""'
 
 
 @pytest.mark.parametrize(

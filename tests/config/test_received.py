@@ -16,14 +16,15 @@ import pytest
 
 from app.config import load_config, load_run_config, words_to_type
 from app.config.received import not_taken
-from app.config.schema import Setting, default_of, list_settings
+from app.config.schema import Setting, list_settings
 from app.config.verbs import GRANTING, PARTS, VERBS, TrainConfig
 from app.process.launch import quote_words, resume_words
 from app.sweep import run_sweep
 from app.sweep.slurm import TrialJob
 from app.sweep.trials import LocalJob
+from common.facts import default_of
 from common.installation import ROOT
-from tests.in_process import make_adapter, make_data, make_model, run_command
+from tests.in_process import make_adapter, make_words, run_command
 from tests.resumed import make_run
 from tests.sweep.short_trials import short_trials
 
@@ -84,8 +85,7 @@ GRANTED = {
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE.py").write_text("def score(answer, reference):\n    return 1.0\n")
-    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
-    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+    return make_words(tmp_path)
 
 
 @pytest.mark.parametrize("key", GRANTING)

@@ -12,12 +12,20 @@ from typing import Any
 import pytest
 
 from app.config import conf_files
-from app.config.schema import default_of, list_settings
+from app.config.schema import list_settings
 from app.config.verbs import PARTS, TYPED_KEYS, VERBS
 from app.preflight import check_devices
 from app.preflight.couplings.devices import MAX_CPU_RANKS
 from app.training.trainer import TrainerConfig
-from common.facts import check_values, describe_values, facts_of, hints_of, setting, takes
+from common.facts import (
+    check_values,
+    default_of,
+    describe_values,
+    facts_of,
+    hints_of,
+    setting,
+    takes,
+)
 from tests.in_process import run_command
 from tools import settings as tool
 

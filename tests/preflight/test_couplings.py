@@ -20,9 +20,8 @@ from app.config.load import settings_of
 from app.config.verbs import PARTS, TYPED_KEYS
 from app.evaluation.tasks.questions import TaskConfig
 from app.preflight import check_compatibility
-from app.preflight.couplings import conflict, devices, strategy, unused
+from app.preflight.couplings import OWNERS, conflict, devices, strategy, unused
 from app.preflight.couplings.conflict import is_installed
-from app.preflight.couplings.table import OWNERS
 from app.strategy.deepspeed_config import given_keys, keys_decided_elsewhere
 from app.strategy.settings import FAMILIES, ZeroConfig
 from app.training.optimizers import LrPattern

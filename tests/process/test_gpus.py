@@ -16,7 +16,7 @@ from app.process import gpus
 from app.process.gpus import Gpu, Machine, ask_driver, build_for, find_gpu_problems, read_machine
 from app.training.trainer import resolve_accelerator
 from common.errors import DeviceError
-from tests.in_process import make_data, make_model, run_command
+from tests.in_process import make_words, run_command
 from tests.machines import H100, TWO
 
 L4 = Gpu(name="NVIDIA L4", memory_gib=22.0, capability=(8, 9))
@@ -186,8 +186,7 @@ def on_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "data.jsonl")
-    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+    return make_words(tmp_path)
 
 
 def test_a_run_ends_with_the_environments_code_and_one_message(

@@ -22,7 +22,7 @@ from app.process.launch import (
 from app.process.supervisor import SuperviseConfig
 from app.run.ranks import REQUEUE_SECONDS, requeue
 from common.installation import ROOT
-from tests.in_process import make_data, make_model, run_command
+from tests.in_process import make_data, make_words, run_command
 from tests.processes import LONGEST
 
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -105,8 +105,7 @@ def test_half_a_set_of_variables_is_a_problem_that_is_said(
 
 
 def test_ranks_that_were_started_are_those_of_the_settings(tmp_path: Path) -> None:
-    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
-    words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+    words = make_words(tmp_path)
     first = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}
     result = run_command(*words, environment=first)
     assert result.code == 2
@@ -140,8 +139,7 @@ def test_ranks_that_were_started_are_those_of_the_settings(tmp_path: Path) -> No
 def test_machines_that_could_not_meet_are_refused(
     variables: dict[str, str], said: str, tmp_path: Path
 ) -> None:
-    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
-    words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+    words = make_words(tmp_path)
     words += ["trainer.devices=2", "trainer.num_nodes=2"]
     first = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
     assert run_command(*words, environment=first).code == 0
@@ -152,8 +150,7 @@ def test_machines_that_could_not_meet_are_refused(
 
 
 def test_srun_needs_as_many_ranks_on_every_node(tmp_path: Path) -> None:
-    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
-    words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+    words = make_words(tmp_path)
     words += ["trainer.devices=2", "trainer.num_nodes=2"]
     here = SRUN | {"SLURM_PROCID": "0"}
     assert run_command(*words, environment=here).code == 0
@@ -185,8 +182,7 @@ def test_the_ranks_of_a_job_stay_until_the_first_has_requeued_it(
 
 
 def test_a_shell_of_a_job_is_told_how_to_start_the_ranks_itself(tmp_path: Path) -> None:
-    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
-    words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.devices=2"]
+    words = [*make_words(tmp_path), "trainer.devices=2"]
     stale = SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "zsh"}
     result = run_command(*words, environment=stale)
     assert result.code == 2
@@ -196,8 +192,7 @@ def test_a_shell_of_a_job_is_told_how_to_start_the_ranks_itself(tmp_path: Path) 
 
 
 def test_several_machines_are_told_the_line_to_type(tmp_path: Path) -> None:
-    model, data = make_model(tmp_path / "a model"), make_data(tmp_path / "d.jsonl")
-    words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.devices=4"]
+    words = [*make_words(tmp_path / "a folder"), "trainer.devices=4"]
     result = run_command(*words, "trainer.num_nodes=2", environment={"NODE_RANK": "1", **ADDRESS})
     assert result.code == 2
     line = shlex.split(result.stderr.partition(": torchrun ")[2])

@@ -27,7 +27,7 @@ from app.process.supervisor import SuperviseConfig, Supervisor
 from app.run import ranks as ranks_module
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
-from tests.in_process import make_data, make_model
+from tests.in_process import make_words
 from tests.processes import AT_ONCE, GONE_WITHIN, LONGEST, ends_within
 from tests.resumed import make_run, open_typed
 
@@ -220,8 +220,7 @@ def test_the_same_step_failing_twice_ends_the_run(supervise: Supervise) -> None:
 def test_restarts_rewind_until_the_later_checkpoints_are_discarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "data.jsonl")
-    words = (f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.max_steps=4")
+    words = [*make_words(tmp_path), "trainer.max_steps=4"]
     run = make_run(tmp_path / "run", *words)
     typed = (f"resume={run / 'checkpoints' / 'step-2'}", "supervise.max_restarts=3")
     start, found = open_typed(*typed), []

@@ -17,7 +17,7 @@ from app.run.changes import (
     compare_settings,
 )
 from common.errors import UserError
-from tests.in_process import make_data, make_model, run_command
+from tests.in_process import make_words, run_command
 from tests.resumed import make_run, open_typed
 
 
@@ -25,8 +25,7 @@ from tests.resumed import make_run, open_typed
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The words of a run that is right, on files of this test."""
     folder = tmp_path_factory.mktemp("files")
-    model, data = make_model(folder / "model"), make_data(folder / "data.jsonl", 40)
-    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.max_steps=4"]
+    return [*make_words(folder, 40), "trainer.max_steps=4"]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from app.sweep import run_sweep
 from common.installation import ROOT
-from tests.in_process import CommandResult, make_data, make_model, run_command
+from tests.in_process import CommandResult, make_words, run_command
 from tests.sweep.short_trials import TRIAL, short_trials
 
 pytest.importorskip("optuna")
@@ -29,8 +29,7 @@ with short_trials(TRIAL):
 @pytest.fixture
 def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
-    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", *SPACE]
+    return [*make_words(tmp_path), *SPACE]
 
 
 def search(*overrides: str) -> CommandResult:

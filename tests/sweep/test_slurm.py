@@ -17,7 +17,7 @@ import pytest
 from app.sweep import run_sweep, slurm, trials
 from common.errors import UserError
 from common.installation import ROOT
-from tests.in_process import CommandResult, make_data, make_model, run_command
+from tests.in_process import CommandResult, make_words, run_command
 from tests.sweep.short_trials import TRIAL
 
 pytest.importorskip("submitit")
@@ -67,8 +67,7 @@ def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm.SlurmLauncher, "poll_seconds", 0.1)
     monkeypatch.setattr(trials, "TRAIN", ("-S", "-c", SLOW_TRIAL))
-    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
-    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "launcher=slurm"]
+    return [*make_words(tmp_path), "launcher=slurm"]
 
 
 def sweep(*overrides: str) -> CommandResult:

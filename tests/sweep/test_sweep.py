@@ -22,15 +22,14 @@ from app.sweep.run import check_search
 from app.sweep.trials import LocalJob, Trial
 from common.errors import UserError
 from common.installation import verb_command
-from tests.in_process import CommandResult, make_data, make_model, run_command
+from tests.in_process import CommandResult, make_words, run_command
 from tests.sweep.short_trials import short_trials
 
 
 @pytest.fixture
 def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
-    return ["-m", f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+    return ["-m", *make_words(tmp_path)]
 
 
 @pytest.fixture
@@ -276,8 +275,6 @@ def test_sweep_settings_without_a_sweep_are_refused() -> None:
     ("typed", "message"),
     [
         (["optimizer.lr=interval(1e-5,1e-3)"], "use sweep.search=optuna"),
-        (["adapter.r=2,4", "sweep.trials=3"], "sweep.search=grid runs every combination"),
-        (["adapter.r=2,4", "sweep.prune=median"], "sweep.search=grid runs every trial to its end"),
         (["sweep.search=optuna"], "no parameter to search"),
         (["adapter.r=2,4", "sweep.parallel=1,2"], "one value for the whole sweep"),
         (["adapter.r=2,4", "sweep.search=optua"], "did you mean optuna?"),

@@ -1,13 +1,19 @@
 """Settings that cannot be combined: why, and what to type instead.
 
-`table` joins the conflicts between settings, which stand in `model`, `data`, `training` and
-`strategy`. `unused` has the settings without effect, `devices` the requested devices and ranks, and
-whether batches and shards divide by them. The range of a single
-setting is declared at its field. Needs no torch: GPUs are counted by their device files;
-`check_devices`, `check_layout` and `check_global_batch` are called again once torch has counted
-them.
+The rows stand in the modules of their owners: `model`, `data`, `training` and `strategy`. There, a
+function has the rows of a subject; each `if` with its `yield` is a row, and rows marked
+`is_of_machine` may not apply on another machine. `unused` has the settings without effect,
+`devices` the requested devices and ranks, and whether batches and shards divide by them. The range
+of a single setting is declared at its field. Needs no torch: GPUs are counted by their device
+files; `check_devices`, `check_layout` and `check_global_batch` are called again once torch has
+counted them.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from app.preflight.couplings import data, model, strategy, training
 from app.preflight.couplings.devices import (
     check_devices,
     check_global_batch,
@@ -20,7 +26,11 @@ from app.preflight.couplings.devices import (
     is_training,
     requested_devices,
 )
-from app.preflight.couplings.table import check_compatibility
+from app.preflight.couplings.unused import find_unused
+from common.facts import check_values
+
+if TYPE_CHECKING:
+    from app.config.verbs import TrainConfig, TunedConfig
 
 __all__ = [
     "check_compatibility",
@@ -35,3 +45,38 @@ __all__ = [
     "is_training",
     "requested_devices",
 ]
+
+OWNERS = (model, data, training, strategy)
+"""the modules with the rows, in the order in which conflicts are listed"""
+
+
+def check_compatibility(
+    config: TrainConfig | TunedConfig,
+    num_gpus: int | None = None,
+    *,
+    on_this_machine: bool = True,
+) -> list[str]:
+    """List the values out of range, or if there are none, the settings that cannot be combined.
+
+    `num_gpus`: GPUs of this machine; counted if None. With `on_this_machine=False`, conflicts that
+    depend on the machine are left out.
+    """
+    if problems := check_values(config, skip=("data",)):  # check_datasets checks those of the data
+        return problems
+    devices = requested_devices(config, num_gpus if on_this_machine else num_gpus or 0)
+    problems = [
+        f"{conflict.why}; type {conflict.instead}"
+        for owner in OWNERS
+        for conflict in owner.find_conflicts(config, devices)
+        if on_this_machine or not conflict.is_of_machine
+    ]
+    problems += find_unused(config)
+    if is_training(config):
+        trainer = config.trainer
+        if on_this_machine:
+            problems += check_devices(trainer, devices.num_gpus if devices.on_gpu else None)
+        # A preview may be for another machine, whose number of GPUs is unknown.
+        if on_this_machine or isinstance(trainer.devices, int):
+            problems += check_layout(config.strategy, trainer, devices.ranks_per_node)
+        problems += check_global_batch(trainer, devices.num_ranks, devices.num_data_ranks)
+    return problems

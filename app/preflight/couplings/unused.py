@@ -6,13 +6,13 @@ the length of answers that are not asked for: their docstrings say when they are
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.model.adapter import saves_whole_model
 from app.preflight.couplings.devices import is_training
+from common.facts import as_typed, default_of
 
 if TYPE_CHECKING:
     from app.config.verbs import TrainConfig, TunedConfig
@@ -126,20 +126,11 @@ def find_unused(config: TrainConfig | TunedConfig) -> Iterator[str]:
         part = reduce(getattr, path, config)
         if is_set(part, name) and rule.is_unused(config):
             why, instead = (text.format(config) for text in (rule.why, rule.instead))
-            value = _as_typed(getattr(part, name))
+            value = as_typed(getattr(part, name))
             yield f"{rule.key}={value} has no effect {why}; type {instead}, or leave it out"
-
-
-def _as_typed(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(value)}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def is_set(part: Any, name: str) -> bool:
     """Return whether `part` has a setting of this name, with another value than its default."""
     field = part.__dataclass_fields__.get(name)
-    if field is None:
-        return False
-    has_factory = field.default_factory is not dataclasses.MISSING
-    return bool(getattr(part, name) != (field.default_factory() if has_factory else field.default))
+    return field is not None and getattr(part, name) != default_of(field)
