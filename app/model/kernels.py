@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.feed_forward import ChunkedFeedForward
 from app.model.head import LossHead, linear_cross_entropy
+from common.text import reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -39,17 +40,30 @@ NORM_VARIANTS = ((0.0, "llama"), (1.0, "gemma"))
 
 
 @dataclass(slots=True)
-class FusedNorm:
-    """Forward of an RMS norm by one kernel."""
+class Fused:
+    """Forward of a module by a kernel; in evaluation, that of its class."""
 
     kernel: Callable[..., torch.Tensor]
-    module: torch.nn.Module
+    module: Any
+
+    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        (hidden,) = (*args, *kwargs.values())  # its forward names its one argument as it likes
+        if self.module.training:
+            return self.compute(hidden)
+        output: torch.Tensor = type(self.module).forward(self.module, hidden)
+        return output
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class FusedNorm(Fused):
+    """An RMS norm by one kernel."""
+
     eps: float
     offset: float
     casting: str
-
-    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        return _forward(self, *args, *kwargs.values())
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         # Not in place: it would overwrite a gradient that another branch still reads.
@@ -57,15 +71,10 @@ class FusedNorm:
         return self.kernel(hidden, weight, self.eps, self.offset, self.casting, False)
 
 
-@dataclass(slots=True)
-class FusedGate:
-    """Forward of a gated MLP, down(silu(gate) * up), with one kernel for silu and product."""
+class FusedGate(Fused):
+    """A gated MLP, down(silu(gate) * up), with one kernel for silu and product."""
 
-    kernel: Callable[..., torch.Tensor]
-    module: Any
-
-    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        return _forward(self, *args, *kwargs.values())
+    __slots__ = ()
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         layer = self.module
@@ -75,21 +84,15 @@ class FusedGate:
         return gated
 
 
-@dataclass(slots=True)
-class FusedLinear:
-    """Forward of a linear layer by another matrix product than PyTorch's."""
+class FusedLinear(Fused):
+    """A linear layer by another matrix product than PyTorch's."""
 
-    kernel: Callable[..., torch.Tensor]
-    module: Any
-
-    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        return _forward(self, *args, *kwargs.values())
+    __slots__ = ()
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.kernel(hidden, self.module.weight, self.module.bias)
 
 
-Fused = FusedNorm | FusedGate | FusedLinear
 ROPE = "apply_rotary_pos_emb"
 """name of the function of transformers' modules that rotates queries and keys"""
 Rotation = Callable[..., tuple["torch.Tensor", "torch.Tensor"]]
@@ -127,14 +130,6 @@ class Kernels:
     norm: Callable[..., torch.Tensor]
     gate: Callable[..., torch.Tensor] | None = None
     linear: Callable[..., torch.Tensor] | None = None
-
-
-def _forward(fused: Fused, hidden: torch.Tensor) -> torch.Tensor:
-    module = fused.module  # its own forward takes one tensor; the parameter may have any name
-    if module.training:
-        return fused.compute(hidden)
-    output: torch.Tensor = type(module).forward(module, hidden)
-    return output
 
 
 Gathered = Callable[["torch.nn.Module"], AbstractContextManager[None]]
@@ -175,7 +170,7 @@ def fuse_layers(
             ropes, is_rope_different = _find_equal_ropes(model, liger_rope, run)
             differing |= {"rope"} if is_rope_different else set()
     except Exception as error:  # noqa: BLE001  kernel compilers raise any type
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = reason_of(error)
         log.warning("kernels: the model's own (liger-kernel is installed, but broken: %s)", reason)
         return
     _replace(fused)
@@ -198,7 +193,7 @@ def _fuse_loss(model: Any, device: torch.device) -> None:
 
         reason = "" if _is_equal_loss(cross_entropy_, head.softcap, device) else "it differs"
     except Exception as error:  # noqa: BLE001  kernel compilers raise any type
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = reason_of(error)
     if reason:
         log.warning("loss: by PyTorch's operators, not by one kernel (%s)", reason)
     else:
@@ -262,17 +257,28 @@ def _find_equal_ropes(
     model: torch.nn.Module, kernel: Rotation, run: Callable[[], None]
 ) -> tuple[list[FusedRope], bool]:
     """Return the ropes that `kernel` may replace, and whether it differs from any other."""
+    import torch
+
     equal: list[FusedRope] = []
     is_any_different = False
+
+    def record(rope: FusedRope, *args: Any, **kwargs: Any) -> Any:
+        calls.append((*args, *kwargs.values()))
+        return rope.original(*args, **kwargs)
+
     for source in _rope_sources(model):
         rope = FusedRope(kernel, vars(source)[ROPE], source)
         calls: list[tuple[Any, ...]] = []
-        setattr(source, ROPE, partial(_record_call, rope.original, calls))
+        setattr(source, ROPE, partial(record, rope))
         try:
             run()
         finally:
             setattr(source, ROPE, rope.original)
-        if not calls or not all(map(_rotates_pair, calls)):
+        # Queries, keys, cos and sin; Gemma 4's takes only one of the two.
+        takes_pairs = all(
+            len(args) == 4 and all(isinstance(arg, torch.Tensor) for arg in args) for args in calls
+        )
+        if not calls or not takes_pairs:
             continue
         # Layers share tables of angles, except that local and global layers have different ones.
         distinct = {(id(args[2]), args[0].shape, args[1].shape): args for args in calls}
@@ -281,20 +287,6 @@ def _find_equal_ropes(
         else:
             is_any_different = True
     return equal, is_any_different
-
-
-def _rotates_pair(args: tuple[Any, ...]) -> bool:
-    """Return whether a rope takes queries, keys, cos and sin; Gemma 4's takes only one of two."""
-    import torch
-
-    return len(args) == 4 and all(isinstance(arg, torch.Tensor) for arg in args)
-
-
-def _record_call(
-    function: Rotation, calls: list[tuple[Any, ...]], *args: Any, **kwargs: Any
-) -> Any:
-    calls.append((*args, *kwargs.values()))
-    return function(*args, **kwargs)
 
 
 def _is_equal_rope(

@@ -231,22 +231,37 @@ def check_pair_isolation(
     difference, limit = _pair_difference(model, backend, device, is_packed=is_packed)
     if difference > limit:
         override = _suggest_override(model, backend, device, is_packed=is_packed)
+        fault = "documents see the padding after them"
+        if is_packed:
+            fault = "documents packed together see each other, or start at wrong positions"
         raise UserError(
-            f"attention={backend}: {_describe_fault(is_packed)} "
-            f"(logits differ by {difference:.2g}): type {override}"
+            f"attention={backend}: {fault} (logits differ by {difference:.2g}): type {override}"
         )
 
 
 def _pair_difference(
     model: PreTrainedModel, backend: str, device: torch.device, *, is_packed: bool
 ) -> tuple[float, float]:
-    """Return the difference of a document's logits in two contexts, and the rounding error."""
+    """Return the difference of a document's logits in two contexts, and the rounding error.
 
+    Packed, before one neighbour and after another one; padded, before some tokens and others.
+    """
+    import torch
+
+    source, target = _token_ranges(model, device, 4, 3)
+    others, other_targets = _token_ranges(model, device, 10, 4)
+    first = torch.cat([source, others[:5]]), torch.cat([target, other_targets[:2]])
+    second = (source, others[5:]), (target, other_targets[2:])
+    lengths: list[tuple[list[int], list[int]]] = [([4], [3])] * 2
+    if is_packed:
+        second = second[0][::-1], second[1][::-1]
+        lengths = [([4, 5], [3, 2]), ([5, 4], [2, 3])]
     with eval_mode(model), use_backend(model, backend):
-        run = _logits_beside_documents if is_packed else _logits_beside_padding
-        logits, others = run(model, backend, device)
+        logits = _pair_logits(model, backend, *first, *lengths[0])[:3]
+        changed = _pair_logits(model, backend, *map(torch.cat, second), *lengths[1])
+    changed = changed[2:] if is_packed else changed[:3]
     # The shapes are equal, so rounding is small; a wrong position changes far more.
-    return distances(logits, others).max().item(), rounding(model, logits, MAX_ULPS, MIN_SHARE)
+    return distances(logits, changed).max().item(), rounding(model, logits, MAX_ULPS, MIN_SHARE)
 
 
 def _suggest_override(
@@ -261,12 +276,6 @@ def _suggest_override(
         if difference <= limit:
             return override
     return "model.path=ANOTHER_BASE"
-
-
-def _describe_fault(is_packed: bool) -> str:
-    if is_packed:
-        return "documents packed together see each other, or start at wrong positions"
-    return "documents see the padding after them"
 
 
 def distances(logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -305,34 +314,6 @@ def _coarsest_eps(model: PreTrainedModel, logits: torch.Tensor) -> float:
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     is_exact = torch.get_float32_matmul_precision() == "highest"
     return eps if is_exact else max(eps, TF32_EPS)
-
-
-def _logits_beside_documents(
-    model: PreTrainedModel, backend: str, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a document's logits [3, vocabulary] before one neighbour, and after another one."""
-    import torch
-
-    source, target = _token_ranges(model, device, 4, 3)
-    others, other_targets = _token_ranges(model, device, 10, 4)
-    first = torch.cat([source, others[:5]]), torch.cat([target, other_targets[:2]])
-    second = torch.cat([others[5:], source]), torch.cat([other_targets[2:], target])
-    before = _pair_logits(model, backend, *first, [4, 5], [3, 2])
-    return before[:3], _pair_logits(model, backend, *second, [5, 4], [2, 3])[2:]
-
-
-def _logits_beside_padding(
-    model: PreTrainedModel, backend: str, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a document's logits [3, vocabulary] before padding of some tokens, and of others."""
-    import torch
-
-    source, target = _token_ranges(model, device, 4, 3)
-    padding, other_padding = _token_ranges(model, device, 10, 4)
-    first = torch.cat([source, padding[:5]]), torch.cat([target, other_padding[:2]])
-    second = torch.cat([source, padding[5:]]), torch.cat([target, other_padding[2:]])
-    before = _pair_logits(model, backend, *first, [4], [3])
-    return before[:3], _pair_logits(model, backend, *second, [4], [3])[:3]
 
 
 def _token_ranges(
