@@ -258,7 +258,8 @@ def _pair_difference(
         lengths = [([4, 5], [3, 2]), ([5, 4], [2, 3])]
     with eval_mode(model), use_backend(model, backend):
         logits = _pair_logits(model, backend, *first, *lengths[0])[:3]
-        changed = _pair_logits(model, backend, *map(torch.cat, second), *lengths[1])
+        sources, targets = map(torch.cat, second)
+        changed = _pair_logits(model, backend, sources, targets, *lengths[1])
     changed = changed[2:] if is_packed else changed[:3]
     # The shapes are equal, so rounding is small; a wrong position changes far more.
     return distances(logits, changed).max().item(), rounding(model, logits, MAX_ULPS, MIN_SHARE)
