@@ -82,15 +82,6 @@ def render_run_card(
         else "All weights, trained from"
     )
     at_revision = f" (revision {cell(revision)})" if revision else ""
-    counts = ("train_rows", "validation_rows", "trained_tokens")
-    rows = [
-        [
-            cell(row.get("name")),
-            *(f"{row.get(name) or 0:,}" for name in counts),
-            f"`{str(row.get('sha256') or '')[:16]}`",
-        ]
-        for row in datasets
-    ]
     body = [
         f"# {cell(name)}, fine-tuned",
         "",
@@ -108,7 +99,7 @@ def render_run_card(
         "",
         "## Trained on",
         "",
-        *_table([["data set", "rows", "held out", "trained tokens", "sha256"], *rows], num_texts=1),
+        *_data_table(datasets),
         "",
         *_metrics_section(saved, run),
         "## Settings that differ from the defaults",
@@ -229,6 +220,15 @@ def _snippet(
         "print(tokenizer.decode(answer[0], skip_special_tokens=True))",
         "```",
     ]
+
+
+def _data_table(datasets: Sequence[Mapping[str, Any]]) -> list[str]:
+    cells = [["data set", "rows", "held out", "trained tokens", "sha256"]]
+    for row in datasets:
+        counts = (row.get(key) or 0 for key in ("train_rows", "validation_rows", "trained_tokens"))
+        digest = f"`{str(row.get('sha256') or '')[:16]}`"
+        cells.append([cell(row.get("name")), *(f"{count:,}" for count in counts), digest])
+    return _table(cells, num_texts=1)
 
 
 def _metrics_section(saved: Path, run: RunFiles) -> list[str]:

@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,54 +187,8 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
     """Wrap a model in a subclass of the library's `LM`, which can only be defined in here."""
     from lm_eval.api.model import LM
 
-    tokenizer, config, max_len = harness.tokenizer, harness.config, harness.max_len
+    tokenizer, max_len = harness.tokenizer, harness.max_len
     is_encoder_decoder = model.config.is_encoder_decoder
-
-    def likelihoods(key: str, groups: Sequence[Sequence[Request]]) -> list[list[Any]]:
-        """Return [sum of log-probabilities, whether all are greedy] of each group of requests."""
-
-        def work(numbers: list[int]) -> Iterator[list[tuple[int, Any]]]:
-            own = [groups[number] for number in numbers]
-            options = {"max_len": max_len, "batch_tokens": config.batch_tokens}
-            for batch in score_groups(model, own, **options):
-                yield [
-                    (n, [sum(one.logprob for one in found), all(one.is_greedy for one in found)])
-                    for n, found in batch
-                ]
-
-        return runner.run(key, [list(group) for group in groups], len(groups), work)
-
-    def answering(prompts: Sequence[Prompt], max_new_tokens: int, stops: Sequence[str]) -> Any:
-        """Return the work of `RowRunner.run` that answers prompts, up to the first stop text."""
-        settings = replace(config, max_new_tokens=max_new_tokens)
-
-        def work(numbers: list[int]) -> Iterator[list[tuple[int, Any]]]:
-            chosen = [prompts[number] for number in numbers]
-            for batch in answer_batches(
-                model, tokenizer, chosen, harness.stop_ids, settings, None, stops
-            ):
-                yield [(n, found.text[: first_stop(found.text, stops)]) for n, found in batch]
-
-        return work
-
-    def answers(key: str, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-        """Answer (prompt, generation settings); requests with equal settings run together."""
-        texts: dict[int, str] = {}
-        for settings in {repr(settings): settings for _, settings in requests}.values():
-            stops = settings.get("until") or []
-            stops = list(filter(None, [stops] if isinstance(stops, str) else stops))
-            max_new_tokens = int(settings.get("max_gen_toks") or config.max_new_tokens)
-            max_prompt = max_len - max_new_tokens
-            numbers = [n for n, (_, own) in enumerate(requests) if own == settings]
-            prompts = [
-                Prompt(tokenizer.encode(requests[n][0])[-max_prompt:], "", Origin(key, n + 1))
-                for n in numbers
-            ]
-            work = answering(prompts, max_new_tokens, stops)
-            content = [max_new_tokens, stops, [prompt.input_ids for prompt in prompts]]
-            generated = runner.run(f"{key}-{len(texts)}", content, len(prompts), work)
-            texts.update(zip(numbers, generated, strict=True))
-        return [texts[number] for number in range(len(requests))]
 
     class LanguageModel(LM):
         """Answers the requests of the library."""
@@ -244,7 +199,8 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
                 [encode_pair(tokenizer, *pair, is_encoder_decoder=is_encoder_decoder)]
                 for pair in pairs
             ]
-            results = likelihoods(f"{variant}-harness-{_task_names(requests)}", groups)
+            key = f"{variant}-harness-{_task_names(requests)}"
+            results = _likelihoods(harness, model, runner, key, groups)
             return [(logprob, is_greedy) for logprob, is_greedy in results]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
@@ -253,14 +209,73 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
                 rolling_requests(tokenizer.encode(request.args[0]), first, max_len)
                 for request in requests
             ]
-            results = likelihoods(f"{variant}-harness-texts-{_task_names(requests)}", groups)
-            return [logprob for logprob, _ in results]
+            key = f"{variant}-harness-texts-{_task_names(requests)}"
+            return [logprob for logprob, _ in _likelihoods(harness, model, runner, key, groups)]
 
         def generate_until(self, requests: list[Any]) -> list[str]:
             key = f"{variant}-harness-answers-{_task_names(requests)}"
-            return answers(key, [request.args for request in requests])
+            return _answers(harness, model, runner, key, [request.args for request in requests])
 
     return LanguageModel()
+
+
+def _likelihoods(
+    harness: Harness, model: Any, runner: RowRunner, key: str, groups: Sequence[list[Request]]
+) -> list[list[Any]]:
+    """Return [sum of log-probabilities, whether all are greedy] of each group of requests."""
+    options = {"max_len": harness.max_len, "batch_tokens": harness.config.batch_tokens}
+
+    def work(numbers: list[int]) -> Iterator[list[tuple[int, Any]]]:
+        for batch in score_groups(model, [groups[number] for number in numbers], **options):
+            yield [
+                (n, [sum(one.logprob for one in found), all(one.is_greedy for one in found)])
+                for n, found in batch
+            ]
+
+    return runner.run(key, groups, len(groups), work)
+
+
+def _answers(
+    harness: Harness,
+    model: Any,
+    runner: RowRunner,
+    key: str,
+    requests: Sequence[tuple[str, dict[str, Any]]],
+) -> list[str]:
+    """Answer (prompt, generation settings); requests with equal settings run together."""
+    texts: dict[int, str] = {}
+    for settings in {repr(settings): settings for _, settings in requests}.values():
+        stops = settings.get("until") or []
+        stops = list(filter(None, [stops] if isinstance(stops, str) else stops))
+        max_new_tokens = int(settings.get("max_gen_toks") or harness.config.max_new_tokens)
+        max_prompt = harness.max_len - max_new_tokens
+        numbers = [n for n, (_, own) in enumerate(requests) if own == settings]
+        prompts = [
+            Prompt(harness.tokenizer.encode(requests[n][0])[-max_prompt:], "", Origin(key, n + 1))
+            for n in numbers
+        ]
+        config = replace(harness.config, max_new_tokens=max_new_tokens)
+        work = partial(_generate, harness, model, prompts, config, stops)
+        content = [max_new_tokens, stops, [prompt.input_ids for prompt in prompts]]
+        generated = runner.run(f"{key}-{len(texts)}", content, len(prompts), work)
+        texts.update(zip(numbers, generated, strict=True))
+    return [texts[number] for number in range(len(requests))]
+
+
+def _generate(
+    harness: Harness,
+    model: Any,
+    prompts: Sequence[Prompt],
+    config: EvaluationConfig,
+    stops: Sequence[str],
+    numbers: list[int],
+) -> Iterator[list[tuple[int, Any]]]:
+    """Yield batches of (index into `numbers`, answer up to the first stop text)."""
+    chosen = [prompts[number] for number in numbers]
+    for batch in answer_batches(
+        model, harness.tokenizer, chosen, harness.stop_ids, config, None, stops
+    ):
+        yield [(n, found.text[: first_stop(found.text, stops)]) for n, found in batch]
 
 
 def _task_names(requests: Sequence[Any]) -> str:
