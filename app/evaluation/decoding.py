@@ -27,8 +27,6 @@ prompt, and MPT's ALiBi table ends at the longest row"""
 
 @dataclass(slots=True)
 class _Row:
-    """The answer to one prompt so far."""
-
     index: int
     """index of the prompt"""
     tokens: list[int]
@@ -58,7 +56,6 @@ class _Batch:
             layer.values = layer.values[index, :, first:]
 
     def join(self, other: _Batch) -> None:
-        """Append the rows of `other`."""
         import torch
         from torch.nn.functional import pad
 
@@ -170,7 +167,6 @@ class GreedyDecoder:
 
 
 def _forward_parameters(model: Any) -> Collection[str]:
-    """Return the parameter names of the model's forward method."""
     from transformers import PreTrainedModel
 
     inner = next(part for part in model.modules() if isinstance(part, PreTrainedModel))

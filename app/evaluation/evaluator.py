@@ -20,13 +20,7 @@ from typing import TYPE_CHECKING, Any
 from app.evaluation.generation import EvaluationConfig, answer_batches
 from app.evaluation.metrics import Answer, Metric, build_metrics
 from app.evaluation.row_runner import RowRunner
-from app.evaluation.significance import (
-    VARIANTS,
-    Change,
-    RowScores,
-    compare_rows,
-    scores_in_lines,
-)
+from app.evaluation.significance import VARIANTS, Change, RowScores, compare_rows, scores_in_lines
 from app.evaluation.tasks.harness import Harness
 from app.evaluation.tasks.measure import TaskRunner
 from app.evaluation.tasks.questions import Task
@@ -116,7 +110,6 @@ class Predictions:
         }
 
     def metric_names(self, variant: str) -> list[str]:
-        """Return the names of the metrics that `answer` returns."""
         return [
             f"{variant}/{metric.name}/{name}" for metric in self._metrics for name in self._prompts
         ]
@@ -326,11 +319,9 @@ class Evaluator:
         return metrics
 
     def metric_names(self, variant: str) -> list[str]:
-        """Return the names of the metrics of `measure_answers`, without the harness's."""
         return [*self.predictions.metric_names(variant), *self.tasks.metric_names(variant)]
 
     def prediction_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of predictions.jsonl."""
         yield from self.predictions.prediction_lines()
         yield from self.tasks.prediction_lines()
         yield from self.harness_lines.values()
@@ -435,7 +426,6 @@ def without_failing() -> Iterator[None]:
 
 
 def _merge_lines(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
-    """Merge the lines of two models on the same row."""
     if first is None:
         return second
     names = {*first["metrics"], *second["metrics"]}

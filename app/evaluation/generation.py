@@ -66,7 +66,6 @@ class EvaluationConfig:
 
     @property
     def answers_prompts(self) -> bool:
-        """Return whether any setting requires answers to held-out prompts."""
         return self.exact_match or bool(self.metrics) or self.metric is not None
 
 

@@ -42,8 +42,6 @@ class Request(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """The score of a continuation."""
-
     logprob: float
     """log-probability, summed over the continuation's tokens, in nats"""
     num_tokens: int
@@ -84,12 +82,10 @@ class PrefixGroup:
 
     @property
     def prefix(self) -> list[int]:
-        """Return the shared tokens."""
         return self.rows[0].ids[: self.num_shared]
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens that are computed for this group."""
         return self.num_shared + sum(len(row.ids) for row in self.suffixes)
 
 
@@ -266,8 +262,6 @@ def _cache_layers(model: Any) -> Sequence[Any]:
 
 
 class _Scorer:
-    """Runs the forward passes of `score`."""
-
     def __init__(self, model: Any, gathered: Callable[[], Any], device: Any) -> None:
         from transformers import PreTrainedModel
 

@@ -142,11 +142,7 @@ def load_merged(tuned: Tuned, folder: Path, env: Environment) -> Any:
 
 
 def load_unmerged(
-    tuned: Tuned,
-    adapters: Sequence[tuple[Path, float]],
-    env: Environment,
-    *,
-    is_quantized: bool,
+    tuned: Tuned, adapters: Sequence[tuple[Path, float]], env: Environment, *, is_quantized: bool
 ) -> Any:
     """Load base + adapters, in fp32 or quantized as in training."""
     import torch

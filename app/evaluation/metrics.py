@@ -163,7 +163,6 @@ def is_exact_match(answer: Answer, reference: str) -> bool:
 
 
 def is_numeric_match(answer: Answer, reference: str) -> bool:
-    """Return whether the numbers that answer and reference give are equal."""
     expected = last_number(reference)
     return expected is not None and last_number(answer.text) == expected
 

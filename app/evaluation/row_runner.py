@@ -188,7 +188,6 @@ def build_row_runner(
 
 
 def gather_results(own: dict[int, Any]) -> Sequence[dict[int, Any]]:
-    """Return the results of every rank, on every rank."""
     import torch.distributed as dist
 
     gathered: list[Any] = [None] * dist.get_world_size()

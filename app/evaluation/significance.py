@@ -118,7 +118,6 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """The verdict in words."""
         if not (self.is_significant or self.is_broken):
             if self.num_rows < MIN_CHANGED:
                 return TOO_FEW_ROWS

@@ -30,8 +30,6 @@ COLORS = ("#3358d4", "#c2410c", "#1a7f5a", "#a144af", "#96691d", "#0e7490")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One line of a chart."""
-
     name: str
     points: Sequence[tuple[float, float]]
     """(step, value)"""
@@ -57,8 +55,6 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Lines with common axes."""
-
     title: str
     series: Sequence[Series]
     unit: str = ""
@@ -68,7 +64,6 @@ class Chart:
     """whether values are shares, which are shown in percent"""
 
     def text_of(self, value: float) -> str:
-        """Return a value as it is shown."""
         return format_number(value, is_share=self.is_share)
 
     def strips(self, last: float) -> list[tuple[float, float, str]]:
@@ -108,7 +103,6 @@ class Frame:
     is_log: bool
 
     def to_xy(self, step: float, value: float) -> tuple[float, float]:
-        """Return the position of a point in the drawing area."""
         x = self.left + step / max(self.last, 1) * (self.right - self.left)
         scale = math.log if self.is_log else float
         low, high = scale(self.low), scale(self.high)

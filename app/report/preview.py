@@ -83,8 +83,6 @@ class DatasetView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedDocument:
-    """A document in a pack."""
-
     dataset: int
     """index of its data set"""
     origin: str
@@ -96,8 +94,6 @@ class PackedDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackView:
-    """The documents of one pack."""
-
     step: int
     number: int
     """index within the step"""
@@ -116,7 +112,6 @@ class PackView:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that are not padding."""
         return sum(document.num_tokens for document in self.documents)
 
     @property
@@ -147,7 +142,6 @@ class Preview:
 
     @property
     def names(self) -> list[str]:
-        """Names of the data sets."""
         return [dataset.name for dataset in self.datasets]
 
 
@@ -321,7 +315,6 @@ class Piece:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it counts in the loss."""
         return self.weight > 0
 
     @property

@@ -27,7 +27,6 @@ TRAINED, SPECIAL = "bold green", "cyan"
 
 
 def render_page(preview: Preview) -> str:
-    """Return the page of a preview as HTML."""
     return render_template(
         "preview", title=preview.title, preview=preview, num_colors=NUM_PAGE_COLORS
     )

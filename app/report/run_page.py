@@ -16,15 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.process.launch import is_first_rank
-from app.report.chart import (
-    COLORS,
-    Chart,
-    Series,
-    draw_png,
-    draw_svg,
-    format_number,
-    frame_of,
-)
+from app.report.chart import COLORS, Chart, Series, draw_png, draw_svg, format_number, frame_of
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
 from app.report.template import render_template
 from app.training.logger import finish_loggers
@@ -168,7 +160,6 @@ def write_page(
 def render_run(
     run: RunFiles, settings: Sequence[Setting] = (), refresh_seconds: int | None = None
 ) -> str:
-    """Return the page of one run."""
     sections = [
         Section(
             title="Predictions",

@@ -83,6 +83,5 @@ def open_socket(config: ServeConfig) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -156,7 +156,6 @@ class Completion:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Token counts of the prompt and the answer."""
         prompt, answer = len(self.reply.prompt_ids), self.reply.num_tokens
         return {
             "prompt_tokens": prompt,
@@ -184,7 +183,6 @@ class Completion:
         return self._chunk({**content, "finish_reason": self.finish_reason if is_last else None})
 
     def usage_chunk(self) -> dict[str, Any]:
-        """Return the chunk with the token counts, which follows the answer."""
         return self._chunk() | {"usage": self.usage}
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
@@ -204,7 +202,6 @@ class EventStream:
         self._send, self.is_open = send, False
 
     async def write(self, event: Mapping[str, Any]) -> None:
-        """Send one event."""
         if not self.is_open:
             headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -90,7 +90,6 @@ class RequestError(ValueError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The response body."""
         error_type = "invalid_request_error" if self.status < 500 else "server_error"
         fields = {"message": str(self), "type": error_type, "param": self.param, "code": self.code}
         return {"error": fields}
@@ -111,8 +110,6 @@ def print_error(error: Exception) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRequest:
-    """One validated request for a completion."""
-
     turns: tuple[Turn, ...]
     """the conversation to answer; empty if a text is to be continued"""
     text: str | tuple[int, ...]
@@ -126,7 +123,6 @@ class CompletionRequest:
 
     @property
     def is_chat(self) -> bool:
-        """Whether a conversation is to be answered."""
         return bool(self.turns)
 
 

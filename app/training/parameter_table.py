@@ -134,7 +134,6 @@ def _size(num_weights: int, total: int) -> tuple[str, str]:
 
 
 def _settings(patterns: list[TrainedPattern]) -> dict[str, str]:
-    """Return the settings of several patterns, as text."""
     texts = {
         "dtype": [pattern.dtype for pattern in patterns],
         "lr": [format_lr(pattern.lr) for pattern in patterns],
@@ -168,7 +167,6 @@ def groups_table(optimizer: torch.optim.Optimizer) -> Table:
 
 
 def num_grouped(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of weights in all groups of the optimizer."""
     return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
 

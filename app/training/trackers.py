@@ -95,7 +95,6 @@ class Tracker(Logger):
 
     @property
     def name(self) -> str:
-        """Name of this logger."""
         return self.kind
 
     @property
@@ -110,7 +109,6 @@ class Tracker(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Queue a row of metrics."""
         row = metrics if self.details else {n: v for n, v in metrics.items() if not is_detail(n)}
         row = dict(row)
         if self.kind == "mlflow":

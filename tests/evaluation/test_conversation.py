@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from app.evaluation.conversation import (
-    SAMPLES,
-    ConversationConfig,
-    Responder,
-    check_served_tokens,
-)
+from app.evaluation.conversation import SAMPLES, ConversationConfig, Responder, check_served_tokens
 from app.serving.address import ServeConfig
 from app.serving.server import build_app
 from common.errors import Origin

@@ -72,9 +72,7 @@ def test_evaluation_does_not_change_the_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_measures_the_same(
-    tmp_path: Path,
-) -> None:
+def test_a_resumed_run_measures_the_same(tmp_path: Path) -> None:
     words = (*MEASURED, "adapter.dropout=0.1", "trainer.max_steps=6", "logger=csv")
     saved = ("trainer.checkpoint.every_steps=1", "trainer.checkpoint.keep_last=9")
     whole = train_into(tmp_path / "whole", *words, *saved)

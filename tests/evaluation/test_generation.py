@@ -220,11 +220,7 @@ def test_a_finished_row_uses_no_more_positions(build: Any) -> None:
 
     def answers(size: int, is_done: Any) -> dict[int, list[int]]:
         decoder = GreedyDecoder(
-            model=model,
-            stop_ids=frozenset(),
-            max_new_tokens=most,
-            batch_size=size,
-            is_done=is_done,
+            model=model, stop_ids=frozenset(), max_new_tokens=most, batch_size=size, is_done=is_done
         )
         with torch.no_grad():
             return dict(pair for batch in decoder.answers(prompts) for pair in batch)

@@ -133,7 +133,7 @@ def test_the_default_shows_every_section(run_preview: Callable[..., Any]) -> Non
         for fragment in ("packs", "documents in", "lengths", "median", "epochs", "audit"):
             assert fragment.lower() in shown.lower()
     assert {file.name for file in folder.iterdir()} >= {
-        *("preview.html", "audit.json", "audit.txt", "config.yaml"),
+        *("preview.html", "audit.json", "audit.txt", "config.yaml")
     }
     assert {span.get("class") for span in page.tags_of("span")} >= {"h0", "h0 alt", "h1", "h2"}
     audit = json.loads((folder / "audit.json").read_text())

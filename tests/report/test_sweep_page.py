@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.report.sweep_page import (
-    HEIGHT,
-    MARGIN,
-    TrialView,
-    parallel_coordinates,
-    render_sweep_page,
-)
+from app.report.sweep_page import HEIGHT, MARGIN, TrialView, parallel_coordinates, render_sweep_page
 from app.sweep.parameters import parse_parameters
 from app.sweep.results import write_page
 from app.sweep.trials import Trial

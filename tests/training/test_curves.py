@@ -56,6 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_columns_are_fixed_by_the_data_sets(run: Path) -> None:
+    assert not (run / "tensorboard").exists()  # logger=csv
     with (run / "metrics.csv").open() as file:
         header = next(csv.reader(file))
     assert header == columns(NAMES) + list(machine.NAMES)
@@ -147,8 +148,7 @@ def test_the_written_rate_is_the_one_the_step_used(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("log_every", "validate_every", "validated"),
-    [(3, 3, [0, 3, 4]), (10, 9, [0, 4])],
+    ("log_every", "validate_every", "validated"), [(3, 3, [0, 3, 4]), (10, 9, [0, 4])]
 )
 def test_logging_and_validation_intervals_change_no_training_row(
     log_every: int, validate_every: int, validated: list[int], run: Path, train_run: TrainRun

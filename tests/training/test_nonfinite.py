@@ -428,9 +428,7 @@ def spike_warnings(
     return [record.message for record in caplog.records]
 
 
-def test_a_spike_gives_one_warning_with_its_rows(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_spike_gives_one_warning_with_its_rows(caplog: pytest.LogCaptureFixture) -> None:
     usual = [2.0, 2.2, 1.8, 2.1]
     losses = usual * 5 + [9.0, 9.5] + usual * 20 + [8.0]
     messages = spike_warnings(losses, caplog)

@@ -117,11 +117,7 @@ def test_lora_plus_moves_every_b_faster_and_nothing_else(
     adapter = LoraConfig(lora_plus_ratio=16.0, lora_plus_weight_decay=own_decay)
     optimizer = optimizer_of(model, AdamWConfig(weight_decay=0.1), adapter=adapter, lr=1e-3)
     groups = named_groups(optimizer)
-    expected = {
-        "matrices": (1e-3, 0.1),
-        "lora B": (16e-3, b_decay),
-        "no decay": (1e-3, 0.0),
-    }
+    expected = {"matrices": (1e-3, 0.1), "lora B": (16e-3, b_decay), "no decay": (1e-3, 0.0)}
     assert {name: (g["lr"], g["weight_decay"]) for name, g in groups.items()} == expected
     assert all("lora_B" in name for name in names_in(model, groups["lora B"]))
     assert len(groups["lora B"]["params"]) == 2

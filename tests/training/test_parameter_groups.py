@@ -161,9 +161,7 @@ def test_groups_with_missing_repeated_or_unknown_weights_are_refused() -> None:
             check_every_weight_is_in_one_group(weights, [{"name": "x", "params": params}])
 
 
-def test_a_run_applies_patterns_and_logs_their_groups(
-    train_run: TrainRun,
-) -> None:
+def test_a_run_applies_patterns_and_logs_their_groups(train_run: TrainRun) -> None:
     patterns = "[{pattern: *.layers.0.*, ratio: 0.5}, {pattern: *.layers.1.*, ratio: 2}]"
     words = small_run(
         f"model.path={TINY_BASE}", "trainer.max_steps=1", "data.val_set_size=0", "optimizer.lr=1e-3"

@@ -15,11 +15,7 @@ import torch
 from app.config import load_config
 from app.process.launch import free_port
 from app.training.callbacks import checks
-from app.training.callbacks.checks import (
-    SameOnAllRanks,
-    program_values,
-    rank_invariant_values,
-)
+from app.training.callbacks.checks import SameOnAllRanks, program_values, rank_invariant_values
 from common.errors import USER_ERROR, UserError
 from tests.processes import LONGEST, RUN, start_train
 from tests.reliability.shell import Shell

@@ -153,7 +153,6 @@ class Endpoint:
             return reply
 
     def forget(self, messages: Sequence[Message]) -> None:
-        """Remove the reply to a conversation from the cache."""
         self._cache_file(self._body(messages)).unlink(missing_ok=True)
 
     def _body(self, messages: Sequence[Message]) -> dict[str, Any]:

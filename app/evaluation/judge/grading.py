@@ -49,8 +49,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JudgeRequest:
-    """One request to a judge."""
-
     question: Question
     turn: int
     """the turn that is judged, from 0"""
@@ -62,8 +60,6 @@ class JudgeRequest:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of one request."""
-
     request: JudgeRequest
     score: float | None
     """grade from 1 to 10; of a comparison 1 if tuned is better, 0 if base is, 0.5 for a tie; None
@@ -75,7 +71,6 @@ class Verdict:
     is_cached: bool = False
 
     def line(self) -> str:
-        """Return the line in verdicts.jsonl."""
         request = self.request
         row = {
             "question_id": request.question.id,

@@ -37,8 +37,7 @@ class JudgeConfig:
     """single = grade each answer from 1 to 10; pairwise = choose between base and tuned, requested
     twice with the order swapped; both: [single, pairwise]"""
     parameters: dict[str, Any] = setting(
-        default_factory=lambda: {"temperature": 0, "max_tokens": 1024},
-        grants="nothing",
+        default_factory=lambda: {"temperature": 0, "max_tokens": 1024}, grants="nothing"
     )
     """parameters of each request; null removes a parameter"""
     num_parallel: int = setting(4, ge=1, le=64)

@@ -63,8 +63,6 @@ def check_harness(config: EvaluationConfig) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Harness:
-    """Runs the configured tasks of lm-evaluation-harness."""
-
     config: EvaluationConfig
     tokenizer: PreTrainedTokenizerBase
     stop_ids: set[int]
@@ -191,8 +189,6 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
     is_encoder_decoder = model.config.is_encoder_decoder
 
     class LanguageModel(LM):
-        """Answers the requests of the library."""
-
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             pairs = [request.args for request in requests]
             groups = [

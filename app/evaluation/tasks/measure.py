@@ -106,7 +106,6 @@ class TaskRunner:
         return metrics
 
     def prediction_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of predictions.jsonl."""
         for name, questions in self.questions.items():
             for number in range(len(questions)):
                 yield self._line(name, number)
@@ -147,7 +146,6 @@ class TaskRunner:
         }
 
     def metric_names(self, variant: str) -> list[str]:
-        """Return the names of the metrics that `measure` returns."""
         return [
             f"{variant}/{metric}/{name}"
             for task in self.tasks.values()

@@ -33,8 +33,6 @@ KINDS = ("multiple_choice", "exact_match", "numeric", "likelihood", "perplexity"
 
 @dataclass(kw_only=True, slots=True)
 class TaskConfig:
-    """One task."""
-
     name: str = setting(grants="nothing")
     """name of the task in metrics; gsm8k, mmlu, arc, openbookqa, hellaswag, winogrande, boolq,
     lambada, math and humaneval select the published form of that benchmark; needle finds a sentence
@@ -85,15 +83,12 @@ class Question:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the text of each choice."""
         item = self.item
         return item.continuations if len(item.contexts) == 1 else item.contexts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A task with its form and its files."""
-
     name: str
     form: Form
     path: str

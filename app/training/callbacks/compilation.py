@@ -54,7 +54,6 @@ class Compilation(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Restore the layers if the fit fails."""
         self._remove()
 
     def _compile(self, pl_module: Any) -> None:

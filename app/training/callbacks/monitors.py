@@ -58,7 +58,6 @@ class ProgressBar(L.Callback):
         self.unshown = ""  # the last validation, until a line shows it
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Open the bar on rank 0."""
         self.started = time.monotonic()
         if not trainer.is_global_zero or not self.console.is_terminal:
             return
@@ -82,14 +81,8 @@ class ProgressBar(L.Callback):
             self.progress.update(self.task, completed=self.first_step)
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Advance once per optimizer step."""
         if not trainer.is_global_zero:
             return
         step, total = trainer.global_step, trainer.max_steps
@@ -104,7 +97,6 @@ class ProgressBar(L.Callback):
             self.unshown = ""
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Show that a validation is running."""
         if self.progress is not None:
             self.progress.update(self.task, what="validate")
 
@@ -184,7 +176,6 @@ class StatusFile(L.Callback):
             self._write(trainer, pl_module, TRAINING)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Write that a validation runs."""
         self._write(trainer, pl_module, EVALUATING)
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
@@ -193,7 +184,6 @@ class StatusFile(L.Callback):
             self._write(trainer, pl_module, EVALUATING)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Write the losses of the validation."""
         self._write(trainer, pl_module, TRAINING)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -266,7 +256,6 @@ class Heartbeat(L.Callback):
     on_validation_batch_end = on_after_backward = on_train_batch_start
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Send a heartbeat."""
         send_heartbeat(trainer.global_step)
         if self.peers is not None:
             self.peers.mark_trained()
