@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 SINGLE_GPU_STRATEGIES = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
 """strategies that are useful on one GPU"""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-METHODS = ("none", "nf4", "int8")
+METHODS = ("none", "nf4", "int8", "fp8")
 MAX_DOUBLINGS = 7
 """how often the number of GPUs is doubled if nothing fits"""
 MIN_GAIN = 0.01
@@ -220,13 +220,17 @@ def best_of_each(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def smallest_change(candidates: list[Candidate]) -> Candidate | None:
-    """Return the fitting candidate with the fewest overrides; the fastest of several."""
+    """Return the fitting candidate with the fewest overrides.
+
+    Of several, the fastest whose rates were measured.
+    """
     fitting = [each for each in candidates if each.fits]
-    return min(
-        fitting,
-        key=lambda each: (len(each.overrides), -each.speed.tokens_per_second),
-        default=None,
-    )
+
+    def rank(each: Candidate) -> tuple[int, bool, float]:
+        speed = each.speed.tokens_per_second
+        return len(each.overrides), each.run.computes_in_fp8, -speed
+
+    return min(fitting, key=rank, default=None)
 
 
 def suggest_larger_changes(

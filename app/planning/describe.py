@@ -139,6 +139,7 @@ def describe_candidate(candidate: Candidate) -> dict[str, Any]:
         "gpu_gib": {name: value / GIB for name, value in memory.parts.items()},
         "gpu_total_gib": memory.total / GIB,
         "tokens_per_second": candidate.speed.tokens_per_second,
+        "is_assumed": run.computes_in_fp8,
         "verdict": candidate.speed.verdict,
     }
 

@@ -97,6 +97,11 @@ class PlannedRun:
     """what a rank of a pipeline needs in addition; None for a whole model"""
 
     @property
+    def computes_in_fp8(self) -> bool:
+        """Whether products are in FP8, whose rates are assumed: none was measured."""
+        return self.trains_in_fp8 or self.quantization.method == "fp8"
+
+    @property
     def share_in_fp8(self) -> float:
         """Share of the decoder layers that train with products in FP8."""
         inner = max(0, self.model.num_layers - 2)

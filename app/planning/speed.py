@@ -190,7 +190,7 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     collectives = list_collectives(run, size)
     products, attention, traffic = _pass_seconds(run, size, collectives)
     computes, launches = products + attention + traffic, _launch_seconds(run)
-    ranks, error = run.num_ranks, MEASURED.get(run.hardware.name, KERNEL_ERROR)
+    ranks, error = run.num_ranks, _kernel_error(run)
     slowest = 1 + SPREAD * NormalDist().inv_cdf(ranks / (ranks + 1))
     stepped = size.whole.trained / num_shards(run.strategy, ranks, run.num_nodes)[2]
     offload, link = run.strategy.offload_optimizer, run.hardware.host_link_gb_per_second
@@ -234,14 +234,20 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
 
 def describe_range(run: PlannedRun) -> str:
     """Say on what the lowest and the highest throughput rest."""
-    known = run.hardware.name in MEASURED
-    error = MEASURED.get(run.hardware.name, KERNEL_ERROR)
-    of_card = "measured on this card" if known else "not measured on this card"
-    kernels = f"kernels +-{percent(error, 0)} ({of_card})"
+    of_card = "measured" if run.hardware.name in MEASURED else "not measured"
+    rests_on = (
+        "FP8 rates assumed, not measured" if run.computes_in_fp8 else f"{of_card} on this card"
+    )
+    kernels = f"kernels +-{percent(_kernel_error(run), 0)} ({rests_on})"
     if run.num_ranks == 1:
         return kernels
     most = percent(MOST_CONTENTION, 0)
     return f"{kernels}; messages slow them by 0 to {most} while they overlap, as published"
+
+
+def _kernel_error(run: PlannedRun) -> float:
+    is_measured = run.hardware.name in MEASURED and not run.computes_in_fp8
+    return MEASURED[run.hardware.name] if is_measured else KERNEL_ERROR
 
 
 def _pass_seconds(

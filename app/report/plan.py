@@ -30,6 +30,9 @@ HUES = {
 """part of a GPU's memory -> hue of its color, in degrees"""
 
 
+ASSUMED = "FP8 rates are assumed, not yet measured; a run compares them with bf16 at its start"
+
+
 def plan_lines(facts: Mapping[str, Any]) -> list[str]:
     """Return the lines of a plan for the terminal; `facts`: the content of plan.json."""
     settings = facts["settings"]
@@ -82,6 +85,7 @@ def headline(facts: Mapping[str, Any]) -> str:
     return (
         f"fits: {speed:,.0f} tokens/s with {' and '.join(kept[:2])}, which a plan never changes by "
         f"itself; the fastest that fits is {gain} faster: type {fastest['type']}"
+        f"{f' ({ASSUMED})' * fastest['is_assumed']}"
     )
 
 
@@ -175,6 +179,8 @@ def advice_lines(facts: Mapping[str, Any]) -> list[str]:
         f"{row['type'] or '(no change)'}"
         for row in rows[:MAX_ROWS]
     ]
+    if any(row["is_assumed"] for row in rows[:MAX_ROWS]):
+        lines.append(f"  quantization=fp8: {ASSUMED}")
     if len(rows) > MAX_ROWS:
         lines.append(f"  and {len(rows) - MAX_ROWS} more on the page")
     return lines
@@ -201,6 +207,7 @@ def render_plan(facts: Mapping[str, Any]) -> str:
         seconds=seconds,
         speed=[*_speed_lines(facts), facts["verdict"], facts["batch"], *_message_lines(facts)],
         time=_time_line(facts),
+        assumed=ASSUMED * any(row["is_assumed"] for row in rows),
         fitting=[row for row in rows if row["fits"]],
         others=[row for row in rows if not row["fits"]],
         longest=min(longest, 2 * facts["gpu_memory_gib"]),

@@ -240,7 +240,8 @@ def test_one_gpu_gets_only_single_gpu_strategies(tmp_path: Path) -> None:
     facts, _ = plan_of(tmp_path, "model=qwen3_0_6b", "data=dolly", "hardware=h100")
     strategies = {row["strategy"] for row in facts["advice"]}
     assert strategies <= {"auto", "single", "zero2_offload", "zero3_offload", "fsdp_offload"}
-    assert {row["quantization"] for row in facts["advice"]} == {"none", "nf4", "int8"}
+    quantizations = {row["quantization"]: row["is_assumed"] for row in facts["advice"]}
+    assert quantizations == {"none": False, "nf4": False, "int8": False, "fp8": True}
     # As training would: no smaller micro-batch than what fits, since launches are not modelled.
     assert not any("micro_batch_size" in row["type"] for row in facts["advice"])
 

@@ -25,7 +25,7 @@ from app.planning.hardware import HardwareConfig
 from app.planning.host import estimate_disk, estimate_host_memory
 from app.planning.memory import PlannedRun, estimate_gpu_memory, estimate_moments, fits
 from app.planning.planned_model import PlannedModel, build_planned_model
-from app.planning.speed import estimate_flops, estimate_speed
+from app.planning.speed import describe_range, estimate_flops, estimate_speed
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig
 
 # GFLOP a token of a Llama 3.1 8B, at 2,048, 4,096 and 8,192 tokens.
@@ -84,6 +84,10 @@ def test_products_of_a_base_in_fp8_take_less_time_and_its_weights_half_the_bytes
     assert estimate_flops(fast).frozen == pytest.approx(4 * 6.979e9, rel=0.01)
     half, whole = estimate_speed(fast), estimate_speed(plain)
     assert half.products < 0.7 * whole.products and half.step < whole.step
+    # Measured on this card: bf16 alone.
+    (low, high), (lowest, highest) = whole.between, half.between
+    assert highest / lowest > 1.2 > high / low
+    assert "assumed" in describe_range(fast) and "measured on this card" in describe_range(plain)
     assert fast.size.whole.frozen == pytest.approx(plain.size.whole.frozen - 6.979e9, rel=0.01)
 
 

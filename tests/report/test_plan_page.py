@@ -10,7 +10,7 @@ import pytest
 
 from app.config import load_config
 from app.plan import make_plan
-from app.report.plan import MAX_ROWS, plan_lines, render_plan
+from app.report.plan import ASSUMED, MAX_ROWS, advice_lines, plan_lines, render_plan
 from tests.report.test_run_page import OUTSIDE
 from tests.serving.browser import browsing, needs_browser
 
@@ -45,6 +45,18 @@ def test_the_first_line_says_why_the_planned_settings_are_not_the_fastest(
     assert "type" not in plan_lines(same)[0]
     too_large = facts | {"fits": False, "to_fit": ["quantization=nf4"]}
     assert plan_lines(too_large)[0] == "does not fit: type quantization=nf4"
+
+
+def test_assumed_rates_are_called_so(facts: dict[str, Any]) -> None:
+    lines, page = [*plan_lines(facts), *advice_lines(facts)], render_plan(facts)
+    assert not any(row["is_assumed"] for row in facts["advice"])  # an A100 has no FP8 products
+    assert not any(ASSUMED in each for each in (*lines, page))
+    fastest = facts["advice"][0] | {"is_assumed": True, "type": "quantization=fp8"}
+    assert fastest["fits"]
+    proposed = facts | {"advice": [fastest, *facts["advice"][1:]]}
+    assert plan_lines(proposed)[0].endswith(f"type quantization=fp8 ({ASSUMED})")
+    assert f"  quantization=fp8: {ASSUMED}" in advice_lines(proposed)
+    assert page.count(ASSUMED) == 0 and render_plan(proposed).count(ASSUMED) == 2
 
 
 @needs_browser
