@@ -26,7 +26,7 @@ from app.training.objective.objective import batch_loss
 from app.training.objective.settings import ClassifyConfig, ObjectiveConfig, RewardConfig
 from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
 from common.errors import DataError, Origin, UserError
-from data_modules import Batch, Example
+from data_modules import Example
 from data_modules.collator import Collator
 from data_modules.format import CLASSIFICATION, RowError, convert_row, label_of, labels_of
 from data_modules.types import Conversation, Row
@@ -34,7 +34,7 @@ from tests.conftest import read_column
 from tests.in_process import run_command
 from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES, tiny_llama, train_into
-from tests.training.test_dpo import gradients, make_pairs
+from tests.training.test_dpo import assert_same_gradients, batches, gradients, make_pairs
 
 CLASSES = ["first", "inside", "last"]
 LENGTHS, WEIGHTS = [5, 9, 3, 7], [1.0, 0.5, 1.0, 2.0]
@@ -142,15 +142,6 @@ CASES: dict[str, tuple[ObjectiveConfig, list[str], Any, list[Example]]] = {
 }
 
 
-def batches(rows: list[Example], sizes: list[int], *, packed: bool) -> list[Batch]:
-    collate, found, start = Collator(0, packed), [], 0
-    for size in sizes:
-        own = rows[start : start + size]
-        found.append(collate([own] if packed else [[row] for row in own], 1.0))
-        start += size
-    return found
-
-
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("sizes", [[4], [1, 1, 1, 1], [3, 1]], ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -168,11 +159,7 @@ def test_loss_and_gradients_are_those_of_each_text_alone(
         for batch in batches(rows, sizes, packed=packed)
     ]
     assert sum(loss.item() for loss in found) == pytest.approx(expected.item(), rel=1e-6)
-    ours = gradients(model, torch.stack(found).sum())
-    assert ours.keys() == by_name.keys()
-    scale = max(grad.abs().max().item() for grad in by_name.values())
-    for weight, grad in by_name.items():
-        assert (ours[weight] - grad).abs().max() <= 2e-6 * max(1.0, scale), weight
+    assert_same_gradients(gradients(model, torch.stack(found).sum()), by_name, 2e-6)
     assert losses.take(range(4), 4)[0].sum().item() == pytest.approx(expected.item(), rel=1e-6)
 
 

@@ -80,9 +80,21 @@ def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def batches(pairs: list[Example], sizes: list[int], *, packed: bool) -> list[Batch]:
-    """Return micro-batches of so many pairs each, packed into a row or padded."""
-    collate, found, start = Collator(0, packed), [], 0
+def assert_same_gradients(
+    ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-6
+) -> None:
+    """Compare gradients by name, relative to the largest of all."""
+    assert ours.keys() == expected.keys()
+    scale = max(grad.abs().max().item() for grad in expected.values())
+    for name, grad in expected.items():
+        assert (ours[name] - grad).abs().max() <= tolerance * max(1.0, scale), name
+
+
+def batches(
+    pairs: list[Example], sizes: list[int], *, packed: bool, has_verdicts: bool = False
+) -> list[Batch]:
+    """Return micro-batches of so many rows each, packed into one or padded."""
+    collate, found, start = Collator(0, packed, has_verdicts=has_verdicts), [], 0
     for size in sizes:
         own = pairs[start : start + size]
         found.append(collate([own] if packed else [[pair] for pair in own], sum(WEIGHTS)))
@@ -175,11 +187,7 @@ def test_loss_and_gradients_are_those_of_the_formula(
         for batch in batches(pairs, sizes, packed=packed)
     ]
     assert sum(loss.item() for loss in found) == pytest.approx(expected.item(), rel=1e-6)
-    ours = gradients(model, torch.stack(found).sum())
-    assert ours.keys() == by_name.keys()
-    scale = max(grad.abs().max().item() for grad in by_name.values())
-    for name, grad in by_name.items():
-        assert (ours[name] - grad).abs().max() <= 1e-6 * max(1.0, scale), name
+    assert_same_gradients(gradients(model, torch.stack(found).sum()), by_name)
     taken = rows.take(range(4), 4)
     assert taken[1].tolist() == WEIGHTS
     assert taken[0].sum().item() == pytest.approx(expected.item(), rel=1e-6)
@@ -210,9 +218,7 @@ def test_a_stored_reference_is_that_of_the_base_however_it_was_packed(
         found.append((sums.take(), gradients(model, torch.stack(losses).sum())))
     (sums_of_base, by_base), (sums_of_stored, by_stored) = found
     assert torch.allclose(sums_of_base, sums_of_stored, rtol=1e-5, atol=1e-6)
-    scale = max(grad.abs().max().item() for grad in by_base.values())
-    for name, grad in by_base.items():
-        assert (by_stored[name] - grad).abs().max() <= 1e-5 * max(1.0, scale), name
+    assert_same_gradients(by_stored, by_base, 1e-5)
 
 
 def test_what_is_not_stored_is_never_taken_from_the_trained_weights(model: Any) -> None:

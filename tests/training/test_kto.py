@@ -17,7 +17,7 @@ from app.training.objective.pairs import base_log_probs
 from app.training.objective.settings import KtoConfig
 from app.training.objective.sums import DatasetSums, losses_by_dataset
 from common.errors import DataError, Origin
-from data_modules import Batch, DataConfig, DatasetConfig, Example
+from data_modules import DataConfig, DatasetConfig, Example
 from data_modules.collator import Collator
 from data_modules.format import KTO, RowError, convert_row
 from data_modules.format.labels import with_other_answers
@@ -26,7 +26,14 @@ from data_modules.types import Conversation, Document, Row
 from tests.conftest import read_column
 from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES, train_into
-from tests.training.test_dpo import adapted_model, answer_log_prob, gradients, make_pairs  # noqa: F401
+from tests.training.test_dpo import (
+    adapted_model,  # noqa: F401
+    answer_log_prob,
+    assert_same_gradients,
+    batches,
+    gradients,
+    make_pairs,
+)
 
 BETA, DESIRABLE, UNDESIRABLE = 0.3, 1.5, 0.5
 VERDICTS = [1.0, 0.0, 0.0, 1.0]
@@ -43,15 +50,6 @@ def make_rows() -> list[Example]:
     ]
 
 
-def batches(rows: list[Example], sizes: list[int], *, packed: bool) -> list[Batch]:
-    collate, found, start = Collator(0, packed, has_verdicts=True), [], 0
-    for size in sizes:
-        own = rows[start : start + size]
-        found.append(collate([own] if packed else [[row] for row in own], 1.0))
-        start += size
-    return found
-
-
 def gains(model: Any, rows: list[Example], side: int) -> torch.Tensor:
     """Return the log-probability of each row's own (0) or other (1) answer, minus the base's."""
     answers = [row.documents()[side] for row in rows]
@@ -64,10 +62,7 @@ def gains(model: Any, rows: list[Example], side: int) -> torch.Tensor:
 @pytest.mark.parametrize("sizes", [[4], [1, 1, 1, 1], [3, 1]], ids=str)
 @pytest.mark.parametrize("drifts", [True, False])
 def test_loss_and_gradients_are_those_of_the_formula(
-    model: Any,
-    packed: bool,
-    sizes: list[int],
-    drifts: bool,
+    model: Any, packed: bool, sizes: list[int], drifts: bool
 ) -> None:
     rows = make_rows()
     with torch.no_grad():
@@ -85,15 +80,11 @@ def test_loss_and_gradients_are_those_of_the_formula(
     objective = build_objective(
         KtoConfig(beta=BETA, desirable_weight=DESIRABLE, undesirable_weight=UNDESIRABLE)
     )
-    step, sums = batches(rows, sizes, packed=packed), DatasetSums(2)
+    step, sums = batches(rows, sizes, packed=packed, has_verdicts=True), DatasetSums(2)
     objective.begin(model, step, "sdpa", CPU)
     found = [batch_loss(objective, model, batch, "sdpa", sums) for batch in step]
     assert sum(loss.item() for loss in found) == pytest.approx(expected.item(), rel=1e-6)
-    ours = gradients(model, torch.stack(found).sum())
-    assert ours.keys() == by_name.keys()
-    scale = max(grad.abs().max().item() for grad in by_name.values())
-    for name, grad in by_name.items():
-        assert (ours[name] - grad).abs().max() <= 1e-6 * max(1.0, scale), name
+    assert_same_gradients(gradients(model, torch.stack(found).sum()), by_name)
     metrics = losses_by_dataset(sums.take(), ["a", "b"], "val", objective.figures)
     assert metrics["val/kl"] == pytest.approx(BETA * kl.item(), rel=1e-5, abs=1e-6)
     num_tokens = torch.tensor([float((row.documents()[0].weights > 0).sum()) for row in rows])
@@ -111,7 +102,7 @@ def test_a_new_adapter_has_the_loss_that_the_first_step_is_checked_for(model: An
         if "lora_B" in parameter:
             weight.data.zero_()
     objective, sums = build_objective(KtoConfig()), DatasetSums(2)
-    (batch,) = batches(make_rows(), [4], packed=True)
+    (batch,) = batches(make_rows(), [4], packed=True, has_verdicts=True)
     objective.begin(model, [batch], "sdpa", CPU)
     batch_loss(objective, model, batch, "sdpa", sums)
     found = losses_by_dataset(sums.take()[:3], ["a", "b"], "train")
@@ -131,12 +122,15 @@ def test_a_micro_batch_without_rows_has_a_loss_and_gradients_of_zero(model: Any)
 def test_a_stored_reference_is_that_of_the_base(model: Any, packed: bool) -> None:
     rows, found = make_rows(), []
     stored = torch.cat(
-        [base_log_probs(model, batch, "sdpa") for batch in batches(rows, [1, 3], packed=not packed)]
+        [
+            base_log_probs(model, batch, "sdpa")
+            for batch in batches(rows, [1, 3], packed=not packed, has_verdicts=True)
+        ]
     )
     known = [replace(row, reference=one.numpy()) for row, one in zip(rows, stored, strict=True)]
     for source, own in (("base", rows), ("cached", known)):
         objective, sums = build_objective(KtoConfig(beta=BETA, reference=source)), DatasetSums(2)
-        step = batches(own, [3, 1], packed=packed)
+        step = batches(own, [3, 1], packed=packed, has_verdicts=True)
         if source == "cached":
             step.append(Collator(0, True, has_verdicts=True)([[]], 1.0))
         objective.begin(model, step, "sdpa", CPU)
@@ -144,11 +138,9 @@ def test_a_stored_reference_is_that_of_the_base(model: Any, packed: bool) -> Non
         found.append((sums.take(), gradients(model, torch.stack(losses).sum())))
     (sums_of_base, by_base), (sums_of_stored, by_stored) = found
     assert torch.allclose(sums_of_base, sums_of_stored, rtol=1e-5, atol=1e-6)
-    scale = max(grad.abs().max().item() for grad in by_base.values())
-    for name, grad in by_base.items():
-        assert (by_stored[name] - grad).abs().max() <= 1e-5 * max(1.0, scale), name
+    assert_same_gradients(by_stored, by_base, 1e-5)
     with pytest.raises(RuntimeError, match="nothing is stored"):
-        objective.begin(model, batches(rows, [4], packed=packed), "sdpa", CPU)
+        objective.begin(model, batches(rows, [4], packed=packed, has_verdicts=True), "sdpa", CPU)
 
 
 ROWS: dict[str, dict[str, Any]] = {
