@@ -84,14 +84,13 @@ class Session:
 
     def save(self, file: Path) -> None:
         """Write each conversation as a row of `messages`."""
-        conversations = [turns for turns in (*self._finished, self.turns) if len(turns) > 1]
-        lines = [
-            json.dumps(
-                {"messages": [{"role": turn.role, "content": _redacted(turn)} for turn in turns]}
-            )
-            for turns in conversations
-        ]
-        write_atomically(file, "".join(f"{line}\n" for line in lines))
+        lines = []
+        for turns in (*self._finished, self.turns):
+            messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+            if messages and messages[0]["role"] == "system":  # as in saved settings
+                messages[0]["content"] = redact(messages[0]["content"])
+            lines += [json.dumps({"messages": messages}) + "\n"] if len(turns) > 1 else []
+        write_atomically(file, "".join(lines))
 
     def _read(self) -> str | None:
         try:
@@ -165,11 +164,6 @@ class Session:
     def _opening(self) -> list[Turn]:
         system = self.config.chat.system
         return [] if system is None else [Turn("system", system)]
-
-
-def _redacted(turn: Turn) -> str:
-    """Return a turn's content, without secrets in a system message, as in saved settings."""
-    return redact(turn.content) if turn.role == "system" else turn.content
 
 
 if __name__ == "__main__":

@@ -199,12 +199,6 @@ def experiment_from_run(
     return ConfFile(run / CONFIG_FILE, "", [*defaults, "_self_"], values, {})
 
 
-def _part_and_name(config: TrainConfig, key: str) -> tuple[Any, str]:
-    """Return the dataclass of a config that holds setting `key`, and the field's name."""
-    *groups, name = key.split(".")
-    return functools.reduce(getattr, groups, config), name
-
-
 def _check_secrets(
     run: Path, config: TrainConfig, settings: dict[str, Any], typed: AbstractSet[str]
 ) -> list[str]:
@@ -213,6 +207,6 @@ def _check_secrets(
     return [
         f"{run / CONFIG_FILE}: the secret in {key} was replaced by {REDACTED}, because files never "
         "hold secrets; type it again: "
-        f"'{key}={as_typed(getattr(*_part_and_name(config, key)))}'"
+        f"'{key}={as_typed(functools.reduce(getattr, key.split('.'), config))}'"
         for key in sorted(without_secret - typed)
     ]

@@ -77,7 +77,7 @@ class Row:
 def list_rows(facts: Facts, *, precision: str = "auto", uses_gpus: bool = True) -> list[Row]:
     """List the findings about a machine; `precision`, `uses_gpus`: settings of the run."""
     return [
-        *_launch(facts),
+        *(Row("launcher", PROBLEM, *each.partition("; ")[::2]) for each in facts.launch_problems),
         *_python(facts),
         *_packages(facts),
         *_gpus(facts, precision, uses_gpus),
@@ -88,12 +88,6 @@ def list_rows(facts: Facts, *, precision: str = "auto", uses_gpus: bool = True) 
         *_clock(facts),
         *_hub(facts),
     ]
-
-
-def _launch(facts: Facts) -> Iterator[Row]:
-    for problem in facts.launch_problems:
-        found, _, fix = problem.partition("; ")
-        yield Row("launcher", PROBLEM, found, fix)
 
 
 def _python(facts: Facts) -> Iterator[Row]:
@@ -188,8 +182,7 @@ def _gpus(facts: Facts, precision: str, uses_gpus: bool) -> Iterator[Row]:
         return
     status = PROBLEM if uses_gpus else WARNING
     for problem in find_gpu_problems(machine, len(machine.gpus), precision):
-        found, _, fix = problem.partition("; ")
-        yield Row("GPUs", status, found, fix)
+        yield Row("GPUs", status, *problem.partition("; ")[::2])
     kinds = Counter((gpu.name, round(gpu.memory_gib), gpu.sm) for gpu in machine.gpus)
     for (name, memory, capability), count in kinds.items():
         found = f"{count} x {name}, {memory} GiB, compute capability {capability}"

