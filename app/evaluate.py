@@ -122,8 +122,8 @@ def measure_models(
 
     Returns the evaluator, the runner that saves partial results in `folder`, and the metrics.
     """
-    from app.assembly.evaluation import build_evaluator
     from app.assembly.tuned import adapter_of, place_as_trained
+    from app.evaluation.evaluator import Evaluator
     from app.evaluation.progress import Progress
     from app.evaluation.row_runner import build_row_runner, build_sum_over_ranks
     from app.evaluation.tasks.questions import build_tasks
@@ -137,7 +137,7 @@ def measure_models(
     identity = [base.description, describe_tuned(config), env.precision, repr(base.quantization)]
     with Progress() as progress:
         runner = build_row_runner(folder, identity, progress.show, on_gpu=env.accelerator == "gpu")
-        evaluator = build_evaluator(
+        evaluator = Evaluator(
             config.evaluation,
             base,
             data,

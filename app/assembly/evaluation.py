@@ -6,7 +6,6 @@ logged with the validation as `val/<metric>/<task or data set>`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config import TrainConfig
 from app.evaluation.evaluator import Evaluator
-from app.evaluation.generation import EvaluationConfig, TrainEvaluationConfig
+from app.evaluation.generation import TrainEvaluationConfig
 from app.evaluation.row_runner import RowRunner, gather_results
 from app.evaluation.tasks.questions import Task, build_tasks
 from app.process.heartbeat import refresh_liveness
@@ -30,51 +29,15 @@ from app.training.metrics import is_measured_at
 from app.training.objective.objective import Objective
 from app.training.trainer import validation_interval
 from common.errors import UserError, nearest
-from common.files import write_atomically
 from data_modules import FinetuneDataModule
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from app.assembly.base import Base
-    from app.strategy.placement import Placement
     from app.training.module import FinetuneModule
 
 SAMPLES = "samples"
 """folder of a run with the answers of the model, one file per measurement"""
 VARIANT = "val"
-
-
-def build_evaluator(
-    config: EvaluationConfig,
-    base: Base,
-    data: FinetuneDataModule,
-    tasks: Sequence[Task],
-    objective: Objective,
-    *,
-    sharding: Placement | None = None,
-    sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
-    runner: RowRunner | None = None,
-    num_shown: int = 0,
-) -> Evaluator:
-    """Build the evaluator of a model on the held-out rows of `data` and on `tasks`.
-
-    `sharding`, `sum_over_ranks`, `runner` and `num_shown` as for `Evaluator`.
-    """
-    return Evaluator(
-        config,
-        data,
-        base.tokenizer,
-        base.stop_ids | data.stop_token_ids,
-        base.backend,
-        objective,
-        max_len=base.spec.context_len or data.sequence_len,
-        tasks=tasks,
-        runner=runner,
-        sharding=sharding,
-        sum_over_ranks=sum_over_ranks,
-        num_shown=num_shown,
-    )
 
 
 def small_set(
@@ -125,13 +88,8 @@ class TrainingEvaluation:
         with interruptible, isolate_rng(), trainer.precision_plugin.forward_context():
             metrics = self.evaluator.measure_answers(VARIANT, module.model)
         if trainer.is_global_zero:
-            lines = [
-                json.dumps(line, ensure_ascii=False) for line in self.evaluator.prediction_lines()
-            ]
             self.folder.mkdir(exist_ok=True)
-            write_atomically(
-                self.folder / f"step-{step}.jsonl", "".join(f"{line}\n" for line in lines)
-            )
+            self.evaluator.write_predictions(self.folder, f"step-{step}.jsonl")
         return metrics
 
     def _row_runner(self, trainer: Any, *, is_sharded: bool) -> RowRunner:
@@ -188,7 +146,7 @@ def build_training_evaluation(
     if every is not None:
         settings, tasks = small_set(config.evaluation, build_tasks(config.evaluation))
         evaluation = TrainingEvaluation(
-            build_evaluator(settings, base, data, tasks, objective),
+            Evaluator(settings, base, data, tasks, objective),
             folder,
             every_steps=every,
             interval=validation_interval(config.trainer, data.total_steps),

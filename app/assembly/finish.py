@@ -105,9 +105,9 @@ def save_and_compare(
     result: Result,
 ) -> tuple[Path, PreTrainedModel, Evaluator, dict[str, float]]:
     """Save the trained model, verify it, and measure it and its base; return all four of them."""
-    from app.assembly.evaluation import build_evaluator
     from app.assembly.result import choose_dtype, last_losses
     from app.evaluation.comparison import compare_trained
+    from app.evaluation.evaluator import Evaluator
     from app.evaluation.progress import Progress
     from app.evaluation.row_runner import RowRunner
     from app.evaluation.tasks.questions import build_tasks
@@ -116,7 +116,7 @@ def save_and_compare(
     from app.model.tokenizer import set_ends
 
     module.release_optimizer()  # verification loads the base as a second model
-    evaluator = build_evaluator(
+    evaluator = Evaluator(
         config.evaluation,
         base,
         data,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from app.assembly.base import Base
     from app.strategy.placement import Placement
     from app.training.objective.objective import Objective
     from data_modules import FinetuneDataModule, Prompt
@@ -180,20 +181,19 @@ class Evaluator:
     def __init__(
         self,
         config: EvaluationConfig,
+        base: Base,
         data: FinetuneDataModule,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_ids: set[int],
-        backend: str,
+        tasks: Sequence[Task],
         objective: Objective,
         *,
-        max_len: int = 2048,
-        tasks: Sequence[Task] = (),
         runner: RowRunner | None = None,
         sharding: Placement | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
         num_shown: int = 0,
     ) -> None:
-        self.data, self.backend, self.stop_ids = data, backend, stop_ids
+        stop_ids = base.stop_ids | data.stop_token_ids
+        tokenizer, max_len = base.tokenizer, base.spec.context_len or data.sequence_len
+        self.data, self.backend, self.stop_ids = data, base.backend, stop_ids
         self.objective = objective
         self.sharding, self.sum_over_ranks = sharding, sum_over_ranks
         is_measured = config.answers_prompts
@@ -398,11 +398,11 @@ class Evaluator:
             scores[name] = RowScores(scores=losses[rows] / weights[rows], weights=weights[rows])
         return scores
 
-    def write_predictions(self, folder: Path) -> None:
-        """Write `predictions.jsonl`, unless no prompt was answered."""
+    def write_predictions(self, folder: Path, name: str = PREDICTIONS_FILE) -> None:
+        """Write the lines of predictions.jsonl, unless no prompt was answered."""
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self.prediction_lines()]
         if lines:
-            write_atomically(folder / PREDICTIONS_FILE, "".join(lines))
+            write_atomically(folder / name, "".join(lines))
 
 
 def choose_prompts(data: FinetuneDataModule, count: int) -> dict[str, list[Prompt]]:

@@ -100,7 +100,11 @@ def read_run_files(folder: Path) -> RunFiles:
         folder=folder,
         config=_read_config(folder / "config.yaml"),
         manifest=read("manifest.json", SHOWN_MANIFEST),
-        metrics={k: v for k, v in read("metrics.json", METRICS).items() if _is_number(v)},
+        metrics={
+            name: value
+            for name, value in read("metrics.json", METRICS).items()
+            if value is not None and math.isfinite(value)
+        },
         curves=curves,
         predictions=choose_predictions(read_lines(folder / "predictions.jsonl")),
         verdict=read("verdict.json", VERDICT),
@@ -147,7 +151,3 @@ def _read_config(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return config if next(differences(config, SHOWN_CONFIG, ""), None) is None else {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)

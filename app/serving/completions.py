@@ -140,7 +140,11 @@ class CompletionQueue:
             await stream.write(completion.chunk(is_last=True))
             if request.include_usage:
                 await stream.write(completion.usage_chunk())
-        _print_summary(reply, time.monotonic() - started)
+        print(
+            f"answered: {len(reply.prompt_ids):,} prompt + {reply.num_tokens:,} completion tokens "
+            f"in {time.monotonic() - started:.2f} s",
+            flush=True,
+        )
         return completion.body("".join(text))
 
 
@@ -214,11 +218,3 @@ class EventStream:
 
     async def _body(self, text: str, *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-
-def _print_summary(reply: Reply, seconds: float) -> None:
-    print(
-        f"answered: {len(reply.prompt_ids):,} prompt + {reply.num_tokens:,} completion tokens "
-        f"in {seconds:.2f} s",
-        flush=True,
-    )

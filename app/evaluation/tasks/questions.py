@@ -10,7 +10,7 @@ import bisect
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -332,11 +332,10 @@ def check_tasks(config: EvaluationConfig) -> list[str]:
         tasks = build_tasks(config)
     except UserError as error:
         return error.problems
-    return [problem for task in tasks for problem in _problems_of(task)]
-
-
-def _problems_of(task: Task) -> Iterator[str]:
-    try:
-        task.check()
-    except ValueError as error:
-        yield from getattr(error, "problems", [str(error)])
+    problems = []
+    for task in tasks:
+        try:
+            task.check()
+        except ValueError as error:
+            problems += getattr(error, "problems", [str(error)])
+    return problems
