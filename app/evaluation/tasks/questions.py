@@ -332,7 +332,7 @@ def check_tasks(config: EvaluationConfig) -> list[str]:
         tasks = build_tasks(config)
     except UserError as error:
         return error.problems
-    problems = []
+    problems: list[str] = []
     for task in tasks:
         try:
             task.check()
