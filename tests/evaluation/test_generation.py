@@ -18,9 +18,14 @@ from transformers import (
     XLNetLMHeadModel,
 )
 
-from app.evaluation.decoding import GreedyDecoder
 from app.evaluation.evaluator import Predictions
-from app.evaluation.generation import Answer, EvaluationConfig, answer_batches, answer_prompts
+from app.evaluation.generation import (
+    Answer,
+    EvaluationConfig,
+    GreedyDecoder,
+    answer_batches,
+    answer_prompts,
+)
 from common.errors import Origin
 from data_modules import Prompt
 from tests.tiny import tiny_gpt2, tiny_llama
