@@ -2,14 +2,12 @@
 
 from data_modules.audit.audit import audit_documents
 from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit
-from data_modules.audit.overlap import Columns
 from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings
 
 __all__ = [
     "Audit",
     "AuditConfig",
     "BenchmarkAudit",
-    "Columns",
     "DatasetAudit",
     "DatasetFacts",
     "RunSettings",

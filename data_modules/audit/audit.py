@@ -15,15 +15,15 @@ from data_modules.audit.figures import (
     AuditWarning,
     BenchmarkAudit,
     DatasetAudit,
-    count_of,
 )
-from data_modules.audit.overlap import Columns, find_overlap
+from data_modules.audit.overlap import find_copies, find_overlap
 from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, apply_rules
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from data_modules.audit.overlap import Overlap
+    from data_modules.tokens.store import Examples as Columns
 
 
 NUM_LONGEST = 5
@@ -75,7 +75,7 @@ def _count(
         counts = np.bincount(side.datasets, weights=values, minlength=len(facts))
         return [round(count) for count in counts.tolist()]
 
-    rows = zip(
+    sides = zip(
         facts,
         sums(train),
         sums(validation),
@@ -86,35 +86,32 @@ def _count(
         sums(validation, validation.lengths),
         strict=True,
     )
-    return [
-        DatasetAudit(
-            name=fact.name,
-            path=fact.path,
-            rows=fact.rows,
-            train=num_train,
-            validation=num_validation,
-            tokens=tokens,
-            trained=trained,
-            bad_rows=fact.bad_rows,
-            dropped=fact.dropped_long,
-            truncated=fact.truncated,
-            lost_tokens=fact.lost_tokens,
-            lost_share=_share(
-                fact.lost_tokens,
-                tokens + held_out if fact.kept_tokens is None else fact.kept_tokens,
-            ),
-            split=fact.split,
-            empty=fact.empty,
-            no_stop=no_stop,
-            double_bos=double_bos,
-            notes={kind: count for kind, (count, _) in fact.notes.items()},
+    datasets = []
+    for fact, num_train, num_validation, tokens, trained, no_stop, double_bos, held_out in sides:
+        counts = fact.counts
+        kept = tokens + held_out if fact.kept_tokens is None else fact.kept_tokens
+        datasets.append(
+            DatasetAudit(
+                name=fact.name,
+                path=fact.path,
+                rows=counts.rows,
+                train=num_train,
+                validation=num_validation,
+                tokens=tokens,
+                trained=trained,
+                bad_rows=counts.rejected,
+                dropped=counts.dropped,
+                truncated=counts.truncated,
+                lost_tokens=counts.lost_tokens,
+                lost_share=counts.lost_tokens / max(1, counts.lost_tokens + kept),
+                split=counts.split,
+                empty=counts.empty,
+                no_stop=no_stop,
+                double_bos=double_bos,
+                notes={kind: count for kind, (count, _) in counts.notes.items()},
+            )
         )
-        for fact, num_train, num_validation, tokens, trained, no_stop, double_bos, held_out in rows
-    ]
-
-
-def _share(part: int, rest: int) -> float:
-    return part / max(1, part + rest)
+    return datasets
 
 
 def _longest(
@@ -123,7 +120,7 @@ def _longest(
     """Return (tokens, origin) of the longest rows, including rows as they were before a cut."""
     import numpy as np
 
-    found = {origin: tokens for fact in facts for tokens, origin in fact.longest}
+    found = {origin: tokens for fact in facts for tokens, origin in fact.counts.longest}
     for side in (train, validation):
         for index in np.argsort(-side.lengths, kind="stable")[:NUM_LONGEST].tolist():
             origin, tokens = str(side.origin(index)), int(side.lengths[index])
@@ -151,19 +148,14 @@ def _find_duplicates(audit: Audit, train: Columns) -> None:
         dataset.duplicates = len(duplicates)
         if len(duplicates):
             document = int(duplicates[0])
-            origin, earlier = train.origin(document), train.origin(int(first[group[document]]))
+            earlier = train.origin(int(first[group[document]]))
             audit.findings.append(
-                AuditWarning(
-                    dataset=dataset.name,
-                    count=len(duplicates),
-                    total=dataset.train,
-                    unit="training examples",
-                    statement="are duplicates",
-                    first=(str(origin), str(earlier)),
+                dataset.warning(
+                    *(len(duplicates), "training examples", "are duplicates"),
+                    first=(str(train.origin(document)), str(earlier)),
                     joiner=", the same as ",
-                    advice="remove them",
-                    full_advice="remove them, or set data.audit.max_duplicate_share=0 to make this "
-                    "an error",
+                    advice="remove them, or set data.audit.max_duplicate_share=0 to make this an "
+                    "error",
                 )
             )
 
@@ -172,29 +164,19 @@ def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
     """Count validation documents with the same tokens as a training document."""
     import numpy as np
 
-    if not len(train) or not len(validation):
-        return
-    digests, first = np.unique(train.digests, return_index=True)
-    position = np.minimum(np.searchsorted(digests, validation.digests), len(digests) - 1)
-    found = np.flatnonzero(digests[position] == validation.digests)
+    same = find_copies(train, validation)
     for index, dataset in enumerate(audit.datasets):
-        repeated = found[validation.datasets[found] == index]
+        repeated = np.flatnonzero((same >= 0) & (validation.datasets == index))
         dataset.repeated = len(repeated)
         if len(repeated):
             document = int(repeated[0])
-            origin = validation.origin(document)
-            train_origin = train.origin(int(first[position[document]]))
+            origins = validation.origin(document), train.origin(int(same[document]))
             audit.findings.append(
-                AuditWarning(
-                    dataset=dataset.name,
-                    count=len(repeated),
-                    total=dataset.validation,
-                    unit="validation documents",
-                    statement="are also in the training data",
-                    first=(str(origin), str(train_origin)),
+                dataset.warning(
+                    *(len(repeated), "validation documents", "are also in the training data"),
+                    first=(str(origins[0]), str(origins[1])),
                     joiner=", the same as ",
-                    advice="remove them",
-                    full_advice="remove them: their loss does not measure generalization",
+                    advice="remove them: their loss does not measure generalization",
                 )
             )
 
@@ -233,20 +215,16 @@ def _find_overlap(
                 for document in flagged[:NUM_PAIRS].tolist()
             ]
             named = ", ".join(" with ".join(pair) for pair in pairs)
-            total = int(is_in_dataset.sum())
+            share = percent(config.overlap_share, 0)
             audit.findings.append(
                 AuditWarning(
-                    dataset=name,
-                    count=len(flagged),
-                    total=total,
-                    unit=f"{side} documents",
-                    statement="overlap with training",
+                    name,
+                    *(len(flagged), int(is_in_dataset.sum()), f"{side} documents"),
+                    "overlap with training",
                     first=pairs[0],
                     advice="data.audit.max_overlap_share=0 makes this an error",
-                    full_text=f"{name}: {count_of(len(flagged), total)} {side} documents overlap "
-                    f"with training (share {percent(config.overlap_share, 0)} of their n-grams of "
-                    f"{config.ngram} tokens), first {named}; look at these pairs, or set "
-                    "data.audit.max_overlap_share=0 to make this an error",
+                    detail=f" (they share {share} of their n-grams of {config.ngram} tokens: "
+                    f"{named})",
                 )
             )
     return counts
@@ -266,7 +244,7 @@ def _count_benchmarks(
 ) -> list[BenchmarkAudit]:
     import numpy as np
 
-    known = np.isin(benchmarks.digests, train.digests)
+    known = find_copies(train, benchmarks) >= 0
     rows = np.bincount(benchmarks.datasets, minlength=len(names))
     repeated = np.bincount(benchmarks.datasets[known], minlength=len(names))
     return [

@@ -83,6 +83,48 @@ def short_origins(origins: Iterable[str]) -> list[str]:
     return shown
 
 
+def count_of(count: int, total: int) -> str:
+    """Return "1,234 of 5,678"."""
+    return f"{count:,} of {total:,}"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditWarning:
+    """A warning about one data set, which reads "`count` of `total` `unit` `statement`".
+
+    `share` is the share of the tokens, from 0 to 1; `first` are the origins (file:line) of one
+    example, joined by `joiner`; `advice` is the fix; only files have the `detail`.
+    """
+
+    dataset: str
+    count: int
+    total: int
+    unit: str
+    statement: str
+    share: float | None = None
+    first: tuple[str, ...] = ()
+    joiner: str = " with "
+    advice: str = ""
+    detail: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return the warning for a file, with whole paths."""
+        return self.sentence(self.joiner.join(self.first)) + self.detail
+
+    def sentence(self, example: str) -> str:
+        """Return the warning as a sentence with this example."""
+        count = count_of(self.count, self.total)
+        share = "" if self.share is None else f" ({percent(self.share, 0)} of the tokens)"
+        first, fix = example and f", first {example}", self.advice and f"; {self.advice}"
+        return f"{self.dataset}: {count} {self.unit}{share} {self.statement}{first}{fix}"
+
+    @property
+    def example(self) -> str:
+        """Return the origins of the example, with short paths."""
+        return self.joiner.join(short_origins(self.first))
+
+
 @dataclass(kw_only=True, slots=True)
 class DatasetAudit:
     """The counts of a data set. Tokens, `no_stop` and `duplicates` count training documents only.
@@ -132,6 +174,11 @@ class DatasetAudit:
         """Return the share of the tokens that are trained on, from 0 to 1."""
         return self.trained / max(1, self.tokens)
 
+    def warning(self, count: int, unit: str, statement: str, **more: Any) -> AuditWarning:
+        """Return the warning that `count` of the rows or documents of this data set ..."""
+        total = {"rows": self.rows, "validation documents": self.validation}.get(unit, self.train)
+        return AuditWarning(self.name, count, total, unit, statement, **more)
+
 
 @dataclass(kw_only=True, slots=True)
 class BenchmarkAudit:
@@ -145,52 +192,6 @@ class BenchmarkAudit:
     rows: int
     repeated: int
     overlapping: int
-
-
-def count_of(count: int, total: int) -> str:
-    """Return "1,234 of 5,678"."""
-    return f"{count:,} of {total:,}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AuditWarning:
-    """A warning about one data set: in parts for the screen, and as `text` for a file.
-
-    It reads "`count` of `total` `unit` `statement`". `unit` is rows or documents; `share` is the
-    share of the tokens, from 0 to 1; `first` are the origins (file:line) of one example, joined by
-    `joiner`; `advice` is the fix, `full_advice` a longer one for the file. `full_text` replaces
-    the whole text in the file.
-    """
-
-    dataset: str
-    count: int
-    total: int
-    unit: str
-    statement: str
-    share: float | None = None
-    first: tuple[str, ...] = ()
-    joiner: str = " with "
-    advice: str = ""
-    full_advice: str = ""
-    full_text: str = ""
-
-    @property
-    def text(self) -> str:
-        """Return the warning for a file, with whole paths and the full advice."""
-        example = self.joiner.join(self.first)
-        return self.full_text or self.sentence(example, self.full_advice or self.advice)
-
-    def sentence(self, example: str, advice: str) -> str:
-        """Return the warning as a sentence with this example and advice."""
-        count = count_of(self.count, self.total)
-        share = "" if self.share is None else f" ({percent(self.share, 0)} of the tokens)"
-        first, fix = example and f", first {example}", advice and f"; {advice}"
-        return f"{self.dataset}: {count} {self.unit}{share} {self.statement}{first}{fix}"
-
-    @property
-    def example(self) -> str:
-        """Return the origins of the example, with short paths."""
-        return self.joiner.join(short_origins(self.first))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -330,9 +331,7 @@ def group_warnings(findings: Sequence[AuditWarning]) -> list[str]:
     for finding in findings:
         kinds.setdefault((finding.unit, finding.statement, finding.advice), []).append(finding)
     return [
-        group[0].sentence(group[0].example, group[0].advice)
-        if len(group) == 1
-        else _counts_by_dataset(group)
+        group[0].sentence(group[0].example) if len(group) == 1 else _counts_by_dataset(group)
         for group in kinds.values()
     ]
 

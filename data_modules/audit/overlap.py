@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    Hashes = npt.NDArray[np.uint64]
-    from common.errors import Origin
+    from data_modules.tokens.store import Examples as Columns
     from data_modules.types import Example
 
+    Hashes = npt.NDArray[np.uint64]
     Indices = npt.NDArray[np.int64]
     Flags = npt.NDArray[np.bool_]
 
@@ -74,44 +74,6 @@ def _mixed(words: Hashes) -> Hashes:
     words *= np.uint64(0x94D049BB133111EB)
     words ^= words >> np.uint64(31)
     return words
-
-
-class Columns(Protocol):
-    """The `n` documents of training or of a held-out side, as columns and one by one."""
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of each document, int64 [n]."""
-
-    @property
-    def trained(self) -> npt.NDArray[np.int64]:
-        """Return the trained tokens of each document, int64 [n]; its first token never counts."""
-
-    @property
-    def datasets(self) -> npt.NDArray[np.int64]:
-        """Return the index of each document's data set, int64 [n]."""
-
-    @property
-    def digests(self) -> npt.NDArray[np.uint64]:
-        """Return a hash of each document's ids, uint64 [n]."""
-
-    @property
-    def ends_in_stop(self) -> npt.NDArray[np.bool_]:
-        """Return whether the last trained token is a stop token, bool [n]."""
-
-    @property
-    def double_bos(self) -> npt.NDArray[np.bool_]:
-        """Return whether a document begins with two BOS tokens, bool [n]."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Example: ...
-
-    def origin(self, index: int) -> Origin:
-        """Return the file and line of a document's row."""
-
-    def token_ids(self, indices: Indices) -> tuple[npt.NDArray[np.int32], Indices]:
-        """Return the concatenated ids of these documents, and the number of ids of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +141,9 @@ def find_overlap(
     """
     import numpy as np
 
-    partner = np.full(len(held_out), -1, dtype=np.int64)
+    partner = find_copies(train, held_out)
     searched, train_share = _sample_documents(train.lengths, max_train_tokens)
     sampled, held_out_share = _sample_documents(held_out.lengths, max_held_out_tokens)
-    _match_copies(train, held_out, partner)
     index = _index_grams(held_out, sampled, ngram)
     known = np.full(len(index.grams), -1, dtype=np.int64)
     boilerplate = np.zeros(len(index.grams), dtype=np.bool_)
@@ -217,16 +178,15 @@ def _sample_documents(lengths: Indices, max_tokens: int) -> tuple[Indices, float
     return chosen, int(lengths[chosen].sum()) / max(1, total)
 
 
-def _match_copies(train: Columns, held_out: Columns, partner: Indices) -> None:
-    """Match documents with the same tokens, by their digests."""
+def find_copies(train: Columns, held_out: Columns) -> Indices:
+    """Return the first training document with the same tokens as each held-out one [n], or -1."""
     import numpy as np
 
     if not len(train) or not len(held_out):
-        return
+        return np.full(len(held_out), -1, dtype=np.int64)
     digests, first = np.unique(train.digests, return_index=True)
     position = np.minimum(np.searchsorted(digests, held_out.digests), len(digests) - 1)
-    same = digests[position] == held_out.digests
-    partner[same] = first[position[same]]
+    return np.where(digests[position] == held_out.digests, first[position], -1)
 
 
 def _match_shares(

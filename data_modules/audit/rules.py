@@ -5,95 +5,73 @@ Holds the settings of the audit. Never counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from common.facts import setting
 from common.text import percent
 from data_modules.audit.characters import names_of
 from data_modules.audit.figures import Audit, AuditWarning, DatasetAudit, count_of
 
+if TYPE_CHECKING:
+    from data_modules.tokens.encode import Counts
+
 REPORTED_ABOVE = 0.01
 """share of a data set's tokens that may be lost with long rows without a warning"""
+_KEEPS_TOOLS = "set data.chat_template to one that writes them, such as qwen3"
 NOTES = {
     "lost_system": (
-        "the chat template drops their system turn",
         "have a system turn that the chat template drops",
         "set data.chat_template to one that writes it, or move its text into the first user turn",
     ),
     "lost_user": (
-        "the chat template drops their user turns",
         "have user turns that the chat template drops",
         "set data.chat_template to one that writes them",
     ),
-    "lost_tool_turn": (
-        "the chat template drops their tool results",
-        "have tool results that the chat template drops",
-        "set data.chat_template to one that writes them, such as qwen3",
-    ),
-    "lost_content": (
-        "the chat template drops the text next to their tool calls",
-        "have text next to tool calls that the chat template drops",
-        "set data.chat_template to one that writes them, such as qwen3",
-    ),
-    "lost_tools": (
-        "the chat template drops their tools",
-        "have tools that the chat template drops",
-        "set data.chat_template to one that writes them, such as qwen3",
-    ),
-    "lost_tool_calls": (
-        "the chat template drops their tool calls",
-        "have tool calls that the chat template drops",
-        "set data.chat_template to one that writes them, such as qwen3",
-    ),
+    "lost_tool_turn": ("have tool results that the chat template drops", _KEEPS_TOOLS),
+    "lost_content": ("have text next to tool calls that the chat template drops", _KEEPS_TOOLS),
+    "lost_tools": ("have tools that the chat template drops", _KEEPS_TOOLS),
+    "lost_tool_calls": ("have tool calls that the chat template drops", _KEEPS_TOOLS),
     "lost_reasoning": (
-        "the chat template drops their reasoning",
         "have reasoning that the chat template drops",
         "set data.chat_template to one that writes it, or data.reasoning=strip",
     ),
     "other_prompt": (
-        "an answer follows another text than the prompt of chat, evaluate and serve",
         "have an answer after another text than the prompt of chat, evaluate and serve",
         "answers without reasoning: set data.chat_template_kwargs={enable_thinking: false} if the "
         "template reads it, or give them reasoning; earlier answers: data.last_turn_only=true",
     ),
     "unread_kwargs": (
-        "the chat template does not read an argument in their chat_template_kwargs",
         "have an argument in chat_template_kwargs that the chat template does not read",
         "correct its name, or remove it",
     ),
     "control_token": (
-        "their text contains control tokens, which act as such",
         "have control tokens in their text, which act as such",
         "set data.control_tokens=escape, or remove them",
     ),
     "branch_dropped": (
-        "some of their branches are longer than data.sequence_len and dropped",
         "have branches that are longer than data.sequence_len and dropped",
         "set a larger data.sequence_len",
     ),
     "same_answers": (
-        "chosen and rejected are the same, so nothing can be learned from them; left out",
         "have the same answer as chosen and rejected, and are left out",
         "remove them",
     ),
     "cut_to_the_same": (
-        "chosen and rejected differ only in what was cut off; left out",
         "have answers that differ only in what was cut off, and are left out",
         "set a larger data.sequence_len",
     ),
     "rewritten_turns": (
-        "the chat template rejects some of their turns, which are rewritten",
         "have turns that the chat template rejects, which are rewritten",
         "look at them with python -m app.preview, or set data.unsupported_turns=refuse",
     ),
     "reasoning_in_tags": (
-        "their reasoning is written in <think> tags, as part of the answer",
         "have reasoning that is written in <think> tags, as part of the answer",
         "",
     ),
 }
-"""kind of a note on rows -> its meaning, the same as a statement after "rows", and the fix"""
+"""kind of a note on rows -> what is said of them, and the fix"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,37 +101,24 @@ class AuditConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetFacts:
-    """What happened to a data set's rows before the audit; origins are file:line.
+    """What happened to a data set's rows before the audit.
 
-    `lost_tokens` were dropped or truncated with long rows (`on_long`); `kept_tokens` are all other
-    tokens, None = the tokens of training and validation. `longest` are (tokens, origin) before any
-    cut. `notes` maps a kind to (rows, first origin and what was found there). `is_chat`: the rows
-    went through the chat template. `lossy_rows` have characters that the
-    tokenizer does not keep, `lost_characters` maps each of them to its rows. `is_trained`: not a
-    data set for validation only.
+    `kept_tokens` are those not lost with long rows, None = the tokens of training and validation.
+    `is_trained`: not a data set for validation only.
     """
 
     name: str
     path: str
     format: str
-    is_chat: bool
-    rows: int
-    bad_rows: int = 0
-    dropped_long: int = 0
-    truncated: int = 0
-    lost_tokens: int = 0
+    counts: Counts
     kept_tokens: int | None = None
     on_long: str = "drop"
-    split: int = 0
-    empty: int = 0
-    empty_origins: Sequence[str] = ()
-    longest: Sequence[tuple[int, str]] = ()
-    notes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    unknown_tokens: int = 0
-    lossy_rows: int = 0
-    first_lossy: str = ""
-    lost_characters: Mapping[str, int] = field(default_factory=dict)
     is_trained: bool = True
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether the rows went through the chat template."""
+        return self.counts.chats > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,9 +146,13 @@ def apply_rules(
     audit.findings[:0] = [finding for finding in long_rows if finding is not None]
     for dataset, fact in zip(audit.datasets, facts, strict=True):
         _apply_row_rules(audit, dataset, fact)
-        audit.findings += _warn_of_characters(dataset, fact)
         if run.has_own_template and fact.format == "prompt_completion" and not fact.is_chat:
-            audit.findings.append(_warn_of_no_template(dataset))
+            statement = (
+                "are texts of prompt and completion, trained on without the tokenizer's chat "
+                "template"
+            )
+            advice = "to train on chats, name the columns instruction and output"
+            audit.findings.append(dataset.warning(dataset.rows, "rows", statement, advice=advice))
         if fact.is_chat and dataset.train:
             _apply_mask_rules(audit, dataset, run)
             _apply_stop_rules(audit, dataset, run.train_on_eos)
@@ -210,105 +179,52 @@ def _warn_of_long(
     advice = f"{'data.on_long=split or ' if can_split else ''}a larger data.sequence_len keeps them"
     if fact.on_long == "drop":
         advice += ", data.on_long=truncate_right keeps a part"
-    longest = f"; the longest has {fact.longest[0][0]:,} tokens" if fact.longest else ""
-    return AuditWarning(
-        dataset=fact.name,
-        count=count,
-        total=dataset.rows,
-        unit="rows",
-        share=dataset.lost_share,
-        statement=statement,
-        advice=advice,
-        full_advice=f"{advice}{longest}",
+    rows = fact.counts.longest
+    longest = f"; the longest has {rows[0][0]:,} tokens" if rows else ""
+    return dataset.warning(
+        count, "rows", statement, share=dataset.lost_share, advice=advice, detail=longest
     )
 
 
 def _apply_row_rules(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None:
+    counts = fact.counts
     if not (dataset.train if fact.is_trained else dataset.validation):
         use = "to train on" if fact.is_trained else "for validation"
         audit.problems.append(
             f"{fact.path}: no document of data set {dataset.name} is left {use} "
-            f"({fact.rows:,} rows, {fact.dropped_long:,} too long, {fact.empty:,} with nothing to "
+            f"({counts.rows:,} rows, {counts.dropped:,} too long, {counts.empty:,} with nothing to "
             f"train on, {dataset.validation:,} for validation); give more rows, or a larger "
             "data.sequence_len"
         )
     if dataset.empty:
-        first = ", ".join(fact.empty_origins)
+        statement = "have nothing to train on (no answer, or it was cut off) and are left out"
+        first = tuple(counts.empty_origins)
         audit.findings.append(
-            AuditWarning(
-                dataset=dataset.name,
-                count=dataset.empty,
-                total=dataset.rows,
-                unit="rows",
-                statement="have nothing to train on (no answer, or it was cut off) and are left "
-                "out",
-                first=tuple(fact.empty_origins),
-                joiner=", ",
-                full_text=f"{dataset.name}: {count_of(dataset.empty, dataset.rows)} rows have "
-                f"nothing to train on and are left out ({first}: no answer, or it was cut off)",
-            )
+            dataset.warning(dataset.empty, "rows", statement, first=first, joiner=", ")
         )
-    for kind, (count, first) in fact.notes.items():
-        audit.findings.append(_warn_of_note(dataset, kind, count, first))
+    for kind, (count, seen) in counts.notes.items():
+        words = f"have the note: {kind.replace('_', ' ')}"
+        statement, advice = NOTES.get(kind, (words, ""))
+        audit.findings.append(
+            dataset.warning(count, "rows", statement, first=(seen,), advice=advice)
+        )
     if dataset.double_bos:
+        statement = "begin with two BOS tokens"
+        advice = "remove the BOS from the rows, or from the chat template"
         audit.findings.append(
-            AuditWarning(
-                dataset=dataset.name,
-                count=dataset.double_bos,
-                total=dataset.train,
-                unit="documents",
-                statement="begin with two BOS tokens",
-                advice="remove the BOS from the rows, or from the chat template",
-            )
+            dataset.warning(dataset.double_bos, "documents", statement, advice=advice)
         )
-
-
-def _warn_of_characters(dataset: DatasetAudit, fact: DatasetFacts) -> list[AuditWarning]:
-    """Warn of characters that become the unknown token, or are lost or changed."""
-    if not fact.lossy_rows:
-        return []
-    unknown = f" ({fact.unknown_tokens:,} unknown tokens)" if fact.unknown_tokens else ""
-    return [
-        AuditWarning(
-            dataset=dataset.name,
-            count=fact.lossy_rows,
-            total=dataset.rows,
-            unit="rows",
-            statement="have characters that this tokenizer replaces or drops, so that the model "
-            f"cannot learn them: {names_of(fact.lost_characters)}{unknown}",
-            first=(fact.first_lossy,),
-            advice="use a base whose vocabulary has them, or write the rows without them",
+    if counts.lossy_rows:
+        unknown = f" ({counts.unknown_tokens:,} unknown tokens)" if counts.unknown_tokens else ""
+        statement = (
+            "have characters that this tokenizer replaces or drops, so that the model cannot learn "
+            f"them: {names_of(counts.lost_characters)}{unknown}"
         )
-    ]
-
-
-def _warn_of_no_template(dataset: DatasetAudit) -> AuditWarning:
-    return AuditWarning(
-        dataset=dataset.name,
-        count=dataset.rows,
-        total=dataset.rows,
-        unit="rows",
-        statement="are texts of prompt and completion, trained on without the tokenizer's chat "
-        "template",
-        advice="to train on chats, name the columns instruction and output",
-    )
-
-
-def _warn_of_note(dataset: DatasetAudit, kind: str, count: int, first: str) -> AuditWarning:
-    words = kind.replace("_", " ")
-    meaning, statement, advice = NOTES.get(kind, (words, f"have the note: {words}", ""))
-    fix = f"; {advice}" if advice else ""
-    counted = count_of(count, dataset.rows)
-    return AuditWarning(
-        dataset=dataset.name,
-        count=count,
-        total=dataset.rows,
-        unit="rows",
-        statement=statement,
-        first=(first,),
-        advice=advice,
-        full_text=f"{dataset.name}: {counted} rows, first {first}: {meaning}{fix}",
-    )
+        advice = "use a base whose vocabulary has them, or write the rows without them"
+        first = (counts.first_lossy,)
+        audit.findings.append(
+            dataset.warning(counts.lossy_rows, "rows", statement, first=first, advice=advice)
+        )
 
 
 def _apply_mask_rules(audit: Audit, dataset: DatasetAudit, run: RunSettings) -> None:
@@ -332,25 +248,17 @@ def _apply_mask_rules(audit: Audit, dataset: DatasetAudit, run: RunSettings) -> 
 def _apply_stop_rules(audit: Audit, dataset: DatasetAudit, train_on_eos: str) -> None:
     if not dataset.no_stop or not dataset.trained:
         return
-    counted = count_of(dataset.no_stop, dataset.train)
-    num_cut = dataset.truncated + dataset.split
+    num_cut, detail = dataset.truncated + dataset.split, ""
     if train_on_eos == "none":
         statement = (
             "train on no stop token (data.train_on_eos=none), so the model will not learn to end "
             "an answer"
         )
         advice = "data.train_on_eos=turn trains on it"
-        text = (
-            f"{dataset.name}: no stop token is trained on (data.train_on_eos=none), so the model "
-            f"will not learn to end an answer; {advice}"
-        )
     elif dataset.no_stop < dataset.train:
         statement = "end their trained tokens without a stop token"
         advice = "raise data.sequence_len, or look at them with python -m app.preview"
-        text = (
-            f"{dataset.name}: in {counted} documents the last trained token is not a stop token "
-            f"({num_cut:,} rows were cut); {advice}"
-        )
+        detail = f" ({num_cut:,} rows were cut)"
     else:
         audit.problems.append(
             f"{dataset.path}: no stop token is trained on in any of the {dataset.train:,} "
@@ -360,15 +268,7 @@ def _apply_stop_rules(audit: Audit, dataset: DatasetAudit, train_on_eos: str) ->
         )
         return
     audit.findings.append(
-        AuditWarning(
-            dataset=dataset.name,
-            count=dataset.no_stop,
-            total=dataset.train,
-            unit="documents",
-            statement=statement,
-            advice=advice,
-            full_text=text,
-        )
+        dataset.warning(dataset.no_stop, "documents", statement, advice=advice, detail=detail)
     )
 
 

@@ -480,30 +480,15 @@ def _key(ready: ReadyDataset, places: npt.NDArray[np.int64], identity: str) -> K
 
 
 def _facts(ready: ReadyDataset, config: DataConfig) -> DatasetFacts:
-    counts = ready.data.counts
     return DatasetFacts(
         name=ready.name,
         path=redact(ready.config.path),
         format=ready.data.format,
-        is_chat=counts.chats > 0,
-        rows=counts.rows,
-        bad_rows=counts.rejected,
-        dropped_long=counts.dropped,
-        truncated=counts.truncated,
-        split=counts.split,
-        empty=counts.empty,
-        empty_origins=counts.empty_origins,
-        lost_tokens=counts.lost_tokens,
+        counts=ready.data.counts,
         kept_tokens=int(ready.data.store.lengths.sum()),
         on_long=config.on_long,
-        longest=counts.longest,
-        notes=counts.notes,
-        unknown_tokens=counts.unknown_tokens,
-        lossy_rows=counts.lossy_rows,
-        first_lossy=counts.first_lossy,
-        lost_characters=counts.lost_characters,
-        is_trained=ready.is_trained
-        or config.streaming,  # the audit of a stream counts what was read
+        # The audit of a stream counts what was read.
+        is_trained=ready.is_trained or config.streaming,
     )
 
 
