@@ -317,7 +317,7 @@ class TestCallback:
     ) -> None:
         model = build()
         callback = Compilation()
-        callback._compile(SimpleNamespace(model=model))
+        callback.on_train_start(None, SimpleNamespace(model=model))  # type: ignore[arg-type]
         for number, row_len in [(2, ROW), (3, ROW), (4, ROW), (5, 96), (6, 96)]:
             if number == 6:
                 torch._dynamo.reset()  # all is forgotten, and compiled once more
@@ -333,7 +333,7 @@ class TestCallback:
         monkeypatch.setattr(compiling, "BACKEND", breaking(2))
         model = build(mode="full")
         callback = Compilation()
-        callback._compile(SimpleNamespace(model=model))
+        callback.on_train_start(None, SimpleNamespace(model=model))  # type: ignore[arg-type]
         loss_of(model, TRAINING[0]).backward()
         self.step(callback, 1)
         layers = model.base_model.model.model.layers

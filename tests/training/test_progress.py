@@ -18,12 +18,18 @@ from app.training.callbacks.monitors import ProgressBar
 from app.training.metrics import Metrics
 
 
+def started(
+    total: int, every_steps: int, *, rank: int = 0
+) -> tuple[Metrics, ProgressBar, Any, Any]:
+    """Return the metrics and the progress bar of a run, its trainer and its module."""
+    metrics, bar = Metrics(["a"], [], every_steps), ProgressBar()
+    trainer = SimpleNamespace(is_global_zero=rank == 0, max_steps=total, global_step=0)
+    return metrics, bar, trainer, SimpleNamespace(metrics=metrics)
+
+
 def run_steps(total: int, every_steps: int, *, rank: int = 0) -> None:
     """Take the steps of a run as a trainer would: metrics write the first and every n-th."""
-    metrics = Metrics(["a"], [], every_steps)
-    bar = ProgressBar()
-    trainer: Any = SimpleNamespace(is_global_zero=rank == 0, max_steps=total, global_step=0)
-    module: Any = SimpleNamespace(metrics=metrics)
+    metrics, bar, trainer, module = started(total, every_steps, rank=rank)
     bar.on_fit_start(trainer, module)
     for step in range(1, total + 1):
         trainer.global_step = step
@@ -66,10 +72,7 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
 ) -> None:
     clock = iter([100.0, 120.0])
     monkeypatch.setattr("app.training.callbacks.monitors.time.monotonic", lambda: next(clock))
-    metrics = Metrics(["a"], [], 10)
-    bar = ProgressBar()
-    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=1000, global_step=0)
-    module: Any = SimpleNamespace(metrics=metrics)
+    metrics, bar, trainer, module = started(1000, 10)
     bar.on_fit_start(trainer, module)
     trainer.global_step = 900
     bar.on_train_start(trainer, module)
@@ -80,9 +83,7 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
 
 
 def test_every_validation_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
-    metrics, bar = Metrics(["a"], [], 10), ProgressBar()
-    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=40, global_step=0)
-    module: Any = SimpleNamespace(metrics=metrics)
+    metrics, bar, trainer, module = started(40, 10)
     bar.on_fit_start(trainer, module)
     bar.on_train_start(trainer, module)
     for step in range(1, 41):
@@ -102,10 +103,10 @@ def test_every_validation_is_shown_once(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_last_line_tells_an_early_stop(
     step: int, outcome: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=10, global_step=step)
-    metrics = Metrics(["a"], [], 1)
+    metrics, bar, trainer, module = started(10, 1)
+    trainer.global_step = step
     metrics.write(step, {"train/loss": 1.0})
-    ProgressBar().on_fit_end(trainer, SimpleNamespace(metrics=metrics))
+    bar.on_fit_end(trainer, module)
     assert capsys.readouterr().out == f"step {step}/10  loss 1.0000  {outcome}\n"
 
 
@@ -114,10 +115,8 @@ def test_messages_are_above_the_bar_which_shows_how_it_ended(
 ) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", screen)
-    metrics, bar = Metrics(["a"], [], 1), ProgressBar()
+    metrics, bar, trainer, module = started(12000, 1)
     bar.console = Console(file=screen, force_terminal=True, width=80)
-    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=12000, global_step=0)
-    module: Any = SimpleNamespace(metrics=metrics)
     handler = Screen()
     bar.on_fit_start(trainer, module)
     trainer.global_step = 11_999

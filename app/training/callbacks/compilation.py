@@ -23,13 +23,15 @@ class Compilation(L.Callback):
         self.num_compiled_graphs: int | None = None
         self.has_warned = False
 
-    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compile after the probes of `on_fit_start`, whose inputs have other shapes."""
-        self._compile(pl_module)
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Compile, unless the sanity check before did.
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compile if there was no sanity check before."""
-        self._compile(pl_module)
+        After the probes of `on_fit_start`, whose inputs have other shapes.
+        """
+        if self.layers is None:
+            self.layers = CompiledLayers(pl_module.model)
+
+    on_sanity_check_start = on_train_start
 
     def on_train_batch_end(
         self,
@@ -43,27 +45,17 @@ class Compilation(L.Callback):
         if self.layers is None:
             return
         if self.layers.failure is not None:
-            self._remove()
+            self.on_fit_end()
         elif trainer.global_step >= LAST_COMPILING_STEP:
             self._warn(trainer.global_step)
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_end(self, *_: Any) -> None:
         """Restore the layers: the plain model is saved and evaluated."""
-        self._remove()
-
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
-        self._remove()
-
-    def _compile(self, pl_module: Any) -> None:
-        if self.layers is None:
-            self.layers = CompiledLayers(pl_module.model)
-
-    def _remove(self) -> None:
         if self.layers is not None:
             self.layers.remove()
             self.layers = None
+
+    on_exception = on_fit_end
 
     def _warn(self, step: int) -> None:
         now, before = num_compiled_graphs(), self.num_compiled_graphs

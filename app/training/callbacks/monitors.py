@@ -178,6 +178,8 @@ class StatusFile(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._write(trainer, pl_module, EVALUATING)
 
+    on_fit_end = on_validation_start  # the trained model is compared with its base next
+
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
         """Show that a long validation proceeds."""
         if time.monotonic() - self.written >= MIN_SECONDS:
@@ -185,10 +187,6 @@ class StatusFile(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._write(trainer, pl_module, TRAINING)
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Write the last step: the trained model is compared with its base next."""
-        self._write(trainer, pl_module, EVALUATING)
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Write how the run ends, and what it has saved: the process may not report it.
@@ -233,21 +231,16 @@ class Heartbeat(L.Callback):
         if self.peers is not None:
             start_peers(self.peers)
 
-    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Start before the first validation."""
-        self._start(trainer)
-
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Start in a resumed run, which has no validation before its first step.
+        """Start; before the first validation, which a resumed run does not have.
 
         Pauses only count from the first heartbeat on, and none is sent here: a stream may take long
         to reach the step at which the run resumes.
         """
-        self._start(trainer)
-
-    def _start(self, trainer: L.Trainer) -> None:
         if self.peers is None:
             start_heartbeat(self.folder, trainer.global_rank)
+
+    on_sanity_check_start = on_train_start
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         """Send a heartbeat, also before a step that may hang."""
