@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
+from app.strategy.loading import peak_host_bytes
 from app.strategy.placement import Placement
 from app.training.objective.objective import batch_loss
 from app.training.objective.sft import Sft
@@ -145,8 +147,13 @@ class Slices(Placement):
 
 def make_batch(case: str) -> Batch:
     """Return a row of documents up to half as long as a slice of it, or longer than one."""
-    random = np.random.default_rng(0)
     lengths = [TOKENS - 9] if "one document" in case else [5, 61, 17, 33, 90, 30, 11]
+    return batch_of(lengths, packed="padded rows" not in case)
+
+
+def batch_of(lengths: Sequence[int], *, packed: bool = True) -> Batch:
+    """Return documents of these lengths in one row, or in a row each."""
+    random = np.random.default_rng(0)
     documents = [
         Example(
             input_ids=random.integers(3, 128, length).astype(np.int32),
@@ -156,16 +163,17 @@ def make_batch(case: str) -> Batch:
         )
         for number, length in enumerate(lengths)
     ]
-    if "padded rows" in case:
-        batch = Collator(0, packed=False, row_multiple=64)([[each] for each in documents], 1.0)
-    else:
-        batch = Collator(0, packed=True, row_multiple=64)([documents], 1.0)
+    rows = [documents] if packed else [[each] for each in documents]
+    batch = Collator(0, packed=packed, row_multiple=64)(rows, 1.0)
     batch.step_weight = batch.own_weight
     return batch
 
 
 def make_model(case: str) -> Any:
-    numbers, adapter, recompute = CASES[case]
+    return model_of(*CASES[case])
+
+
+def model_of(numbers: dict[str, Any], adapter: AdapterConfig, recompute: str) -> Any:
     torch.manual_seed(0)
     model = build_model(
         ModelConfig(from_scratch=True, architecture=numbers),
@@ -251,6 +259,17 @@ def compare_all(cases: list[str]) -> dict[str, dict[str, float]]:
 
     dist.all_to_all_single = count
     return {case: compare(case, counted) for case in cases}
+
+
+def peak_of_a_document(num_tokens: int) -> int:
+    """Return the bytes by which a step of one layer with one document raises a rank's peak."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
+    numbers = LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": num_tokens}
+    numbers |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    slices, model, batch = Slices(), model_of(numbers, FullConfig(), "none"), batch_of([num_tokens])
+    before = peak_host_bytes()
+    batch_loss(Sft(), model, slices.shard_batch(batch), "sdpa", DatasetSums(2)).backward()
+    return peak_host_bytes() - before
 
 
 def refused_and_balanced() -> tuple[str, float, float]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.parity.strategies import on_small_gpus
 from tests.parity.strategies.layouts import (
     ADAPTERS,
     CLIPPED,
@@ -54,6 +55,16 @@ def test_slices_train_as_one_process(name: str, long_rows: tuple[str, ...], runs
     layout, adapter = CASES[name]
     words = (*ADAPTERS[adapter], CLIPPED, *long_rows)
     check_same_results(runs.train(layout, *words), runs.train(SINGLE, *words))
+
+
+@pytest.mark.slow
+def test_rows_that_auto_splits_train_as_one_process(long_rows: tuple[str, ...], runs: Runs) -> None:
+    words = (*ADAPTERS["lora"], CLIPPED, *long_rows, "recompute=none")
+    layout = Layout(strategy="auto", words=("trainer.micro_batch_size=1",))
+    run = runs.new_folder("auto")
+    output = runs.shell.train_into(run, *runs.typed(layout, *words), module=on_small_gpus.MODULE)
+    assert "ddp strategy.context_parallel_size=2 (2 ranks that share each row of 256" in output
+    check_same_results(run, runs.train(SINGLE, *words))
 
 
 @pytest.mark.slow
