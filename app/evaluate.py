@@ -55,7 +55,12 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.base import open_base
     from app.assembly.data import build_datamodule
-    from app.assembly.tuned import adapter_of, trained_datasets, with_checkpoint
+    from app.assembly.tuned import (
+        adapter_of,
+        open_reward_model,
+        trained_datasets,
+        with_checkpoint,
+    )
     from app.evaluation.comparison import print_comparison, print_samples, report_confusion
     from app.evaluation.significance import change_metrics, check_regression, report_changes
     from app.training.trainer import resolve_single_device
@@ -69,13 +74,14 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     )
     data = build_datamodule(config, base.tokenizer, base.spec, batching)
     data.setup("validate")
+    rate = open_reward_model(judged.reward_model, config.trainer.accelerator)
     evaluator, runner, metrics = measure_models(config, folder, env, base, data, bench)
     if not is_first_rank():
         return metrics
     evaluator.write_predictions(folder)
     verdicts = None
     if bench is not None:
-        verdicts = bench.judge(folder, Path(config.data.cache_dir) / "judge")
+        verdicts = bench.judge(folder, Path(config.data.cache_dir) / "judge", rate)
         metrics |= verdicts.metrics()
         write_atomically(folder / JUDGE_PAGE, verdicts_page(bench, verdicts))
     grades = {} if verdicts is None or bench is None else verdicts.row_scores(bench.name)
@@ -107,7 +113,9 @@ def build_bench(config: EvaluateConfig) -> Bench | None:
             "evaluation.judge.grading=[pairwise] compares base and tuned, and there is no tuned "
             "model; type run=FOLDER, adapter_path=FOLDER, or evaluation.judge.grading=[single]"
         )
-    return Bench(judged, config.evaluation.batch_size) if judged.questions else None
+    if not judged.questions:
+        return None
+    return Bench(judged, config.evaluation.batch_size, config.seed)
 
 
 def measure_models(
@@ -185,9 +193,9 @@ def verdicts_page(bench: Bench, judged: Judgement) -> str:
         found = []
         for variant, by_question in bench.answers.items():
             verdict = verdicts.get((question.id, turn, variant))
-            score, reply = (None, "") if verdict is None else (verdict.score, verdict.text)
+            grade, reply = ("", "") if verdict is None else (judged.grade(verdict), verdict.text)
             text = by_question[question.id][turn]
-            found.append({"variant": variant, "text": text, "score": score, "judge": reply})
+            found.append({"variant": variant, "text": text, "grade": grade, "judge": reply})
         return found
 
     questions = [
@@ -205,10 +213,11 @@ def verdicts_page(bench: Bench, judged: Judgement) -> str:
     means = {
         variant: {name: fmean(rows.values()) for name, rows in judged.scores(variant).items()}
         for variant in bench.answers
+        if judged.is_graded
     }
     return render_judge_page(
-        f"{bench.name}: graded by {bench.config.model}",
-        [judged.state(), judged.cost(bench.config)],
+        f"{bench.name}: graded by {bench.config.name}",
+        [judged.state(), judged.cost(bench.config)] if judged.is_graded else [judged.state()],
         judge_table(judged),
         {variant: by_category for variant, by_category in means.items() if by_category},
         questions,

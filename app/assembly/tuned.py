@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.assembly.base import Base, open_base
-from app.config import EvaluateConfig, TunedConfig, load_run_config
+from app.config import EvaluateConfig, TunedConfig, load_config, load_run_config
 from app.evaluation.conversation import Responder
 from app.model.adapter import (
     AdapterConfig,
@@ -25,17 +26,20 @@ from app.model.adapter import (
     is_adapter,
     saves_whole_model,
 )
+from app.model.architecture import load_architecture
+from app.model.attention import generation_attention
 from app.model.base import ModelConfig
 from app.model.build import weight_dtype
+from app.model.classifier import has_reward
 from app.model.tokenizer import build_tokenizer, num_rows, saved_stop_ids
 from app.preflight.couplings.model import CHANGE_BASE
 from app.process.launch import is_child, is_first_rank
 from app.run.find import FINAL, select_checkpoint
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING
 from app.training.optimizers import ScheduleFreeConfig
-from app.training.trainer import Environment
+from app.training.trainer import Environment, resolve_single_device
 from common.errors import UserError
-from data_modules import ChatTemplate, dataset_names
+from data_modules import ChatTemplate, Turn, dataset_names
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +131,47 @@ def find_tuned(config: TunedConfig) -> Path | None:
     if not is_adapter(folder) and not (folder / "config.json").is_file():
         raise UserError(f"run={config.run}: {folder} has neither an adapter nor a model")
     return folder
+
+
+def open_reward_model(
+    path: str | None, accelerator: str
+) -> Callable[[Sequence[Sequence[Turn]]], list[float]] | None:
+    """Return a function that loads a reward model, and rates the last answers of conversations.
+
+    `path`: `evaluation.judge.reward_model`, None for none. UserError if it is something else.
+    """
+    if path is None:
+        return None
+    folder = Path(path)
+    is_run = folder.is_dir() and not (folder / "config.json").is_file()
+    named = {"run": path} if is_run else {"model.path": path, "objective": "reward"}
+    config = load_config("evaluate", named | {"trainer.accelerator": accelerator})
+    assert isinstance(config, EvaluateConfig)
+    is_whole = is_run or has_reward(load_architecture(ModelConfig(path=path)))
+    if config.objective.name != "reward" or not is_whole:
+        raise UserError(
+            f"evaluation.judge.reward_model={path} has no head for a reward; type the folder of a "
+            "run of objective=reward, or of a sequence classifier with one output"
+        )
+    env = resolve_single_device(accelerator, config.trainer.precision)
+    return partial(_rate, open_tuned(config, env), env)
+
+
+def _rate(tuned: Tuned, env: Environment, conversations: Sequence[Sequence[Turn]]) -> list[float]:
+    """Load a reward model; return what it says at the last token of each conversation."""
+    import torch
+
+    rows = [tuned.template.answered_ids(turns) for turns in conversations]
+    longest, context = max(map(len, rows)), tuned.base.spec.context_len
+    if context is not None and longest > context:
+        raise UserError(
+            f"evaluation.judge.reward_model reads {context:,} tokens, and a conversation has "
+            f"{longest:,}; type a smaller evaluation.judge.max_new_tokens"
+        )
+    model: Any = tuned.load(env)
+    with torch.no_grad(), env.autocast(), generation_attention(model):
+        ids = [torch.tensor([row], device=env.rank_device) for row in rows]
+        return [model(input_ids=row, logits_to_keep=1).logits.item() for row in ids]
 
 
 def place_as_trained(model: Any, adapter: AdapterConfig, env: Environment) -> torch.nn.Module:

@@ -104,9 +104,12 @@ def answer_prompts(
     stop_ids: set[int],
     config: EvaluationConfig,
     sharding: Placement | None = None,
+    temperature: float = 0.0,
 ) -> list[Answer]:
     """Answer each prompt as `answer_batches` does; return the answers in the order of `prompts`."""
-    batches = answer_batches(model, tokenizer, prompts, stop_ids, config, sharding)
+    batches = answer_batches(
+        model, tokenizer, prompts, stop_ids, config, sharding, temperature=temperature
+    )
     answers = dict(pair for batch in batches for pair in batch)
     return [answers[number] for number in range(len(prompts))]
 
@@ -120,16 +123,18 @@ def answer_batches(
     sharding: Placement | None = None,
     stop_texts: Sequence[str] = (),
     seconds: float = math.inf,
+    temperature: float = 0.0,
 ) -> Iterator[list[tuple[int, Answer]]]:
-    """Answer each prompt greedily up to the first of `stop_ids`; yield batches of (index, answer).
+    """Answer each prompt up to the first of `stop_ids`; yield batches of (index, answer).
 
     `sharding`: the strategy that shards the weights, None if each rank holds the whole model; all
     ranks must then answer the same prompts. Generation also ends after one of `stop_texts`, which
-    stays in the answer, and cuts off answers after `seconds`, which ranks do not agree on.
+    stays in the answer, and cuts off answers after `seconds`, which ranks do not agree on. With a
+    `temperature` answers are sampled, from torch's generator; 0 is greedy.
     """
     until = time.monotonic() + seconds
     with eval_mode(model), generation_attention(model):
-        if sharding is None and GreedyDecoder.supports(model):
+        if sharding is None and not temperature and GreedyDecoder.supports(model):
             decoder = GreedyDecoder(
                 model=model,
                 stop_ids=frozenset(stop_ids),
@@ -142,7 +147,15 @@ def answer_batches(
             generated = decoder.answers([prompt.input_ids for prompt in prompts])
         else:
             generated = _generate(
-                model, tokenizer, prompts, stop_ids, config, sharding, stop_texts, seconds
+                model,
+                tokenizer,
+                prompts,
+                stop_ids,
+                config,
+                sharding,
+                stop_texts,
+                seconds,
+                temperature,
             )
         for batch in generated:
             answers = []
@@ -179,6 +192,7 @@ def _generate(
     sharding: Placement | None,
     stop_texts: Sequence[str],
     seconds: float,
+    temperature: float,
 ) -> Iterator[list[tuple[int, list[int]]]]:
     """Yield batches of (index, generated tokens) from `model.generate`, for any architecture.
 
@@ -191,7 +205,9 @@ def _generate(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].input_ids))
     device = model.device if sharding is None else sharding.root_device
     is_encoder_decoder, pad = model.config.is_encoder_decoder, tokenizer.pad_token_id
-    with override_generation_config(model, sorted(stop_ids), pad, config.max_new_tokens):
+    with override_generation_config(
+        model, sorted(stop_ids), pad, config.max_new_tokens, temperature=temperature
+    ):
         for first in range(0, len(order), config.batch_size):
             chosen = order[first : first + config.batch_size]
             # A decoder continues at the end of a row; an encoder counts positions from its start.

@@ -56,6 +56,13 @@ def classifier_class(architecture: PretrainedConfig) -> Any:
     return _rating_tokens(_sequence_class(architecture))
 
 
+def has_reward(architecture: PretrainedConfig) -> bool:
+    """Return whether the files of a config are a classifier with one output, as others save it."""
+    kinds = architecture.architectures or []
+    is_classifier = any(kind.endswith("ForSequenceClassification") for kind in kinds)
+    return is_classifier and architecture.num_labels == 1
+
+
 def output_names(architecture: PretrainedConfig) -> tuple[str, ...]:
     """Return the names of the outputs of a head, none of a language model."""
     if architecture.problem_type is None:

@@ -25,9 +25,9 @@ def render_judge_page(
 ) -> str:
     """Return the page as HTML.
 
-    `table`: heading row and rows; `scores`: variant -> category -> mean grade from 0 to 10;
-    `questions`: each with its name and turns: question, reference, and of each model's answer
-    variant, text, score (None if it has none) and the judge's reply.
+    `table`: heading row and rows; `scores`: variant -> category -> mean grade from 0 to 10, none
+    for no chart; `questions`: each with its name and turns: question, reference, and of each
+    model's answer variant, text, grade (in words, empty if it has none) and the judge's reply.
     """
     names = list(dict.fromkeys(name for by_category in scores.values() for name in by_category))
     return render_template(

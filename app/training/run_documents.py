@@ -155,6 +155,7 @@ MEASURES = {
     "judge": MeasureSpec(
         heading="judge's score", number_format=".2f", scale=10, max_difference=9.0
     ),
+    "reward": MeasureSpec(heading="reward", number_format=".3f"),
 }
 OTHER = MeasureSpec(heading="", number_format=".4f")
 """spec of a measure that is not in `MEASURES`: higher is better, and its name is its heading"""

@@ -289,6 +289,16 @@ class ChatTemplate:
         ids: list[int] = tokenized.ids.tolist()
         return ids
 
+    def answered_ids(self, turns: Sequence[Turn]) -> list[int]:
+        """Return the tokens of a chat with its last answer, as in training; raises DataError."""
+        (encoded,) = self.encode([Conversation(tuple(turns), Origin("chat", 1))])
+        if isinstance(encoded, RowProblem):
+            raise DataError(encoded.reason)
+        ids: list[int] = encoded.input_ids.tolist()
+        # What follows the last stop token is left out in training; here also after an empty answer.
+        num_tail = len(self.tail_ids)
+        return ids[:-num_tail] if num_tail and ids[-num_tail:] == self.tail_ids else ids
+
     def messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
         """Return a chat as the OpenAI messages that this template reads."""
         return self._renderer.messages(self._prompt_chat(turns))

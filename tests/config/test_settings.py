@@ -156,6 +156,7 @@ def test_the_settings_that_are_paths() -> None:
         "data.val_datasets[].path",
         "evaluation.judge.questions",
         "evaluation.judge.references",
+        "evaluation.judge.reward_model",
         "merge.adapters[].path",
         "merge.llama_cpp",
         "model.path",

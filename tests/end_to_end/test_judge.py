@@ -8,13 +8,19 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from app.assembly.tuned import open_reward_model
 from app.config import load_config
 from app.evaluate import evaluate
 from app.evaluation.judge import bench, endpoint, grading
 from app.evaluation.judge.endpoint import JudgeError
-from tests.tiny import small_base, train_into
+from app.merge import merge
+from common.errors import UserError
+from tests.tiny import SAMPLES, small_base, train_into
 from tools.sample_judge import MODEL, Handler, serving
 
 pytestmark = pytest.mark.slow
@@ -70,15 +76,67 @@ def test_answers_are_saved_if_the_judge_fails(
     assert len(verdicts) == 3 * 2 * 4
 
 
+@pytest.fixture(scope="module")
+def reward_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = ["objective=reward", "trainer.max_steps=2", "optimizer.lr=1e-2"]
+    words.append(f"data.datasets=[{{path: {SAMPLES / 'pairs.json'}}}]")
+    return train_into(tmp_path_factory.mktemp("reward") / "run", *words)
+
+
+def test_a_reward_model_rates_what_transformers_does(
+    reward_run: Path, adapter: Path, tmp_path: Path
+) -> None:
+    os.environ.pop("LOFT_RUN_DIR", None)
+    merge(load_config("merge", [f"run={reward_run}", f"output.dir={tmp_path / 'merged'}"]))
+    words = [f"model.path={small_base()}", f"adapter_path={adapter}", "evaluation=mt_bench"]
+    words += ["evaluation.judge.max_questions=2", "evaluation.judge.max_new_tokens=8"]
+    words += ["evaluation.judge.best_of=3", f"data.cache_dir={adapter.parent / 'cache'}"]
+    found = []
+    for judge in (reward_run, tmp_path / "merged"):
+        os.environ.pop("LOFT_RUN_DIR", None)
+        folder = tmp_path / f"by-{judge.name}"
+        judge_words = [f"evaluation.judge.reward_model={judge}", f"output.dir={folder}"]
+        found.append(evaluate(load_config("evaluate", [*words, *judge_words])))
+    os.environ.pop("LOFT_RUN_DIR", None)
+    by_run, by_merged = found
+    assert by_run.keys() == by_merged.keys()
+    for name in (name for name in by_run if "reward" in name):
+        assert by_run[name] == pytest.approx(by_merged[name], rel=1e-3), name
+    assert by_run["tuned/reward_of_best"] > by_run["tuned/reward_of_first"]
+    assert "change/reward/mt_bench/low" in by_run
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").float().eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    answers = (tmp_path / "by-merged" / "judge_answers.jsonl").read_text().splitlines()
+    expected = []
+    for line in map(json.loads, answers):
+        messages = []
+        for question, answer in zip(line["turns"], line["tuned"], strict=True):
+            messages += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                expected.append(model(ids).logits.item())
+    assert by_merged["tuned/reward"] == pytest.approx(np.mean(expected), abs=1e-4)
+
+
+def test_a_model_without_a_head_for_a_reward_is_no_judge(adapter: Path) -> None:
+    for path in (str(adapter.parent), str(small_base())):
+        with pytest.raises(UserError, match="no head for a reward"):
+            open_reward_model(path, "cpu")
+
+
 def test_an_evaluation_interrupted_during_judging_continues(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     plain = bench.answer_prompts
 
-    def counting(*args: Any) -> Any:
+    def counting(*args: Any, **options: Any) -> Any:
         calls.append("answers")
-        return plain(*args)
+        return plain(*args, **options)
 
     monkeypatch.setattr(bench, "answer_prompts", counting)
 

@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -21,6 +21,7 @@ from app.evaluation.judge import endpoint as endpoint_module
 from app.evaluation.judge.endpoint import Endpoint, JudgeError
 from app.evaluation.judge.grading import (
     MAX_UNREADABLE,
+    VERDICTS_FILE,
     Answers,
     Judgement,
     check_judgement,
@@ -36,8 +37,10 @@ from app.evaluation.judge.questions import (
     read_choice,
     read_grade,
 )
+from app.evaluation.judge.reward import judge_by_reward
 from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig, read_key
 from common.errors import UserError, exit_code
+from data_modules import Turn
 from tools.sample_judge import serving
 
 MATH = Question("1", "math", ("2 + 2?", "And 1 more?"), ("4", "5"))
@@ -115,6 +118,35 @@ def judged_by(url: str, folder: Path, key: str | None = None, **settings: Any) -
     return judge_answers(
         [MATH, TALK], ANSWERS, Endpoint(config, key, folder / "cache"), config, folder
     )
+
+
+def test_a_reward_model_grades_compares_and_chooses_the_best_of_several(tmp_path: Path) -> None:
+    def rate(conversations: Sequence[Sequence[Turn]]) -> list[float]:
+        assert all(turns[-1].role == "assistant" for turns in conversations)
+        return [float(len(turns[-1].content)) for turns in conversations]
+
+    samples = {
+        "tuned": [{"1": ["4", "5"], "2": ["a", "b"]}, {"1": ["four", "4+1"], "2": ["", "abcd"]}]
+    }
+    config = JudgeConfig(reward_model="R", best_of=2, grading=["single", "pairwise"])
+    judged = judge_by_reward([MATH, TALK], ANSWERS, samples, rate, config, tmp_path)
+    metrics = judged.metrics()
+    assert metrics["base/reward/math"] == 3.5 and metrics["base/reward/turn_1"] == 7.5
+    assert metrics["tuned/reward"] == (1 + 2.5) / 2  # the mean over questions
+    assert metrics["tuned/reward_wins"] == 0.0
+    assert metrics["tuned/reward_of_first"] == 1.0
+    assert metrics["tuned/reward_of_best"] == (3.5 + 2) / 2
+    assert not any("judge" in name for name in metrics)
+    assert judge_table(judged)[0] == ["category", "base: reward", "tuned: reward", "tuned wins"]
+    (rows,) = judged.row_scores("mt")["tuned"]["reward"].values()
+    assert list(rows.scores) == [1.0, 2.5]
+    lines = [json.loads(line) for line in (tmp_path / VERDICTS_FILE).read_text().splitlines()]
+    assert len(lines) == 4 * 2 + 4 * 2 + 2
+    assert lines[-1]["scores"] == [1.0, 2.0]
+    same = judge_by_reward(
+        [TALK], dict.fromkeys(ANSWERS, ANSWERS["base"]), {}, rate, config, tmp_path
+    )
+    assert same.metrics()["tuned/reward_wins"] == 0.5
 
 
 def grade(body: dict[str, Any]) -> str:

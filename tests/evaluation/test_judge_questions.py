@@ -115,8 +115,8 @@ def test_the_first_category_of_a_radar_is_at_the_top() -> None:
 def test_the_page_escapes_model_and_judge_output_and_needs_no_network() -> None:
     hostile = "<script>alert(1)</script>"
     answers = [
-        {"variant": "base", "text": hostile, "score": None, "judge": ""},
-        {"variant": "tuned", "text": "", "score": 7.0, "judge": hostile},
+        {"variant": "base", "text": hostile, "grade": "", "judge": ""},
+        {"variant": "tuned", "text": "", "grade": "7 of 10", "judge": hostile},
     ]
     turn = {"question": hostile, "reference": hostile, "answers": answers}
     scores = {"base": {hostile: 1.0, "b": 2.0, "c": 3.0}, "tuned": {"b": 10.0}}

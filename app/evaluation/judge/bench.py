@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import EvaluationConfig, answer_prompts
 from app.evaluation.judge.endpoint import Endpoint
 from app.evaluation.judge.grading import Judgement, judge_answers
-from app.evaluation.judge.questions import QUESTIONS_FILE, Question, read_questions
+from app.evaluation.judge.questions import (
+    QUESTIONS_FILE,
+    conversation,
+    read_questions,
+)
+from app.evaluation.judge.reward import Rate, judge_by_reward
 from app.evaluation.judge.settings import JudgeConfig, read_key
 from app.evaluation.row_runner import RowRunner
 from common.errors import Origin
@@ -28,14 +34,17 @@ ANSWERS_FILE = "judge_answers.jsonl"
 class Bench:
     """Generates answers of several models to the same questions, and has them judged at the end."""
 
-    def __init__(self, config: JudgeConfig, batch_size: int) -> None:
-        self.config, self._batch_size = config, batch_size
-        self._key = read_key(config)
+    def __init__(self, config: JudgeConfig, batch_size: int, seed: int = 0) -> None:
+        """`seed`: of the sampled answers."""
+        self.config, self._batch_size, self._seed = config, batch_size, seed
+        self._key = None if config.reward_model else read_key(config)
         references = None if config.references is None else Path(config.references)
         self.questions = read_questions(
             Path(str(config.questions)), references, config.max_questions
         )
         self.answers: dict[str, dict[str, list[str]]] = {}
+        self.samples: dict[str, list[dict[str, list[str]]]] = {}
+        """variant -> further answers as in `answers`, sampled"""
 
     @property
     def name(self) -> str:
@@ -58,14 +67,26 @@ class Bench:
         `runner` saves the answers, in case the evaluation is killed before all are judged.
         """
 
-        def work() -> dict[str, list[str]]:
-            return self._answers(model, tokenizer, template, stop_ids, context_len)
+        def work(temperature: float = 0.0) -> dict[str, list[str]]:
+            return self._answers(model, tokenizer, template, stop_ids, context_len, temperature)
 
         content = [
             [[question.id, *question.turns] for question in self.questions],
             [self.config.max_new_tokens, sorted(stop_ids), context_len, template.hash],
         ]
-        self.answers[variant] = (runner or RowRunner()).run_once(f"{variant}-judge", content, work)
+        runner = runner or RowRunner()
+        self.answers[variant] = runner.run_once(f"{variant}-judge", content, work)
+        if self.config.best_of > 1:
+            sampled = [*content, self.config.best_of, self.config.temperature, self._seed]
+            self.samples[variant] = runner.run_once(
+                f"{variant}-judge-samples", sampled, partial(self._sample, work)
+            )
+
+    def _sample(self, work: Callable[[float], dict[str, list[str]]]) -> list[dict[str, list[str]]]:
+        import torch
+
+        torch.manual_seed(self._seed)
+        return [work(self.config.temperature) for _ in range(self.config.best_of)]
 
     def _answers(
         self,
@@ -74,13 +95,19 @@ class Bench:
         template: ChatTemplate,
         stop_ids: set[int],
         context_len: int | None,
+        temperature: float,
     ) -> dict[str, list[str]]:
         answers: dict[str, list[str]] = {question.id: [] for question in self.questions}
         longest = max(len(question.turns) for question in self.questions)
         for turn in range(longest):
             questions = [question for question in self.questions if turn < len(question.turns)]
             prompts = {
-                question.id: template.prompt_ids(_turns(question, answers[question.id]))
+                question.id: template.prompt_ids(
+                    [
+                        *conversation(question, answers[question.id]),
+                        Turn("user", question.turns[turn]),
+                    ]
+                )
                 for question in questions
             }
             max_new_tokens = self.config.max_new_tokens
@@ -97,14 +124,16 @@ class Bench:
             origin = Origin(str(self.config.questions), 0)
             rows = [Prompt(ids, "", origin) for ids in prompts.values()]
             config = EvaluationConfig(max_new_tokens=max_new_tokens, batch_size=self._batch_size)
-            generated = answer_prompts(model, tokenizer, rows, stop_ids, config)
+            generated = answer_prompts(
+                model, tokenizer, rows, stop_ids, config, temperature=temperature
+            )
             texts = dict(zip(prompts, (answer.text for answer in generated), strict=True))
             for question in questions:
                 answers[question.id].append(texts.get(question.id, ""))
         return answers
 
-    def judge(self, folder: Path, cache: Path) -> Judgement:
-        """Write all answers to `folder`, and request a verdict on each."""
+    def judge(self, folder: Path, cache: Path, rate: Rate | None = None) -> Judgement:
+        """Write all answers to `folder`, and request a verdict on each, or rate it by `rate`."""
         lines = [
             {
                 "question_id": question.id,
@@ -117,13 +146,9 @@ class Bench:
         ]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_atomically(folder / ANSWERS_FILE, text)
+        if rate is not None:
+            return judge_by_reward(
+                self.questions, self.answers, self.samples, rate, self.config, folder
+            )
         endpoint = Endpoint(self.config, self._key, cache)
         return judge_answers(self.questions, self.answers, endpoint, self.config, folder)
-
-
-def _turns(question: Question, answers: Sequence[str]) -> list[Turn]:
-    """Return the conversation with `answers`, up to the question that comes next."""
-    turns = []
-    for text, answer in zip(question.turns, answers, strict=False):
-        turns += [Turn("user", text), Turn("assistant", answer)]
-    return [*turns, Turn("user", question.turns[len(answers)])]

@@ -62,8 +62,8 @@ class JudgeRequest:
 class Verdict:
     request: JudgeRequest
     score: float | None
-    """grade from 1 to 10; of a comparison 1 if tuned is better, 0 if base is, 0.5 for a tie; None
-    if the reply could not be parsed"""
+    """grade from 1 to 10, or reward; of a comparison 1 if tuned is better, 0 if base is, 0.5 for a
+    tie; None if the reply could not be parsed"""
     text: str
     """the judge's reply"""
     read_tokens: int = 0
@@ -95,6 +95,21 @@ class Judgement:
     num_requests: int = 0
     failure: Exception | None = None
     """why judging ended before all requests were sent"""
+    measure: str = "judge"
+    """what its metrics are named after: judge (grades), or reward"""
+    further: dict[str, float] = field(default_factory=dict)
+    """metrics of answers that are sampled besides"""
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether its scores are grades from 1 to 10, not rewards."""
+        return self.measure == "judge"
+
+    def grade(self, verdict: Verdict) -> str:
+        """Return the score of a verdict in words; empty if it has none."""
+        if verdict.score is None:
+            return ""
+        return f"{verdict.score:g} of 10" if self.is_graded else f"reward {verdict.score:.3f}"
 
     def scores(self, variant: str) -> dict[str, dict[str, float]]:
         """Return category -> question id -> mean grade, for questions with a grade in each turn."""
@@ -138,7 +153,7 @@ class Judgement:
         """Return the mean grades by their names in metrics.json: overall, by category and turn."""
         metrics: dict[str, float] = {}
         for variant in VARIANTS:
-            metrics |= _means(f"{variant}/judge", self.scores(variant))
+            metrics |= _means(f"{variant}/{self.measure}", self.scores(variant))
             for turn in sorted({verdict.request.turn for verdict in self.verdicts}):
                 graded = [
                     verdict.score
@@ -148,8 +163,8 @@ class Judgement:
                     and verdict.score is not None
                 ]
                 if graded:
-                    metrics[f"{variant}/judge/turn_{turn + 1}"] = fmean(graded)
-        return metrics | _means("tuned/judge_wins", self.wins())
+                    metrics[f"{variant}/{self.measure}/turn_{turn + 1}"] = fmean(graded)
+        return metrics | _means(f"tuned/{self.measure}_wins", self.wins()) | self.further
 
     def row_scores(self, name: str) -> dict[str, dict[str, dict[str, RowScores]]]:
         """Return the grades of the questions that both models have, for a comparison by row."""
@@ -161,7 +176,7 @@ class Judgement:
         }
         shared = [id for id in flat["base"] if id in flat["tuned"]]
         return {
-            variant: {"judge": {name: RowScores(scores=[rows[id] for id in shared])}}
+            variant: {self.measure: {name: RowScores(scores=[rows[id] for id in shared])}}
             for variant, rows in flat.items()
         }
 
@@ -194,7 +209,7 @@ def judge_answers(
 
     Does not raise if judging fails: the failure is returned with the verdicts received so far.
     """
-    requests = list(_requests(questions, answers, config))
+    requests = list(judge_requests(questions, answers, config))
     judged = Judgement(num_requests=len(requests))
     num_failed = 0
     pending: set[Future[Verdict]] = set()
@@ -280,7 +295,8 @@ def check_judgement(judged: Judgement, config: JudgeConfig) -> None:
 
 def judge_table(judged: Judgement) -> list[list[str]]:
     """Return a table as text: a heading row, a row for each category, and the overall means."""
-    columns = {f"{variant}: 1 to 10": judged.scores(variant) for variant in VARIANTS}
+    what = "1 to 10" if judged.is_graded else judged.measure
+    columns = {f"{variant}: {what}": judged.scores(variant) for variant in VARIANTS}
     columns["tuned wins"] = judged.wins()
     columns = {heading: scores for heading, scores in columns.items() if scores}
     names = list(dict.fromkeys(name for scores in columns.values() for name in scores))
@@ -297,8 +313,11 @@ def judge_table(judged: Judgement) -> list[list[str]]:
 
 def print_judgement(judged: Judgement, config: JudgeConfig, page: str) -> None:
     """Print the table of grades, the cost, and the path of the page with all verdicts."""
-    show(text_table(judge_table(judged), f"judged by {printable(str(config.model))}"))
-    show(f"judge: {judged.state()}; {judged.cost(config)}")
+    show(text_table(judge_table(judged), f"judged by {printable(config.name)}"))
+    if judged.is_graded:
+        show(f"judge: {judged.state()}; {judged.cost(config)}")
+    for name, value in judged.further.items():
+        show(f"judge: {name} = {value:.3f}, of {config.best_of} sampled answers")
     if num_inconsistent := judged.num_inconsistent():
         show(
             f"judge: {counted(num_inconsistent, 'comparison')} changed when the order was swapped, "
@@ -307,9 +326,10 @@ def print_judgement(judged: Judgement, config: JudgeConfig, page: str) -> None:
     show(f"judge: {printable(page)}")
 
 
-def _requests(
+def judge_requests(
     questions: Sequence[Question], answers: Answers, config: JudgeConfig
 ) -> Iterator[JudgeRequest]:
+    """Yield a request for each verdict; one to grade an empty answer has no messages."""
     for question in questions:
         texts = {variant: by_question[question.id] for variant, by_question in answers.items()}
         for turn in range(len(question.turns)):

@@ -17,7 +17,7 @@ from typing import Any
 
 from app.evaluation.judge.endpoint import Message
 from common.errors import UserError
-from data_modules import open_regular
+from data_modules import Turn, open_regular
 
 QUESTIONS_FILE, REFERENCE_FILES = "question.jsonl", "reference_answer*"
 MAX_BYTES = 2**26
@@ -172,6 +172,14 @@ def _add_reference(
         )
     elif question:
         questions[question.id] = replace(question, reference=turns)
+
+
+def conversation(question: Question, answers: Sequence[str]) -> list[Turn]:
+    """Return the turns of a question with these answers, ending in the last one."""
+    turns = []
+    for text, answer in zip(question.turns, answers, strict=False):
+        turns += [Turn("user", text), Turn("assistant", answer)]
+    return turns
 
 
 def grading_messages(question: Question, turn: int, answers: Sequence[str]) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Settings of an LLM judge: the questions, the endpoint that grades the answers, and limits."""
+"""Settings of a judge: the questions, the LLM or reward model that grades the answers, limits."""
 
 from __future__ import annotations
 
@@ -31,11 +31,18 @@ class JudgeConfig:
     read only from the environment variable LOFT_JUDGE_KEY"""
     model: str | None = setting(None, shown=True, grants="nothing")
     """name of the judge model at the endpoint"""
+    reward_model: str | None = setting(None, is_path=True)
+    """judge that rates answers in place of an endpoint: folder of a run of objective=reward, or of
+    a sequence classifier with one output, such as a merged run"""
+    best_of: int = setting(1, ge=1, le=1024)
+    """answers sampled for each question, of which the reward model chooses the best; 1 = none"""
+    temperature: float = setting(1.0, gt=0, le=2)
+    """temperature of the answers of `best_of`"""
     grading: list[str] = setting(
         default_factory=lambda: ["single"], choices=("single", "pairwise"), shown=True
     )
-    """single = grade each answer from 1 to 10; pairwise = choose between base and tuned, requested
-    twice with the order swapped; both: [single, pairwise]"""
+    """single = grade each answer from 1 to 10, or by its reward; pairwise = choose between base and
+    tuned, requested twice with the order swapped; both: [single, pairwise]"""
     parameters: dict[str, Any] = setting(
         default_factory=lambda: {"temperature": 0, "max_tokens": 1024}, grants="nothing"
     )
@@ -54,6 +61,11 @@ class JudgeConfig:
     output_price: float | None = setting(None, ge=0)
     """price of a million output tokens in dollars"""
 
+    @property
+    def name(self) -> str:
+        """What the judge is called."""
+        return str(self.reward_model or self.model)
+
 
 def read_key(config: JudgeConfig) -> str | None:
     """Return the API key of the judge from the environment, None if it is not set.
@@ -66,7 +78,11 @@ def read_key(config: JudgeConfig) -> str | None:
         f"evaluation.judge.questions={config.questions} without evaluation.judge.{name}; type "
         f"evaluation.judge.{name}={example}"
         for name, example in (
-            ("url", "https://HOST/v1 (or http://127.0.0.1:8000/v1 of python -m app.serve)"),
+            (
+                "url",
+                "https://HOST/v1 (or http://127.0.0.1:8000/v1 of python -m app.serve), or "
+                "evaluation.judge.reward_model=RUN",
+            ),
             ("model", "NAME, the judge's name at the endpoint"),
         )
         if not getattr(config, name)
