@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from app.config import TrainConfig
 from app.evaluation.evaluator import Evaluator
 from app.evaluation.generation import TrainEvaluationConfig
-from app.evaluation.row_runner import RowRunner, gather_results
+from app.evaluation.row_runner import RowRunner
 from app.evaluation.tasks.questions import Task, build_tasks
+from app.process.collectives import all_gather
 from app.process.heartbeat import refresh_liveness
 from app.process.signals import (
     DataStalled,
@@ -101,7 +102,7 @@ class TrainingEvaluation:
         return RowRunner(
             rank=trainer.global_rank,
             num_ranks=trainer.world_size,
-            gather=gather_results,
+            gather=all_gather,
             show=_beat,
             own_rows=_ended_by_signal,
             agree=self._agree,

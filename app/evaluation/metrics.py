@@ -192,10 +192,8 @@ def _signs_of(text: str) -> str:
 def _build(name: str) -> Metric:
     if name.startswith("rouge"):
         return _rouge(name)
-    if name == "bleu":
-        return _bleu()
-    if name == "chrf":
-        return _chrf()
+    if name in ("bleu", "chrf"):
+        return _of_sacrebleu(name)
     by_name = {"exact_match": is_exact_match, "numeric": is_numeric_match, "f1": word_f1}
     return Metric(name=name, score_row=by_name[name])
 
@@ -237,33 +235,20 @@ def _rouge(name: str) -> Metric:
     return Metric(name=name, score_row=score_row)
 
 
-def _bleu() -> Metric:
-    from sacrebleu.metrics import BLEU
+def _of_sacrebleu(name: str) -> Metric:
+    from sacrebleu.metrics import BLEU, CHRF
 
     # With the effective order, answers of fewer than four words have a score.
-    bleu = BLEU(effective_order=True)
+    library = BLEU(effective_order=True) if name == "bleu" else CHRF()
+    spaced = space_characters if name == "bleu" else str
     return Metric(
-        name="bleu",
+        name=name,
         score_row=lambda answer, reference: _share(
-            bleu.sentence_score(space_characters(answer.text), [space_characters(reference)])
+            library.sentence_score(spaced(answer.text), [spaced(reference)])
         ),
         score_all=lambda answers, references: _share(
-            bleu.corpus_score(
-                [space_characters(text) for text in answers],
-                [[space_characters(text) for text in references]],
-            )
+            library.corpus_score(list(map(spaced, answers)), [list(map(spaced, references))])
         ),
-    )
-
-
-def _chrf() -> Metric:
-    from sacrebleu.metrics import CHRF
-
-    chrf = CHRF()
-    return Metric(
-        name="chrf",
-        score_row=lambda answer, reference: _share(chrf.sentence_score(answer.text, [reference])),
-        score_all=lambda answers, references: _share(chrf.corpus_score(answers, [references])),
     )
 
 

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.process.collectives import all_gather
 from app.process.launch import local_rank, read_launch
 from app.training.checkpoint.schema import differences
 from app.training.run_documents import RESULT
@@ -182,17 +183,9 @@ def build_row_runner(
         identity=identity_text,
         rank=local_rank(),
         num_ranks=num_ranks,
-        gather=gather_results,
+        gather=all_gather,
         show=show,
     )
-
-
-def gather_results(own: dict[int, Any]) -> Sequence[dict[int, Any]]:
-    import torch.distributed as dist
-
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    return gathered
 
 
 def build_sum_over_ranks(runner: RowRunner) -> Callable[[Tensor], Tensor] | None:

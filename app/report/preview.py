@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.facts import setting
-from common.text import counted, percent
+from common.text import counted, percent, printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -164,8 +164,8 @@ def collect_preview(
     mixture, mixture_of = _mixture_cells(datamodule)
     warnings = [line for line in datamodule.report.mixture if line.startswith("warning:")]
     return Preview(
-        title=escape_control(title),
-        facts=[escape_control(fact) for fact in (*facts, datamodule.plan.line(), *warnings)],
+        title=printable(title),
+        facts=[printable(fact) for fact in (*facts, datamodule.plan.line(), *warnings)],
         datasets=datasets,
         longest=longest,
         packs=_pack_views(config, datamodule),
@@ -184,7 +184,7 @@ def _format_origin(origin: Origin) -> str:
         shown = str(Path("...", *file.parts[-2:]))
     else:
         shown = origin.file
-    return escape_control(f"{shown}:{origin.line}")
+    return printable(f"{shown}:{origin.line}")
 
 
 def _dataset_view(
@@ -205,8 +205,8 @@ def _dataset_view(
     counts, _ = np.histogram(lengths, bins=NUM_BINS, range=(0, longest))
     median, percentile = np.percentile(lengths, [50, 95]).astype(int).tolist()
     return DatasetView(
-        name=escape_control(report.name),
-        about=escape_control(report.line()),
+        name=printable(report.name),
+        about=printable(report.line()),
         rows=[_row_view(examples[int(own[number])], renderer) for number in chosen],
         counts=counts.tolist(),
         lengths=(
@@ -288,7 +288,7 @@ def _mixture_cells(datamodule: FinetuneDataModule) -> tuple[list[list[str]], str
     rows = [
         replace(
             row,
-            name=escape_control(row.name),
+            name=printable(row.name),
             rows_seen=rows_seen[index],
             tokens_seen=int(tokens_seen[index]),
             epochs=rows_seen[index] / max(1, row.rows),
@@ -345,18 +345,6 @@ class Passage:
         return Passage(pieces[:num_first], num_omitted, pieces[len(pieces) - num_last :])
 
 
-def escape_control(text: str) -> str:
-    """Escape unprintable characters except newlines, such as `\\x1b` and `\\u202e`."""
-    if text.isprintable():
-        return text
-    return "".join(
-        character
-        if character == "\n" or character.isprintable()
-        else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
-
-
 class TokenRenderer:
     """Render token ids as text, token by token."""
 
@@ -390,7 +378,7 @@ class TokenRenderer:
                 continue
             text = text[len(self._decode(ids[before:start])) :]
             yield Piece(
-                text=escape_control(text),
+                text=printable(text, keep="\n"),
                 ids=tuple(ids[start:end]),
                 weight=max(weights[start:end]),
                 is_special=ids[end - 1] in self._special,
