@@ -1,19 +1,22 @@
-"""Run work that may never end, or fill the memory, in a process of its own with limits.
+"""Run work that may never end, or fill the memory, with limits.
 
-For what is interpreted of files that others wrote: chat templates, regular expressions.
+In a process of its own what is interpreted of files that others wrote, such as chat templates; in a
+thread what waits for the network.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _PATIENCE = 3
@@ -30,6 +33,31 @@ class ProcessLimits:
 
 class LimitError(Exception):
     """Which limit was exceeded."""
+
+
+def call_within(seconds: float, call: Callable[[], T]) -> T:
+    """Return what `call` returns, or raise what it raises; LimitError after `seconds`.
+
+    It runs in a separate thread, which is abandoned after that time: a library's call that waits
+    for the network cannot be interrupted.
+    """
+    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((call(), None))
+        except BaseException as error:  # noqa: BLE001  raised by the thread that waits
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="limited", daemon=True).start()
+    try:
+        answer, error = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise LimitError(f"within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    found: T = answer
+    return found
 
 
 def run_limited(work: Callable[[], T], limits: ProcessLimits) -> T:

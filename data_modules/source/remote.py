@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib
 import io
-import queue
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from common.errors import DataError, RemoteError
+from common.limited import LimitError, call_within
 from common.text import printable, reason_of, unreadable
 from data_modules.source.limits import Limits, too_many
 
@@ -93,32 +92,11 @@ def answer_within(limits: Limits, ask: Callable[[], Answer]) -> Answer:
     """Return what `ask` returns; raises TimeoutError after `limits.remote_seconds`."""
     seconds = limits.remote_seconds
     try:
-        return _wait(seconds, ask)
-    except queue.Empty as error:
+        return call_within(seconds, ask)
+    except LimitError as error:
         raise TimeoutError(
             f"no answer within {seconds:g} seconds (data.limits.remote_seconds); {_FIX}"
         ) from error
-
-
-def _wait(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """Return what `ask` returns, or raise what it raises; queue.Empty after `seconds`.
-
-    It runs in a separate thread, which is abandoned after that time: a library's call that waits
-    for the network cannot be interrupted.
-    """
-    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            outcome.put((ask(), None))
-        except BaseException as error:  # noqa: BLE001  raised by the thread that waits
-            outcome.put((None, error))
-
-    threading.Thread(target=run, name="remote", daemon=True).start()
-    answer, error = outcome.get(timeout=seconds)
-    if error is not None:
-        raise error
-    return answer
 
 
 def _too_slow(num_bytes: int, seconds: float, limits: Limits) -> str:
@@ -165,8 +143,8 @@ class RemoteStream(io.RawIOBase):
         size = min(len(buffer), BLOCK_BYTES)
         started = time.monotonic()
         try:
-            data = _wait(max(0.0, allowed - self._waited), lambda: self._stream.read(size))
-        except queue.Empty as error:
+            data = call_within(max(0.0, allowed - self._waited), lambda: self._stream.read(size))
+        except LimitError as error:
             raise TimeoutError(_too_slow(self._block, allowed, limits)) from error
         buffer[: len(data)] = data
         self._waited += time.monotonic() - started

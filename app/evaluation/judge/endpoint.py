@@ -9,10 +9,8 @@ import contextlib
 import email.utils
 import hashlib
 import http.client
-import io
 import json
 import random
-import socket
 import threading
 import time
 import urllib.error
@@ -29,13 +27,12 @@ from app.training.checkpoint.schema import COUNT, FLAG, TEXT, Keys
 from app.training.run_documents import find_problem
 from common.errors import UserError
 from common.files import write_atomically
+from common.limited import LimitError, call_within
 from common.redaction import redact
 from common.text import printable
 
 FIRST_WAIT, MAX_WAIT = 1.0, 60.0
 """shortest and longest delay before a retry, in seconds"""
-MAX_SECONDS = 3600.0
-"""longest timeout of a request"""
 MAX_DIGITS = 15
 """digits that are read of a number; more tokens are not counted"""
 MAX_BYTES = 2**22
@@ -68,61 +65,13 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class _UntilDeadline(io.RawIOBase):
-    """What a socket receives until its timeout is over, counted from now for all of it together.
-
-    A socket's own timeout begins again with every byte, such as those of dripping headers.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock, self._stream = sock, sock.makefile("rb", buffering=0)
-        self._deadline = time.monotonic() + (sock.gettimeout() or MAX_SECONDS)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._sock.settimeout(left)
-        return self._stream.readinto(buffer)
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
-
-
-class _Response(http.client.HTTPResponse):
-    def __init__(self, sock: socket.socket, *args: Any, **named: Any) -> None:
-        super().__init__(sock, *args, **named)
-        self.fp.close()
-        self.fp = io.BufferedReader(_UntilDeadline(sock))
-
-
-class _Connection(http.client.HTTPConnection):
-    response_class = _Response
-
-
-class _SecureConnection(http.client.HTTPSConnection):
-    response_class = _Response
-
-
-class _Http(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Connection, req)
-
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_SecureConnection, req)
-
-
 class Endpoint:
     """One judge model at one endpoint; safe to use from several threads."""
 
     def __init__(self, config: JudgeConfig, key: str | None, cache: Path) -> None:
         self._config, self._key, self._cache = config, key, cache
         self._url = f"{str(config.url).rstrip('/')}/chat/completions"
-        handlers: list[Any] = [_NoRedirects, _Http]
+        handlers: list[Any] = [_NoRedirects]
         if is_loopback(urlsplit(self._url).hostname or ""):
             handlers.append(urllib.request.ProxyHandler({}))  # local requests bypass a proxy
         self._opener = urllib.request.build_opener(*handlers)
@@ -191,18 +140,10 @@ class Endpoint:
             headers["authorization"] = f"Bearer {self._key}"
         request = urllib.request.Request(self._url, body, headers)
         limit = self._config.timeout_seconds
-        deadline = time.monotonic() + limit
         try:
-            with self._opener.open(request, timeout=limit) as response:
-                data = _read_response(response, deadline)
-                if response.length:
-                    raise _TemporaryFailure(
-                        f"the connection broke off {response.length} bytes before the end"
-                    )
-                return _parse_reply(data)
-        except urllib.error.HTTPError as error:
-            self._raise_for_status(error, deadline)
-        except TimeoutError as error:
+            # The timeout of a socket begins again with every byte, as of dripping headers.
+            return call_within(limit, lambda: self._send(request))
+        except (LimitError, TimeoutError) as error:
             raise _TemporaryFailure(f"no answer within {limit:g} s") from error
         except urllib.error.URLError as error:
             if isinstance(error.reason, TimeoutError):
@@ -213,11 +154,23 @@ class Endpoint:
                 f"the connection broke off: {error or type(error).__name__}"
             ) from error
 
-    def _raise_for_status(self, error: urllib.error.HTTPError, deadline: float) -> NoReturn:
+    def _send(self, request: urllib.request.Request) -> Reply:
+        try:
+            with self._opener.open(request, timeout=self._config.timeout_seconds) as response:
+                data = _read_response(response)
+                if response.length:
+                    raise _TemporaryFailure(
+                        f"the connection broke off {response.length} bytes before the end"
+                    )
+                return _parse_reply(data)
+        except urllib.error.HTTPError as error:
+            self._raise_for_status(error)
+
+    def _raise_for_status(self, error: urllib.error.HTTPError) -> NoReturn:
         """Raise UserError or _TemporaryFailure, depending on the status code."""
         text = ""
         with contextlib.suppress(OSError, http.client.HTTPException, _TemporaryFailure), error:
-            text = _error_text(_read_response(error, deadline))
+            text = _error_text(_read_response(error))
         problem = f"status {error.code}{': ' * bool(text)}{text}"
         if error.code in (401, 403):
             raise UserError(
@@ -261,14 +214,12 @@ def _read_cached(file: Path) -> Reply | None:
     return None if problem is not None else replace(Reply(**content), is_cached=True)
 
 
-def _read_response(response: Any, deadline: float) -> bytes:
+def _read_response(response: Any) -> bytes:
     data = b""
     while chunk := response.read1(2**16):
         data += chunk
         if len(data) > MAX_BYTES:
             raise _TemporaryFailure(f"the answer is larger than {MAX_BYTES // 2**20} MiB")
-        if time.monotonic() > deadline:
-            raise TimeoutError
     return data
 
 
