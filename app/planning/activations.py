@@ -357,8 +357,8 @@ def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, fl
         states = run.tokens / 2 * hidden * value_bytes
         whole = WHOLE_LOGITS * FP32 * run.tokens / 2 * model.widths.vocabulary
         return 2 * states + whole, states
-    splits = run.tensor_size > 1 and model.widths.vocabulary % run.tensor_size == 0
-    vocabulary = model.widths.vocabulary // (run.tensor_size if splits else 1)
+    split = 1 if model.widths.vocabulary % run.tensor_size else run.tensor_size
+    vocabulary = model.widths.vocabulary // split
     rows = rows_per_chunk(vocabulary, "cuda" if run.is_on_gpu else "cpu")
     has_kernel = run.fuses_loss and run.fuses_layers and run.is_on_gpu
     if has_kernel:
@@ -367,7 +367,7 @@ def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, fl
     num_chunks = -(-run.tokens // rows)
     of_logit = value_bytes if has_kernel else FP32 if value_bytes == FP32 else LOSS_BYTES
     chunk, product = float(rows * vocabulary * of_logit), rows * hidden * value_bytes
-    head = model.head_weights if model.trains_head else 0
+    head = model.head_weights // split if model.trains_head else 0
     states = run.tokens * hidden * value_bytes
     total = 0 if num_chunks == 1 else value_bytes if num_chunks == 2 else FP32
     summed = (

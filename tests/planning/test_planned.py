@@ -9,7 +9,7 @@ import pytest
 from app.config import load_config, settings_of
 from app.config.verbs import PlanConfig
 from app.model.chunks import FUSED_CHUNKS, rows_per_chunk
-from app.planning.activations import layer_bytes
+from app.planning.activations import estimate_loss, layer_bytes
 from app.planning.host import estimate_disk, estimate_host_memory
 from app.planning.memory import (
     GIB,
@@ -42,6 +42,18 @@ def test_auto_is_resolved_for_the_hardware() -> None:
     small, _ = run_of("+experiment=llama8b", "hardware=rtx4090")
     assert (small.strategy.name, small.recompute) == ("single", "full")
     assert fits(small, estimate_gpu_memory(small))
+
+
+def test_tensor_parallelism_splits_the_gradient_of_the_head() -> None:
+    """As simulated: 51.62 GiB for a rank of these four, and 51.59 estimated."""
+    words = ("+experiment=llama8b", "adapter=full", "hardware=4xh100", "recompute=none")
+    whole, _ = run_of(*words, "strategy=fsdp", "trainer.micro_batch_size=1")
+    split, _ = run_of(*words, "strategy=fsdp_tp", "strategy.tensor_parallel_size=2")
+    assert whole.tokens == split.tokens
+    kept = [estimate_loss(run, run.execution)[1] for run in (whole, split)]
+    assert kept[0] - kept[1] == whole.model.head_weights
+    memory = estimate_gpu_memory(split)
+    assert (memory.total - memory.overhead) / GIB == pytest.approx(51.62, rel=0.01)
 
 
 def test_fp8_is_refused_for_a_card_without_fp8_products() -> None:
