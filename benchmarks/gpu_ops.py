@@ -89,10 +89,13 @@ CASES = [
         for is_real in (False, True)
     ),
     Case("llama8b", ["+experiment=llama8b", "trainer.max_steps=1"]),
-    Case(
-        "mixture",
-        [*words_of("lora"), "model=qwen3_30b_a3b", "adapter.r=8", "recompute=full"],
-        model="qwen3_30b_a3b",
+    *(
+        Case(
+            f"mixture {model}",
+            [*words_of("lora"), f"model={model}", "adapter.r=8", "recompute=full"],
+            model=model,
+        )
+        for model in ("qwen3_30b_a3b", "gpt_oss_20b")
     ),
     Case(
         "hybrid",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.architecture import text_numbers
+from app.model.attention import mixers_run_by_document
 from app.model.recompute import BY_SPEED
 from app.planning.advice import (
     MICRO_BATCHES,
@@ -211,7 +212,8 @@ class Estimate:
             figures["speed/planned_tokens_per_second"] = self.speed.tokens_per_second
             ends = dict(zip(("lowest", "highest"), self.speed.between, strict=True))
             figures |= {f"speed/planned_{end}": value for end, value in ends.items()} | self.lost
-            figures |= measured_losses(module.metrics.summary())
+            is_slow = any(mixers_run_by_document(module.model))
+            figures |= measured_losses(module.metrics.summary(), by_document=is_slow)
             speed += f", {1 / self.speed.step:.3g} planned"
         log.info(
             "memory: peak %.2f GiB measured, %.2f planned (%+.0f %%); %s",
@@ -223,13 +225,16 @@ class Estimate:
         return figures
 
 
-def measured_losses(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the shares of the training time that went into waiting and padding, by metric."""
+def measured_losses(metrics: Mapping[str, float], *, by_document: bool) -> dict[str, float]:
+    """Return the shares of the training time that went into waiting and padding, by metric.
+
+    `by_document`: whether recurrent layers launch their kernels for each group of documents.
+    """
     wait = metrics.get("speed/data_wait", 0.0)
     idle = 1 - metrics.get(UTILIZATION, 1.0)
     shares = {
         "data_wait": wait,
-        "launches": idle - wait,
+        "mixers" if by_document else "launches": idle - wait,
         "padding": metrics.get("speed/padding", 0.0),
     }
     return {LOST + cause: max(0.0, share) for cause, share in shares.items()}

@@ -49,6 +49,8 @@ NOTABLE_LOSS = 0.05
 CAUSES = {
     "data_wait": "{} of the time waiting for data; type a larger data.num_workers",
     "launches": "{} of the time without a running kernel; type a larger trainer.micro_batch_size",
+    "mixers": "{} of the time without a running kernel, as recurrent layers run document by "
+    "document; the start of train.log names the package with their kernels, if there is one",
     "padding": "{} of the positions are padding; type packing=multipack",
     "kernels": "{} of a step by norms and gates without fused kernels; type trainer.kernels=auto, "
     "with liger-kernel installed (pip install liger-kernel)",

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from app.config import load_config, settings_of
+from app.model.attention.mixers import MixerForward
 from app.model.attention.varlen import VarlenKernel
 from app.planning import training
 from app.planning.memory import GIB, estimate_gpu_memory
@@ -95,14 +96,19 @@ def test_too_little_host_memory_is_refused() -> None:
         check_room(run, estimate_training(run), "error", ways)
 
 
+@pytest.mark.parametrize("idle", ["launches", "mixers"])
 def test_planned_and_measured_figures_are_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    idle: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = planned("model=llama8b hardware=h100 strategy=single recompute=none")
     estimate = estimate_training(run)
     measured = estimate.peak_gib * GIB / 1.25
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: measured)
+    model: Any = torch.nn.Linear(1, 1)
+    if idle == "mixers":
+        model.forward = MixerForward(model)
     module: Any = SimpleNamespace(
+        model=model,
         strategy=SimpleNamespace(root_device=torch.device("cuda")),
         metrics=SimpleNamespace(train_seconds=50.0, summary=lambda: MEASURED),
         trainer=SimpleNamespace(global_step=100),
@@ -115,7 +121,7 @@ def test_planned_and_measured_figures_are_logged(
     assert figures["speed/planned_steps_per_second"] == 1 / estimate.speed.step
     assert figures["speed/planned_lowest"] < figures["speed/planned_tokens_per_second"]
     causes = {name.removeprefix(LOST): value for name, value in figures.items() if LOST in name}
-    expected = {"data_wait": 0.1, "launches": 0.2, "padding": 0.3}
+    expected = {"data_wait": 0.1, idle: 0.2, "padding": 0.3}
     assert causes == pytest.approx(expected | dict.fromkeys(PLANNED_CAUSES, 0), abs=0.01)
     assert "planned (+25 %); 2 steps/s measured" in caplog.text
 

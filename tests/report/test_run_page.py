@@ -346,6 +346,7 @@ PLAN = {
     [
         ({"recompute": 0.2, "padding": 0.3}, ["30 % of the positions", "packing=multipack"]),
         ({"kernels": 0.2, "data_wait": 0.1}, ["20 % of a step", "liger-kernel"]),
+        ({"mixers": 0.6, "kernels": 0.2}, ["60 % of the time without", "document by document"]),
         ({"recompute": 0.04}, ["900 tokens/s measured, 1,200 planned (1,000 to 1,300)", "none of"]),
     ],
 )

@@ -15,6 +15,7 @@ from app.model.attention.documents import (
     group_pairs,
     place_documents,
     place_in_slice,
+    to_device,
 )
 from app.model.attention.flex import block_mask
 from app.model.attention.mixers import masks_recurrent_layers, mixer_inputs
@@ -203,12 +204,14 @@ def _dense_mask(
     for row, lengths in enumerate(document_lengths):
         ends = torch.tensor(lengths).cumsum(0)
         document[row] = torch.bucketize(torch.arange(tokens), ends, right=True)
+    # Not made on the host: a mask of 8,192 tokens takes 128 MiB.
+    document = to_device(document, device)
     visible = (document.unsqueeze(2) == document.unsqueeze(1)).tril()
     if window is not None:
         visible = visible.triu(1 - window)
     # transformers' eager attention misreads Boolean masks.
-    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
-    return mask.unsqueeze(1).to(device)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min).unsqueeze(1)
 
 
 def pair_inputs(
