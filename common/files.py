@@ -11,14 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-KINDS = (
-    (stat.S_ISLNK, "a link"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISCHR, "a device"),
-)
-"""kinds of entries that a run never creates"""
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def kind_of(mode: int) -> str:
+    """Name what a mode of `stat` is of, if not of a regular file; "" of one."""
+    return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
@@ -84,5 +89,4 @@ def special_entries(folder: Path) -> Iterator[tuple[Path, str]]:
                 yield from special_entries(Path(entry.path))
                 continue
             with contextlib.suppress(FileNotFoundError):  # removed by the run in the meantime
-                mode = entry.stat(follow_symlinks=False).st_mode
-                yield Path(entry.path), next(kind for is_kind, kind in KINDS if is_kind(mode))
+                yield Path(entry.path), kind_of(entry.stat(follow_symlinks=False).st_mode)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from common.redaction import redact
 
@@ -60,6 +60,18 @@ def counted(number: int, noun: str) -> str:
 def shown(text: str) -> str:
     """Return at most 80 printable characters of `text`, to quote in a message."""
     return printable(text[:MAX_SHOWN])[:MAX_SHOWN]
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with the first column left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        ).rstrip()
+        for row in cells
+    ]
 
 
 def listed(names: Iterable[object]) -> str:

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ENVIRONMENT_ERROR, TRAINING_FAULT, TrainingFault, UserError, exit_code
+from common.files import kind_of
 
 LIMITS_VARIABLE = "LOFT_LIMITS"
 MAX_WORDS = 300
@@ -167,13 +167,7 @@ def problem_of_kind(file: Path) -> str | None:
         mode = file.stat().st_mode
     except OSError as error:
         return f"{file}: cannot be read: {error.strerror}"
-    kinds = (
-        (stat.S_ISREG, ""),
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a named pipe"),
-        (stat.S_ISSOCK, "a socket"),
-    )
-    kind = next((words for test, words in kinds if test(mode)), "a device")
+    kind = kind_of(mode)
     return f"{file} is {kind}, not a file; replace it by a file" if kind else None
 
 

@@ -45,43 +45,26 @@ if TYPE_CHECKING:
     from data_modules.types import ModelSpec as ModelSpec
     from data_modules.types import Turn as Turn
 
-_HOMES = {
-    "Audit": "audit",
-    "BatchSpec": "types",
-    "Batch": "collator",
-    "ChatTemplate": "template",
-    "Conversation": "types",
-    "DEFAULT_SEQUENCE_LEN": "settings",
-    "DataConfig": "settings",
-    "DataReport": "tokens.datasets",
-    "DataSpec": "tokens.datasets",
-    "DatasetConfig": "settings",
-    "DecoderInputs": "collator",
-    "SequenceSlice": "collator",
-    "EpochTokens": "tokens.size",
-    "Example": "types",
-    "FinetuneDataModule": "datamodule",
-    "ModelSpec": "types",
-    "OWN_TEMPLATE": "template.syntax",
-    "PackingConfig": "packing",
-    "Prompt": "template",
-    "StepRow": "datamodule",
-    "TEMPLATE_NAMES": "template",
-    "Turn": "types",
-    "check_datasets": "settings",
-    "dataset_names": "settings",
-    "found_labels": "settings",
-    "with_format": "settings",
-    "estimate_epoch": "tokens.size",
-    "explain_refusal": "source",
-    "fit_accumulation": "packing.plan",
-    "find_syntax_error": "template.syntax",
-    "is_hub_id": "source",
-    "open_regular": "source",
-    "padding_id": "tokens.store",
-    "read_rows": "source",
+_NAMES = {
+    "audit": ("Audit",),
+    "collator": ("Batch", "DecoderInputs", "SequenceSlice"),
+    "datamodule": ("FinetuneDataModule", "StepRow"),
+    "packing": ("PackingConfig",),
+    "packing.plan": ("fit_accumulation",),
+    "settings": (
+        *("DEFAULT_SEQUENCE_LEN", "DataConfig", "DatasetConfig", "check_datasets"),
+        *("dataset_names", "found_labels", "with_format"),
+    ),
+    "source": ("explain_refusal", "is_hub_id", "open_regular", "read_rows"),
+    "template": ("ChatTemplate", "Prompt", "TEMPLATE_NAMES"),
+    "template.syntax": ("OWN_TEMPLATE", "find_syntax_error"),
+    "tokens.datasets": ("DataReport", "DataSpec"),
+    "tokens.size": ("EpochTokens", "estimate_epoch"),
+    "tokens.store": ("padding_id",),
+    "types": ("BatchSpec", "Conversation", "Example", "ModelSpec", "Turn"),
 }
-
+"""module -> its names that are public"""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = list(_HOMES)
 
 

@@ -98,6 +98,11 @@ class Document:
     origin: Origin
     label: float | str | tuple[str, ...] | None = None
 
+    @property
+    def text(self) -> str:
+        """Return the text of all segments."""
+        return "".join(segment.text for segment in self.segments)
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.errors import DataError
 from common.redaction import redact, redacted
-from common.text import percent, printable, shown
+from common.text import aligned, percent, printable, shown
 
 MAX_FILE = 32
 """characters of the longest path that is printed in full"""
@@ -356,18 +356,6 @@ def _counts_by_dataset(group: Sequence[AuditWarning]) -> str:
         if len(line) <= MAX_LINE - len("warning: "):
             break
     return line
-
-
-def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with the first column left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        ).rstrip()
-        for row in cells
-    ]
 
 
 def _cells(datasets: Sequence[Mapping[str, Any]], *, on_screen: bool) -> list[list[str]]:

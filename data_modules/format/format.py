@@ -240,9 +240,8 @@ def _check_text_row(form: Format, values: Mapping[str, Any], item: Item) -> None
     if isinstance(item, Conversation):
         check_no_media(values, text="\n".join(turn.content for turn in item.turns))
     elif isinstance(item, Document):
-        text = "".join(segment.text for segment in item.segments)
         # A corpus may keep the picture of each text; a prompt that comes with one is about it.
-        check_no_media(values, text=text, needs_mark=form.name == "completion")
+        check_no_media(values, text=item.text, needs_mark=form.name == "completion")
 
 
 def _has_turns(form: Format, columns: Iterable[str], item: Item) -> bool:

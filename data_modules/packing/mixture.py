@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from common.errors import DataError
 from common.facts import setting
-from common.text import percent
+from common.text import aligned, percent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -222,15 +222,7 @@ def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
 
     A last line warns of data sets that are repeated more than `MANY_EPOCHS` times.
     """
-    cells = [MixtureRow.HEADINGS, *(row.cells() for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    lines = aligned([MixtureRow.HEADINGS, *(row.cells() for row in rows)])
     repeated = [row for row in rows if row.requested is not None and row.epochs > MANY_EPOCHS]
     if repeated:
         named = ", ".join(f"{row.name} {row.epochs:.3g} times" for row in repeated)

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,7 +41,7 @@ from data_modules.source.opening import (
     suffix_of,
 )
 from data_modules.source.remote import REMOTE_MARKS, Url, fresh_info, list_urls, query_remote
-from data_modules.source.tables import read_arrow, read_csv, read_parquet, read_tsv
+from data_modules.source.tables import read_arrow, read_csv, read_parquet
 from data_modules.source.text import read_json, read_jsonl, read_txt
 
 SAMPLE_PREFIX = "sample:"
@@ -53,7 +54,7 @@ READERS: dict[str, Callable[[File, ReadOptions], Iterator[Chunk]]] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
     ".csv": read_csv,
-    ".tsv": read_tsv,
+    ".tsv": partial(read_csv, separator="\t"),
     ".parquet": read_parquet,
     ".arrow": read_arrow,
     ".txt": read_txt,

@@ -10,7 +10,6 @@ import gzip
 import io
 import os
 import shutil
-import stat
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from common.errors import DataError, Origin, RemoteError
+from common.files import kind_of
 from common.text import unreadable
 from data_modules.source.limits import MAX_ROW_BYTES, Limits, too_many
 from data_modules.source.remote import BLOCK_BYTES, RemoteStream, Url
@@ -43,13 +43,6 @@ _NO_TEXT = {
 }
 FREE_EXPANSION = 16 << 20
 """decompressed bytes that are accepted whatever the ratio"""
-_SPECIAL_FILES = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe (FIFO)",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 File = Path | Url
 MAX_RAW = 2000
 """characters of a bad row's text that are stored"""
@@ -119,25 +112,19 @@ def open_regular(file: Path) -> io.BufferedReader:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise DataError(special_file(file) or unreadable(file, error)) from error
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    if kind := kind_of(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise DataError(_not_a_file(file, mode))
+        raise DataError(f"{file}: is {kind}, not a file; give a regular file")
     return os.fdopen(descriptor, "rb")
 
 
 def special_file(file: Path) -> str | None:
     """Return the message that `file` is not a regular file; None if it is, or on an error."""
     try:
-        mode = file.stat().st_mode
+        kind = kind_of(file.stat().st_mode)
     except OSError:
         return None
-    return None if stat.S_ISREG(mode) else _not_a_file(file, mode)
-
-
-def _not_a_file(file: Path, mode: int) -> str:
-    what = _SPECIAL_FILES.get(stat.S_IFMT(mode), "a special file")
-    return f"{file}: is {what}, not a file; give a regular file"
+    return f"{file}: is {kind}, not a file; give a regular file" if kind else None
 
 
 @contextmanager

@@ -501,16 +501,10 @@ class _CsvLines:
         return self._lines.pop()
 
 
-def read_csv(file: File, options: ReadOptions) -> Iterator[Chunk]:
-    """Yield the rows of a csv file, whose header may show another separator than a comma."""
+def read_csv(file: File, options: ReadOptions, separator: str = ",") -> Iterator[Chunk]:
+    """Yield the rows of a table in text, whose header may show another separator."""
     with open_text(file, options.budget, options.limits) as data:
-        yield from grouped(_csv_rows(data, ",", options), str(file))
-
-
-def read_tsv(file: File, options: ReadOptions) -> Iterator[Chunk]:
-    """Yield the rows of a tsv file."""
-    with open_text(file, options.budget, options.limits) as data:
-        yield from grouped(_csv_rows(data, "\t", options), str(file))
+        yield from grouped(_csv_rows(data, separator, options), str(file))
 
 
 def _csv_rows(

@@ -144,14 +144,7 @@ def _parse_json_line(origin: Origin, text: str, is_last: bool, limits: Limits) -
         return BadRow(origin, invalid_json(error.msg, text, error.pos), raw[:MAX_RAW], error.colno)
     except (ValueError, RecursionError) as error:
         return BadRow(origin, _unreadable(error, limits), raw[:MAX_RAW])
-    if not isinstance(values, dict):
-        return BadRow(origin, _not_an_object(values), raw[:MAX_RAW])
-    # Counting brackets is fast, and rules out deep nesting for nearly all rows.
-    if text.count("{") + text.count("[") > limits.nesting and (
-        problem := nesting_error(values, limits)
-    ):
-        return BadRow(origin, problem, raw[:MAX_RAW])
-    return Row(values, origin)
+    return _row_of(values, origin, raw, 0, len(raw), limits)
 
 
 def parse_element(
@@ -175,12 +168,20 @@ def parse_element(
         size = len(text[start:end].encode())
         if size > max_row_bytes:
             return too_large(origin, f"{size:,}", max_row_bytes, text[start:end]), end
+    return _row_of(values, origin, text, start, end, limits), end
+
+
+def _row_of(
+    values: Any, origin: Origin, text: str, start: int, end: int, limits: Limits
+) -> Row | BadRow:
+    """Return the row of a JSON value, which is in `text` from `start` to `end`."""
     if not isinstance(values, dict):
-        return BadRow(origin, _not_an_object(values), text[start:end][:MAX_RAW]), end
+        return BadRow(origin, _not_an_object(values), text[start:end][:MAX_RAW])
+    # Counting brackets is fast, and rules out deep nesting for nearly all rows.
     opened = text.count("{", start, end) + text.count("[", start, end)
     if opened > limits.nesting and (problem := nesting_error(values, limits)):
-        return BadRow(origin, problem, text[start:end][:MAX_RAW]), end
-    return Row(values, origin), end
+        return BadRow(origin, problem, text[start:end][:MAX_RAW])
+    return Row(values, origin)
 
 
 @functools.lru_cache(maxsize=4)

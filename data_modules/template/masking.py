@@ -294,7 +294,7 @@ class LayoutBuilder:
         return layouts
 
     def _document_layout(self, document: Document) -> Layout:
-        text = "".join(segment.text for segment in document.segments)
+        text = document.text
         notes, plain_ranges = self.find_control_tokens([(text, 0, len(text))], text)
         return Layout(text, document_loss_weights(document, self._mask), notes, plain_ranges)
 
@@ -306,8 +306,11 @@ class LayoutBuilder:
         notes = [Note(kind) for kind in rendered.lost]
         if prepared.kwargs and (unread := self._renderer.unread(prepared.kwargs)):
             notes.append(Note("unread_kwargs", unread[0]))
-        if prepared.turns is not chat.turns:
-            notes += self._note_moved_reasoning(chat, prepared)
+        if self._mask.reasoning != "strip" and any(
+            turn.reasoning is not None and new.reasoning is None and new.content != turn.content
+            for turn, new in zip(chat.turns, prepared.turns, strict=True)
+        ):
+            notes.append(Note("reasoning_in_tags"))
         extents = turn_extents(rendered.spans)
         notes += find_lost_reasoning(prepared.turns, rendered.text, extents)
         if any(span.other_prompt for span in rendered.spans):
@@ -330,16 +333,6 @@ class LayoutBuilder:
         return Layout(
             rendered.text, loss_weights, (*notes, *control_notes), plain_ranges, rendered.spans
         )
-
-    def _note_moved_reasoning(self, chat: Conversation, prepared: Chat) -> list[Note]:
-        """Return a note if reasoning is written in <think> tags, for lack of a message key."""
-        if self._mask.reasoning == "strip":
-            return []
-        is_moved = any(
-            turn.reasoning is not None and new.reasoning is None and new.content != turn.content
-            for turn, new in zip(chat.turns, prepared.turns, strict=True)
-        )
-        return [Note("reasoning_in_tags")] if is_moved else []
 
     def find_control_tokens(
         self, contents: Sequence[tuple[str, int, int]], text: str
@@ -403,7 +396,7 @@ class LayoutBuilder:
         if isinstance(item, Tokens):
             return None
         if isinstance(item, Document):
-            texts = ["".join(segment.text for segment in item.segments)]
+            texts = [item.text]
         else:
             texts = [text for turn in item.turns for text in _texts_of(turn)]
         found = next((match for text in texts if (match := self._control.search(text))), None)

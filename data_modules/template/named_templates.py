@@ -74,7 +74,8 @@ def named_template(name: str) -> str:
 
 def check_named(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> None:
     """Raise DataError if `tokenizer` lacks a token that the template `name` writes."""
-    if missing := _missing_tokens(tokenizer, name):
+    known = tokenizer.get_added_vocab()
+    if missing := [token for token in _NEEDED[name] if token not in known]:
         raise DataError(
             f"data.chat_template={name} needs the tokens {' and '.join(missing)}, which this "
             "tokenizer does not have; use data.chat_template=plain"
@@ -84,11 +85,6 @@ def check_named(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> N
             f"the tokenizer has no eos token, so `{name}` cannot end an answer; set eos_token in "
             "its tokenizer_config.json"
         )
-
-
-def _missing_tokens(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> list[str]:
-    known = tokenizer.get_added_vocab()
-    return [token for token in _NEEDED[name] if token not in known]
 
 
 def read_template(name: str) -> str:

@@ -86,10 +86,6 @@ class UnusableTemplateError(RowRefusedError):
     """A row cannot be encoded by this chat template, and may be fine with another one."""
 
 
-class TemplateRefusedError(UnusableTemplateError):
-    """The chat template raised an error for a row."""
-
-
 class Chat(NamedTuple):
     """The part of a conversation that the template receives."""
 
@@ -284,7 +280,7 @@ class Renderer:
                 roles = ", ".join(turn.role for turn in chat.turns)
                 reason = OUT_OF_MEMORY if isinstance(error, MemoryError) else shown(str(error))
                 texts.append(
-                    TemplateRefusedError(
+                    UnusableTemplateError(
                         f"the chat template refuses this row (turns: {roles}): "
                         f"{reason}; change the row, or set data.chat_template=plain"
                     )

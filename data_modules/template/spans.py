@@ -566,12 +566,9 @@ class SpanFinder:
             is_other = mark.part == "c" and chat.turns[mark.turn].role != "assistant"
             if is_other and mark.turn not in spans:
                 stop = self._answers.stop_at(text, mark.end)
-                if stop is not None and stop[1] in stops:
-                    spans[mark.turn] = TurnSpan(
-                        mark.turn, mark.start, mark.end, stop.end(), stop[1]
-                    )
-                else:
-                    spans[mark.turn] = TurnSpan(mark.turn, mark.start, mark.end, mark.end, "")
+                is_stop = stop is not None and stop[1] in stops
+                end = (stop.end(), stop[1]) if stop and is_stop else (mark.end, "")
+                spans[mark.turn] = TurnSpan(mark.turn, mark.start, mark.end, *end)
         return sorted([*answers.spans, *spans.values()])
 
 

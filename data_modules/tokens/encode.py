@@ -275,7 +275,7 @@ def _texts_of(items: Iterable[Item]) -> Iterator[str]:
                 text for turn in item.turns for text in (turn.content, turn.reasoning or "")
             )
         elif isinstance(item, Document):
-            texts = ["".join(segment.text for segment in item.segments)]
+            texts = [item.text]
         else:
             continue
         yield from (text.strip() for text in texts)

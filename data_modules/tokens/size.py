@@ -163,7 +163,7 @@ def _texts(item: Item) -> list[str]:
     if isinstance(item, Tokens):
         return []
     if isinstance(item, Document):
-        return ["".join(segment.text for segment in item.segments)]
+        return [item.text]
     texts = [turn.content + (turn.reasoning or "") for turn in item.turns]
     calls = [
         json.dumps({"name": call.name, "arguments": call.arguments}, default=dict)

@@ -31,7 +31,7 @@ def make_socket(file: Path) -> None:
 
 
 SPECIAL: dict[str, Callable[[Path], object]] = {
-    "a named pipe (FIFO)": os.mkfifo,
+    "a named pipe": os.mkfifo,
     "a socket": make_socket,
     "a device": lambda file: file.symlink_to("/dev/zero"),
 }

@@ -232,7 +232,7 @@ def test_a_pipe_or_a_socket_in_a_files_place_is_refused(
     (received / name).unlink(missing_ok=True)
     os.mkfifo(received / name)
     code, said = run("train", f"resume={received}", capsys=capsys)
-    assert (code, f"{name} is a pipe" in said) == (2, True), said
+    assert (code, f"{name} is a named pipe" in said) == (2, True), said
     (received / name).unlink()
     here = os.getcwd()
     os.chdir(received)  # a socket's path is short
