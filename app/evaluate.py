@@ -53,28 +53,23 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 
     print_loading()
     # Imported late, so that --help and config errors do not wait for torch.
+    from app.assembly import tuned
     from app.assembly.base import open_base
     from app.assembly.data import build_datamodule
-    from app.assembly.tuned import (
-        adapter_of,
-        open_reward_model,
-        trained_datasets,
-        with_checkpoint,
-    )
     from app.evaluation.comparison import print_comparison, print_samples, report_confusion
     from app.evaluation.significance import change_metrics, check_regression, report_changes
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
-    config = with_checkpoint(config, env, folder)
-    base = open_base(config, env, adapter_of(config))
+    config = tuned.with_checkpoint(config, env, folder)
+    base = open_base(config, env, tuned.adapter_of(config))
     batching = BatchSpec(
         micro_batch_size=config.trainer.micro_batch_size, row_multiple=env.row_multiple
     )
     data = build_datamodule(config, base.tokenizer, base.spec, batching)
     data.setup("validate")
-    rate = open_reward_model(judged.reward_model, config.trainer.accelerator)
+    rate = tuned.open_reward_model(judged.reward_model, config.trainer.accelerator)
     evaluator, runner, metrics = measure_models(config, folder, env, base, data, bench)
     if not is_first_rank():
         return metrics
@@ -85,7 +80,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         metrics |= verdicts.metrics()
         write_atomically(folder / JUDGE_PAGE, verdicts_page(bench, verdicts))
     grades = {} if verdicts is None or bench is None else verdicts.row_scores(bench.name)
-    changes = evaluator.changes(trained_datasets(config), grades)
+    changes = evaluator.changes(tuned.trained_datasets(config), grades)
     groups = evaluator.group_changes()
     metrics |= change_metrics([*changes, *groups])
     write_atomically(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
