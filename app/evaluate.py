@@ -158,11 +158,9 @@ def measure_models(
                 if variant == "base" and is_stored:
                     evaluator.measure_references(placed, reference_identity(base, env.precision))
                 if bench is not None and is_first_rank():
-                    stops, limit = evaluator.stop_ids, base.spec.context_len
                     one_rank = replace(runner, rank=0, num_ranks=1, gather=lambda own: [own])
-                    bench.answer(
-                        variant, placed, base.tokenizer, data.template, stops, limit, one_rank
-                    )
+                    stops = evaluator.stop_ids
+                    bench.answer(variant, placed, base, data.template, stops, one_rank)
                 return evaluator.measure(variant, placed)
 
         metrics: dict[str, float] = {}

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from app.evaluation.judge import endpoint as endpoint_module
+from app.evaluation.judge.bench import judge_by_reward
 from app.evaluation.judge.endpoint import Endpoint, JudgeError
 from app.evaluation.judge.grading import (
     MAX_UNREADABLE,
@@ -37,7 +38,6 @@ from app.evaluation.judge.questions import (
     read_choice,
     read_grade,
 )
-from app.evaluation.judge.reward import judge_by_reward
 from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig, read_key
 from common.errors import UserError, exit_code
 from data_modules import Turn

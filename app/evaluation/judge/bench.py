@@ -1,22 +1,29 @@
-"""Collect the answers of base and tuned model to multi-turn questions, and have them judged."""
+"""Collect the answers of base and tuned model to multi-turn questions, and have them judged.
+
+By an LLM at an endpoint, or by a reward model: a number for each answer, and the best of several.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import EvaluationConfig, answer_prompts
 from app.evaluation.judge.endpoint import Endpoint
-from app.evaluation.judge.grading import Judgement, judge_answers
-from app.evaluation.judge.questions import (
-    QUESTIONS_FILE,
-    conversation,
-    read_questions,
+from app.evaluation.judge.grading import (
+    VERDICTS_FILE,
+    Answers,
+    Judgement,
+    JudgeRequest,
+    Verdict,
+    judge_answers,
+    judge_requests,
 )
-from app.evaluation.judge.reward import Rate, judge_by_reward
+from app.evaluation.judge.questions import QUESTIONS_FILE, Question, conversation, read_questions
 from app.evaluation.judge.settings import JudgeConfig, read_key
 from app.evaluation.row_runner import RowRunner
 from common.errors import Origin
@@ -24,11 +31,16 @@ from common.files import write_atomically
 from data_modules import Prompt, Turn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+    from app.assembly.base import Base
     from data_modules import ChatTemplate
 
 ANSWERS_FILE = "judge_answers.jsonl"
+Rate = Callable[[Sequence[Sequence[Turn]]], list[float]]
+"""returns the rewards of conversations, each of their last answer"""
+Samples = Mapping[str, Sequence[Mapping[str, Sequence[str]]]]
+"""variant -> samples -> question id -> the answer to each turn"""
+MEASURE = "reward"
+"""name of the metrics of rewards"""
 
 
 class Bench:
@@ -56,11 +68,10 @@ class Bench:
         self,
         variant: str,
         model: Any,
-        tokenizer: PreTrainedTokenizerBase,
+        base: Base,
         template: ChatTemplate,
         stop_ids: set[int],
-        context_len: int | None,
-        runner: RowRunner | None = None,
+        runner: RowRunner,
     ) -> None:
         """Generate the answer to each turn of each question; empty if the context is too short.
 
@@ -68,13 +79,12 @@ class Bench:
         """
 
         def work(temperature: float = 0.0) -> dict[str, list[str]]:
-            return self._answers(model, tokenizer, template, stop_ids, context_len, temperature)
+            return self._answers(model, base, template, stop_ids, temperature)
 
         content = [
             [[question.id, *question.turns] for question in self.questions],
-            [self.config.max_new_tokens, sorted(stop_ids), context_len, template.hash],
+            [self.config.max_new_tokens, sorted(stop_ids), base.spec.context_len, template.hash],
         ]
-        runner = runner or RowRunner()
         self.answers[variant] = runner.run_once(f"{variant}-judge", content, work)
         if self.config.best_of > 1:
             sampled = [*content, self.config.best_of, self.config.temperature, self._seed]
@@ -91,24 +101,21 @@ class Bench:
     def _answers(
         self,
         model: Any,
-        tokenizer: PreTrainedTokenizerBase,
+        base: Base,
         template: ChatTemplate,
         stop_ids: set[int],
-        context_len: int | None,
         temperature: float,
     ) -> dict[str, list[str]]:
+        context_len = base.spec.context_len
         answers: dict[str, list[str]] = {question.id: [] for question in self.questions}
         longest = max(len(question.turns) for question in self.questions)
         for turn in range(longest):
             questions = [question for question in self.questions if turn < len(question.turns)]
             prompts = {
-                question.id: template.prompt_ids(
-                    [
-                        *conversation(question, answers[question.id]),
-                        Turn("user", question.turns[turn]),
-                    ]
+                one.id: template.prompt_ids(
+                    [*conversation(one, answers[one.id]), Turn("user", one.turns[turn])]
                 )
-                for question in questions
+                for one in questions
             }
             max_new_tokens = self.config.max_new_tokens
             if context_len is not None and not template.is_encoder_decoder:
@@ -125,7 +132,7 @@ class Bench:
             rows = [Prompt(ids, "", origin) for ids in prompts.values()]
             config = EvaluationConfig(max_new_tokens=max_new_tokens, batch_size=self._batch_size)
             generated = answer_prompts(
-                model, tokenizer, rows, stop_ids, config, temperature=temperature
+                model, base.tokenizer, rows, stop_ids, config, temperature=temperature
             )
             texts = dict(zip(prompts, (answer.text for answer in generated), strict=True))
             for question in questions:
@@ -152,3 +159,63 @@ class Bench:
             )
         endpoint = Endpoint(self.config, self._key, cache)
         return judge_answers(self.questions, self.answers, endpoint, self.config, folder)
+
+
+def judge_by_reward(
+    questions: Sequence[Question],
+    answers: Answers,
+    samples: Samples,
+    rate: Rate,
+    config: JudgeConfig,
+    folder: Path,
+) -> Judgement:
+    """Rate all answers and samples; write the verdicts to `folder`/verdicts.jsonl.
+
+    Of two answers that are compared, the one with the higher reward wins. The reward of a sample is
+    the mean over its turns.
+    """
+    requests = list(judge_requests(questions, answers, config))
+    rated = {
+        (variant, number, question.id, turn): conversation(question, texts[question.id][: turn + 1])
+        for variant, own in answers.items()
+        for number, texts in enumerate([own, *samples.get(variant, ())])
+        for question in questions
+        for turn in range(len(question.turns))
+    }
+    rewards = dict(zip(rated, rate(list(rated.values())), strict=True))
+
+    def score(request: JudgeRequest) -> float:
+        own = {
+            variant: rewards[variant, 0, request.question.id, request.turn] for variant in answers
+        }
+        if not request.is_pairwise:
+            return own[request.variant]
+        return (1 + (own["tuned"] > own["base"]) - (own["tuned"] < own["base"])) / 2
+
+    judged = Judgement([Verdict(each, score(each), "") for each in requests], len(requests))
+    judged.measure = MEASURE
+    lines = [verdict.line() for verdict in judged.verdicts]
+    for variant, own in samples.items():
+        by_question = {
+            question.id: [
+                fmean(
+                    rewards[variant, number, question.id, turn]
+                    for turn in range(len(question.turns))
+                )
+                for number in range(1, len(own) + 1)
+            ]
+            for question in questions
+        }
+        lines += [
+            json.dumps(
+                {"question_id": id, "grading": "samples", "model": variant, "scores": scores}
+            )
+            + "\n"
+            for id, scores in by_question.items()
+        ]
+        judged.further |= {
+            f"{variant}/{MEASURE}_of_first": fmean(scores[0] for scores in by_question.values()),
+            f"{variant}/{MEASURE}_of_best": fmean(max(scores) for scores in by_question.values()),
+        }
+    write_atomically(folder / VERDICTS_FILE, "".join(lines))
+    return judged
