@@ -72,7 +72,7 @@ class FusedNorm(Fused):
 
 
 class FusedGate(Fused):
-    """A gated MLP, down(silu(gate) * up), with one kernel for silu and product."""
+    """A gated MLP, down(activation(gate) * up), with one kernel for activation and product."""
 
     __slots__ = ()
 
@@ -128,7 +128,8 @@ class Kernels:
     """The kernels of a device; None if the device has no better one than the model's own."""
 
     norm: Callable[..., torch.Tensor]
-    gate: Callable[..., torch.Tensor] | None = None
+    gates: Sequence[Callable[..., torch.Tensor]] = ()
+    """one for each activation"""
     linear: Callable[..., torch.Tensor] | None = None
 
 
@@ -161,9 +162,14 @@ def fuse_layers(
         log.info("kernels: the model's own (liger-kernel is not installed)")
         return
     try:
-        from liger_kernel.transformers.functional import liger_rms_norm, liger_rope, liger_swiglu
+        from liger_kernel.transformers.functional import (
+            liger_geglu,
+            liger_rms_norm,
+            liger_rope,
+            liger_swiglu,
+        )
 
-        kernels = Kernels(norm=liger_rms_norm, gate=liger_swiglu)
+        kernels = Kernels(norm=liger_rms_norm, gates=(liger_swiglu, liger_geglu))
         fused, differing = _find_equal_forwards(model, kernels, gathered, device)
         ropes: list[FusedRope] = []
         if run is not None:
@@ -358,8 +364,9 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
         ):
             variants = (FusedNorm(kernels.norm, module, eps, *variant) for variant in NORM_VARIANTS)
             yield len(module.weight), list(variants)
-        elif kernels.gate and {"gate_proj", "up_proj", "down_proj"} <= children.keys():
-            yield module.gate_proj.in_features, [FusedGate(kernels.gate, module)]
+        elif kernels.gates and {"gate_proj", "up_proj", "down_proj"} <= children.keys():
+            gates = [FusedGate(kernel, module) for kernel in kernels.gates]
+            yield module.gate_proj.in_features, gates
         elif kernels.linear and type(module) is torch.nn.Linear and module.weight.requires_grad:
             yield module.in_features, [FusedLinear(kernels.linear, module)]
 

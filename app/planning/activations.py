@@ -22,6 +22,8 @@ BATCH_BYTES = 44
 and the trained columns"""
 LOSS_BYTES = 6
 """bytes per logit of a chunk with PyTorch's operators: one copy in half precision, one in fp32"""
+FUSED_ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
+"""activations of gates that one kernel computes"""
 GELU_OPERATORS = ("gelu_new",)
 """ungated activations made of separate operators, three of which save fp32 tensors"""
 NORM_TEMPORARIES = 5
@@ -83,7 +85,7 @@ class LayerExecution:
 
     def fuses_gate(self, widths: Widths) -> bool:
         """Return whether one kernel computes the gate; none does for experts."""
-        has_kernel = widths.kind.has_gate and widths.kind.activation in ("silu", "swish")
+        has_kernel = widths.kind.has_gate and widths.kind.activation in FUSED_ACTIVATIONS
         return self.fuses_norm_and_gate and has_kernel and not widths.routed_copies
 
     def norm_bytes(self) -> int:

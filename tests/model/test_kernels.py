@@ -36,7 +36,7 @@ from tests.model.test_head import causal, losses_of
 from tests.model.test_linear_cross_entropy import by_torch as cross_entropy_by_torch
 from tests.tiny import random_ids, small_run, tiny_gpt2, tiny_llama
 
-silu = torch.nn.functional.silu
+gelu, silu = torch.nn.functional.gelu, torch.nn.functional.silu
 
 
 def rms_norm(
@@ -53,6 +53,11 @@ def rms_norm(
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Reference of Liger's SwiGLU."""
     return silu(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Reference of Liger's GEGLU."""
+    return gelu(gate, approximate="tanh") * up
 
 
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -104,7 +109,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         package.__spec__ = importlib.util.spec_from_loader("liger_kernel", None)
         functional = types.ModuleType("liger_kernel.transformers.functional")
         functional.liger_rms_norm, functional.liger_swiglu = rms_norm, swiglu  # type: ignore[attr-defined]
-        functional.liger_rope = rope  # type: ignore[attr-defined]
+        functional.liger_rope, functional.liger_geglu = rope, geglu  # type: ignore[attr-defined]
         for name, module in (
             ("liger_kernel", package),
             ("liger_kernel.transformers", types.ModuleType("liger_kernel.transformers")),
@@ -246,7 +251,27 @@ def test_each_norm_gets_its_variant(install: Callable[..., None]) -> None:
             torch.nn.init.normal_(weight)
     fuse_layers(model)
     assert model.model.norm.forward.offset == 1.0
-    assert not any("mlp" in name for name in fused_of(model))  # its gate is a GELU
+    exact = causal("gemma2", head_dim=8, hidden_activation="gelu")  # not by tanh, as Liger's
+    fuse_layers(exact)
+    assert fused_of(exact) and not any("mlp" in name for name in fused_of(exact))
+
+
+@pytest.mark.parametrize(
+    ("family", "kernel"), [("llama", swiglu), ("gemma2", geglu), ("gemma3_text", geglu)]
+)
+def test_a_gate_gets_the_kernel_of_its_activation(
+    install: Callable[..., None], family: str, kernel: Any
+) -> None:
+    install()
+    model = tiny_llama() if family == "llama" else causal(family, head_dim=8)
+    total, _, _, grads = losses_of(model)
+    fuse_layers(model.train())
+    gates = [each for m in model.modules() if isinstance(each := vars(m).get("forward"), FusedGate)]
+    assert [each.kernel for each in gates] == [kernel] * model.config.num_hidden_layers
+    fused_total, _, _, fused_grads = losses_of(model)
+    assert fused_total.item() == pytest.approx(total.item(), rel=1e-6)
+    for name, grad in fused_grads.items():
+        assert (grad - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,10 @@ def liger_swiglu(gate: Tensor, up: Tensor, *_: Any, **__: Any) -> Tensor:
     return gated
 
 
+def liger_geglu(gate: Tensor, up: Tensor, *_: Any, **__: Any) -> Tensor:
+    return liger_swiglu(gate, up)
+
+
 def liger_rope(
     query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
@@ -151,7 +155,7 @@ def install_kernels() -> None:
         sys.modules[module.__name__] = module
     functional: Any = sys.modules["liger_kernel.transformers.functional"]
     functional.liger_rms_norm = liger_rms_norm
-    functional.liger_swiglu = functional.liger_geglu = liger_swiglu
+    functional.liger_swiglu, functional.liger_geglu = liger_swiglu, liger_geglu
     functional.liger_rope = liger_rope
 
 

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 DEVICE = torch.device("cuda", 0)
 HOST = torch.device("cpu")
+ACTIVATIONS = {"liger_swiglu": "silu", "liger_geglu": "gelutanh"}
+"""kernel of a gate -> part of the class name of its activation in transformers"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -400,11 +402,12 @@ def start_fit(module: FinetuneModule) -> None:
 
 
 def _is_same_function(forward: Any, *_: Any) -> bool:
-    """Return whether a kernel computes the same function as its module: Liger's gate uses SiLU."""
+    """Return whether a kernel computes the same function as its module, by its activation."""
     if not isinstance(forward, FusedGate):
         return True
+    activation = ACTIVATIONS[forward.kernel.__name__]
     parts = forward.module.children()  # the attribute of the activation has several names
-    return any("silu" in type(part).__name__.lower() for part in parts)
+    return any(activation in type(part).__name__.lower() for part in parts)
 
 
 def _hide_boundaries(module: FinetuneModule) -> None:
