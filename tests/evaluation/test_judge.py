@@ -285,7 +285,7 @@ FAILURES: dict[str, tuple[Any, str]] = {
     "no JSON": ((200, {}, b"<html>hello"), "the answer is not a chat completion: '<html>hello'"),
     "no message": ((200, {}, b'{"choices": []}'), "the answer is not a chat completion"),
     "no length": ((200, {"content-length": "99"}, b"{}"), "the connection broke off"),
-    "a time-out": (1.5, "no answer within 1 s"),
+    "a time-out": (0.6, "no answer within 0.3 s"),
 }
 
 
@@ -297,13 +297,7 @@ def test_a_temporary_failure_is_retried(tmp_path: Path) -> None:
     assert len(judge.requests) == 8
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(kind for kind in FAILURES if kind != "a time-out"),
-        pytest.param("a time-out", marks=pytest.mark.slow),  # three timeouts
-    ],
-)
+@pytest.mark.parametrize("kind", FAILURES)
 def test_a_lasting_failure_is_reported_and_verdicts_are_kept(kind: str, tmp_path: Path) -> None:
     failure, words = FAILURES[kind]
 
@@ -311,8 +305,9 @@ def test_a_lasting_failure_is_reported_and_verdicts_are_kept(kind: str, tmp_path
         return failure if judge.requests.index(body) >= 2 else "Verdict: 6"
 
     with judging(says) as (judge, url):
-        how = {"timeout_seconds": 1.0, "num_parallel": 1, "max_retries": 0}
-        judged = judged_by(url, tmp_path, **how)
+        how = {"num_parallel": 1, "max_retries": 0}
+        seconds = 0.3 if kind == "a time-out" else 9.0
+        judged = judged_by(url, tmp_path, timeout_seconds=seconds, **how)
         assert len(judge.requests) == 2 + 3
         with pytest.raises(JudgeError) as failed:
             check_judgement(judged, config_of(url))

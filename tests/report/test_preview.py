@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import io
 import json
 import re
@@ -32,43 +31,11 @@ from common.errors import DataError
 from common.text import printable
 from tests.conftest import SHARED
 from tests.data_modules.conftest import build_tokenizer
-from tests.report.test_run_page import OUTSIDE
+from tests.report.test_run_page import OUTSIDE, Page, check_self_contained
 from tests.serving.browser import browsing, needs_browser
 from tests.tiny import TINY_BASE
 
 HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' \x1b[31mred\x1b]0;title\x07 \u202eback"
-
-
-class Page(html.parser.HTMLParser):
-    """Parses a page: its tags and attributes in order, all text, and the text trained on."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.trained, self.shown = "", ""
-        self.feed(text)
-        self.close()
-
-    def tags_of(self, kind: str) -> list[dict[str, str | None]]:
-        return [attributes for tag, attributes in self.tags if tag == kind]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "rect"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "rect":
-            return
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "style":
-            return
-        self.shown += data
-        if self.open[-1:] == ["i"] and "t" in (self.tags[-1][1].get("class") or "").split():
-            self.trained += data
 
 
 @pytest.fixture
@@ -101,20 +68,6 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> str:
     return f"{{path: {file}, name: {file.stem}}}"
 
 
-def check_self_contained(page: Page) -> None:
-    for tag, attributes in page.tags:
-        assert tag not in ("script", "link", "img", "iframe", "object", "form")
-        assert not [name for name in attributes if name.startswith("on")]
-        assert "src" not in attributes
-        assert (attributes.get("href") or "#").startswith("#")
-    policy = [a.get("content") for tag, a in page.tags if tag == "meta" and "http-equiv" in a]
-    assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
-    assert page.open == [], "every tag is closed"
-    hints = [a["title"] or "" for tag, a in page.tags if tag == "i" and "title" in a]
-    assert all(re.fullmatch(r"id [\d ]+, weight [\d.]+", hint) for hint in hints)
-    assert len(hints) > 100
-
-
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     """A base, and a small data set."""
@@ -139,6 +92,9 @@ def test_the_default_shows_every_section(run_preview: Callable[..., Any]) -> Non
     audit = json.loads((folder / "audit.json").read_text())
     assert [dataset["name"] for dataset in audit["datasets"]] == ["lists", "orders", "people"]
     check_self_contained(page)
+    hints = [a["title"] or "" for tag, a in page.tags if tag == "i" and "title" in a]
+    assert all(re.fullmatch(r"id [\d ]+, weight [\d.]+", hint) for hint in hints)
+    assert len(hints) > 100
 
 
 def test_trained_tokens_are_marked(run_preview: Callable[..., Any], tmp_path: Path) -> None:
