@@ -116,9 +116,9 @@ def show_preview(result: Preview, folder: Path, max_tokens: int) -> None:
 
 def requested_batching(trainer: TrainerConfig, strategy: StrategyConfig) -> tuple[int, int]:
     """Return data ranks and accumulation steps as typed; `auto` devices count as one rank."""
-    num_ranks = trainer.num_nodes
+    num_ranks = trainer.nodes
     if isinstance(trainer.devices, int):
-        all_ranks = trainer.devices * trainer.num_nodes
+        all_ranks = trainer.devices * trainer.nodes
         num_ranks = all_ranks // ranks_per_row(strategy, trainer.devices)
     return num_ranks, trainer.accumulation(num_ranks)
 

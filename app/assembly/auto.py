@@ -64,7 +64,7 @@ def resolve_auto(
     plan = plan_training(
         config,
         env,
-        detect_hardware(env, config.trainer.num_nodes, partial(settings_of, "hardware")),
+        detect_hardware(env, config.trainer.nodes, partial(settings_of, "hardware")),
         whole=base.architecture.to_dict(),
         backend=base.backend,
         sequence_len=data.sequence_len,

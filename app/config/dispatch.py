@@ -210,10 +210,10 @@ def _check_launch(config: Config, words: Sequence[str] | None) -> list[str]:
         return check_launch(None)
     devices = requested_devices(config)
     problems = check_launch(devices.num_ranks, devices.ranks_per_node)
-    if config.trainer.num_nodes > 1:
+    if config.trainer.nodes > 1:
         problems += check_nodes(config, words)
     if read_launch().is_one_of_several:
-        problems += check_network(config.trainer.num_nodes)
+        problems += check_network(config.trainer.nodes)
     return problems
 
 

@@ -184,7 +184,7 @@ def build_job(config: LaunchConfig, words: Sequence[str], folder: str, name: str
         if problems := check_compatibility(planned, on_this_machine=False):
             raise UserError(problems)
         devices = trainer.devices if isinstance(trainer.devices, int) else 1
-        nodes = trainer.num_nodes
+        nodes = trainer.nodes
     else:
         facts, _, hardware = make_plan(planned)
         check_fits(config, facts)

@@ -137,15 +137,15 @@ def on_hardware(config: PlanConfig, hardware: HardwareConfig) -> HardwareConfig:
             f"trainer.devices={devices}, but hardware={hardware.name} has "
             f"{hardware.gpus_per_node} per machine; type hardware={devices}x{hardware.name}"
         )
-    if trainer.num_nodes > hardware.num_nodes:
+    if trainer.nodes > hardware.num_nodes:
         each = f"{hardware.gpus_per_node}x{hardware.name}"
         problems.append(
             f"trainer.num_nodes={trainer.num_nodes}, but the hardware has {hardware.num_nodes}; "
-            f"type hardware={trainer.num_nodes}x{each}"
+            f"type hardware={trainer.nodes}x{each}"
         )
     if problems:
         raise UserError(problems)
-    nodes = trainer.num_nodes if trainer.num_nodes > 1 else hardware.num_nodes
+    nodes = trainer.nodes if trainer.nodes > 1 else hardware.num_nodes
     return replace(hardware, gpus_per_node=devices, num_nodes=nodes)
 
 

@@ -111,6 +111,12 @@ class Launch:
     """what is wrong with the launcher's variables"""
 
     @property
+    def num_nodes(self) -> int:
+        """Machines on which ranks were started, the same number on each."""
+        total = self.num_ranks or 1
+        return total // (self.num_local_ranks or total)
+
+    @property
     def starts_own_ranks(self) -> bool:
         """Whether this process starts the ranks of this machine."""
         return not self.is_child and self.detected_by is None
@@ -308,7 +314,7 @@ def _suggest_devices(launch: Launch) -> str:
     """Return the settings to type for the ranks that were started."""
     total = launch.num_ranks or 1
     per_node = launch.num_local_ranks or total
-    nodes = f" trainer.num_nodes={total // per_node}" if per_node != total else ""
+    nodes = f" trainer.num_nodes={launch.num_nodes}" if launch.num_nodes > 1 else ""
     typed = f"type trainer.devices={per_node}{nodes}"
     if launch.detected_by == "SLURM_NTASKS" and total == 1:
         typed += ", or, in a shell of a job, unset SLURM_NTASKS: this command then starts the ranks"

@@ -58,7 +58,7 @@ def check_nodes(config: TrainConfig, words: Sequence[str] | None) -> list[str]:
 
     `words`: this command line; None for the trials of a sweep.
     """
-    nodes = config.trainer.num_nodes
+    nodes = config.trainer.nodes
     if read_launch().detected_by is not None:
         return []
     if words is None:
@@ -178,7 +178,7 @@ def _train_command(launch: Launch) -> str:
         return verb_command("train")
     num_ranks = launch.num_ranks or 1
     per_node = launch.num_local_ranks or num_ranks
-    nodes = num_ranks // per_node
+    nodes = launch.num_nodes
     if launch.detected_by == "SLURM_NTASKS":
         return f"srun --nodes={nodes} --ntasks-per-node={per_node} {verb_command('train')}"
     first = launch.first_address or socket.gethostname()
@@ -205,7 +205,7 @@ def format_torchrun(
 def build_peers(run: Run, num_ranks: int) -> Peers:
     """Build the peer-to-peer checks of a run that torchrun or srun has started."""
     minutes = run.typed_config.supervise.hang_minutes
-    has_several_machines = read_launch().num_local_ranks not in (None, num_ranks)
+    has_several_machines = read_launch().num_nodes > 1
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     is_warned = restarts and has_several_machines and OWN_STORE_VARIABLE not in os.environ
     if is_warned and is_first_rank():

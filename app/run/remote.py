@@ -185,7 +185,7 @@ def check_store(config: TrainConfig) -> list[str]:
     url = None if config.output.dir is None else url_of(Path(config.output.dir))
     if url is None or is_child():
         return []
-    if config.trainer.num_nodes > 1:
+    if config.trainer.nodes > 1:
         return [
             f"output.dir={url}: several machines write into one folder: type output.dir=FOLDER on "
             "a shared disk"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from app.preflight import check_devices, check_global_batch, check_layout, count_gpus
 from app.process.gpus import ON_CPU
+from app.process.launch import read_launch
 from app.strategy.settings import (
     StrategyConfig,
     context_parallel_size,
@@ -136,8 +137,9 @@ class TrainerConfig:
         aliases=("num_gpus", "nproc_per_node"),
     )
     """ranks on this machine; auto = one per GPU, 1 on a CPU"""
-    num_nodes: int = setting(1, ge=1, resume="content")
-    """machines of the run"""
+    num_nodes: int | str = setting(1, choices=("auto",), ge=1, resume="content")
+    """machines of the run; auto = those on which torchrun (--nnodes=MIN:MAX), srun or Ray has
+    started ranks, 1 without them"""
     validate_every_steps: int | None = setting(
         None, ge=1, resume="free", shown=("train",), aliases=("val_check_interval",)
     )
@@ -149,6 +151,11 @@ class TrainerConfig:
     """optimizer steps between writes of the metrics; every step still has its own row"""
     checkpoint: CheckpointConfig = setting(default_factory=CheckpointConfig, resume="free")
     """when to save checkpoints, and which ones to keep"""
+
+    @property
+    def nodes(self) -> int:
+        """The machines of the run; `auto` is resolved by how this process was started."""
+        return read_launch().num_nodes if isinstance(self.num_nodes, str) else self.num_nodes
 
     @property
     def least_micro_batch(self) -> int:
@@ -259,7 +266,7 @@ def resolve_environment(
     accelerator = resolve_accelerator(config.accelerator)
     num_gpus = torch.cuda.device_count() if accelerator == "gpu" else None
     devices = (num_gpus or 1) if config.devices == "auto" else int(config.devices)
-    num_ranks = devices * config.num_nodes
+    num_ranks = devices * config.nodes
     problems = check_devices(config, num_gpus) + check_layout(strategy, config, devices)
     if problems:
         raise UserError(problems)
@@ -365,7 +372,7 @@ def build_lightning_trainer(
     return L.Trainer(
         accelerator=env.accelerator,
         devices=env.devices,
-        num_nodes=config.num_nodes,
+        num_nodes=config.nodes,
         strategy=strategy,
         # The model decides the dtypes of its weights; this is the autocast around a step.
         precision={"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(env.precision, "32-true"),

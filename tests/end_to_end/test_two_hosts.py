@@ -26,7 +26,7 @@ from tests.conftest import ROOT
 from tests.hosts import Host, hosts
 from tests.processes import GONE_WITHIN, LONGEST, RUN, TWO_RANKS, user_environment
 from tests.reliability.shell import Shell
-from tests.runs import check_same_run
+from tests.runs import check_same_run, rows_of
 from tests.tiny import small_run
 
 __all__ = ["hosts"]
@@ -36,6 +36,8 @@ HANG_SECONDS = 12.0
 """limit of seconds without progress"""
 NOTICED_WITHIN = 4 * HANG_SECONDS
 """seconds within which a rank ends after losing another one, on a busy machine"""
+LAST_CALL_SECONDS = 5
+"""seconds that torchrun waits for more machines than the fewest it may run with"""
 NUM_KILLS = int(os.environ.get("LOFT_KILLS", "1"))
 """number of times that a host is killed at a random moment; each takes the time of a start"""
 STEPS_OF_A_CUT, STEPS_OF_KILLS = 20, 20 * NUM_KILLS
@@ -58,6 +60,8 @@ class Training:
     words: list[str]
     python: str
     max_restarts: int = 0
+    nodes: str = "2"
+    """what torchrun's --nnodes gets"""
     environment: dict[str, str] = field(default_factory=dict)
     torchruns: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
@@ -68,7 +72,10 @@ class Training:
                 self.torchruns[host.name] = host.torchrun(
                     *("-m", "app.train", *self.words, f"output.dir={self.run}"),
                     first=self.pair[0].name,
-                    options=(f"--max-restarts={self.max_restarts}",),
+                    options=(
+                        *(f"--max-restarts={self.max_restarts}", f"--nnodes={self.nodes}"),
+                        f"--rdzv-conf=last_call_timeout={LAST_CALL_SECONDS}",
+                    ),
                     environment=self.environment,
                     python=self.python,
                     stdout=log,
@@ -132,13 +139,16 @@ Start = Callable[..., Training]
 def start(hosts: tuple[Host, Host], shell: Shell, tmp_path: Path) -> Start:
     """Start a run and wait for its first checkpoint."""
 
-    def start_training(*words: str, max_restarts: int = 0, has_own_store: bool = True) -> Training:
+    def start_training(
+        *words: str, max_restarts: int = 0, has_own_store: bool = True, nodes: str = "2"
+    ) -> Training:
         training = Training(
             pair=hosts,
             run=tmp_path / "run",
             words=small_run(*RUN, *TWO_HOSTS, *words),
             python=shell.python,
             max_restarts=max_restarts,
+            nodes=nodes,
             environment={OWN_STORE_VARIABLE: "1"} if has_own_store else {},
         )
         training.start()
@@ -255,6 +265,37 @@ def test_killed_hosts_rejoin_and_the_run_is_unchanged(
     print(json.dumps({"kills": killed, "steps": training.steps()}))
     shell.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, steps))
     check_same_run(training.run, tmp_path / "whole")
+
+
+def test_a_run_goes_on_with_the_hosts_that_are_there(
+    hosts: tuple[Host, Host], start: Start, shell: Shell, tmp_path: Path
+) -> None:
+    """The second host is lost and comes back; nobody types anything on the first."""
+    words = (
+        *("trainer.max_steps=60", "trainer.gradient_accumulation_steps=auto"),
+        *("trainer.global_batch_size=16", "adapter.dropout=0", "trainer.checkpoint.every_steps=1"),
+    )
+    training = start(*words, "trainer.num_nodes=auto", max_restarts=9, nodes="1:2")
+    hosts[1].send(signal.SIGKILL)
+
+    def number_of_ranks() -> int:
+        found = CheckpointStore(training.run / "checkpoints").checkpoints()
+        return int(found[-1].details["num_ranks"])
+
+    training.wait_until(lambda: number_of_ranks() == 1)
+    training.start(hosts[1])
+    training.wait_until(lambda: training.has_ended() or number_of_ranks() == 2)
+    training.wait_until_done()
+    output = training.output(hosts[0])
+    assert number_of_ranks() == 2, "the run was done before the host was back"
+    assert output.count("micro_batch_size 1 x accumulation 16 x 1 rank and was") == 1, output
+    shell.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, *words))
+    losses, whole = (
+        [float(row["train/loss"]) for row in rows_of(run) if row["train/loss"]]
+        for run in (training.run, tmp_path / "whole")
+    )
+    assert len(losses) == 60
+    assert losses == pytest.approx(whole, rel=1e-5)
 
 
 SRUN = """#!/bin/bash

@@ -56,7 +56,7 @@ def requested_devices(config: TrainConfig | TunedConfig, num_gpus: int | None = 
         per_node = max(num_gpus, 1) if on_gpu else 1
     if not is_training(config):
         return Devices(num_gpus, on_gpu, per_node, per_node, per_node)
-    num_ranks = per_node * config.trainer.num_nodes
+    num_ranks = per_node * config.trainer.nodes
     together = ranks_per_row(config.strategy, per_node)
     return Devices(num_gpus, on_gpu, per_node, num_ranks, max(num_ranks // together, 1))
 
@@ -132,7 +132,7 @@ def check_layout(
     strategy: StrategyConfig, trainer: TrainerConfig, ranks_per_node: int
 ) -> list[str]:
     """Check that the ranks divide into groups that split rows or matrices, those into replicas."""
-    ranks, pipe = ranks_per_node * trainer.num_nodes, pipeline_parallel_size(strategy)
+    ranks, pipe = ranks_per_node * trainer.nodes, pipeline_parallel_size(strategy)
     for name, split, least in (
         ("context_parallel_size", context_parallel_size(strategy), 1),
         ("expert_parallel_size", expert_parallel_size(strategy), 1),
@@ -158,7 +158,7 @@ def check_layout(
             f"{'s' * (ranks != 1)} ({ranks} / {size} leaves {ranks % size}); type {fitting}, or "
             f"trainer.devices={size}"
         ]
-    groups, replicas = ranks // size, strategy.replicas or trainer.num_nodes
+    groups, replicas = ranks // size, strategy.replicas or trainer.nodes
     if groups % replicas == 0 or not strategy.shards_data_parallel:
         return []
     fits = [str(n) for n in range(1, groups + 1) if groups % n == 0]

@@ -350,7 +350,7 @@ def _of_schedule(
 
 
 def _of_local_sgd(config: TrainConfig, strategy: LocalSgdConfig) -> Iterator[Conflict]:
-    name, nodes = f"strategy={strategy.name}", config.trainer.num_nodes
+    name, nodes = f"strategy={strategy.name}", config.trainer.nodes
     if (strategy.replicas or nodes) == 1:
         only = f"trainer.num_nodes={nodes}" if strategy.replicas is None else "strategy.replicas=1"
         yield Conflict(

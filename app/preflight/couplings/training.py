@@ -270,6 +270,8 @@ def _of_trainer(config: TrainConfig) -> Iterator[Conflict]:
             f"gradient_accumulation_steps={trainer.gradient_accumulation_steps} set the same thing",
             "only one of the two",
         )
+    if trainer.num_nodes == "auto":
+        yield from _of_changing_nodes(config)
     warmup, steps = schedule.warmup_steps, trainer.max_steps
     if warmup is not None and steps is not None and warmup >= steps > 0:
         yield Conflict(
@@ -282,6 +284,24 @@ def _of_trainer(config: TrainConfig) -> Iterator[Conflict]:
             f"schedule.warmup_ratio={warmup_ratio:g} and schedule.decay_ratio={decay_ratio:g} are "
             "together more than 1",
             f"schedule.decay_ratio={1 - warmup_ratio:g}",
+        )
+
+
+def _of_changing_nodes(config: TrainConfig) -> Iterator[Conflict]:
+    """Yield conflicts of what must stay the same when a machine leaves or joins a run."""
+    trainer = config.trainer
+    if is_set(trainer, "gradient_accumulation_steps"):
+        yield Conflict(
+            "trainer.num_nodes=auto lets machines leave and join, and with trainer."
+            f"gradient_accumulation_steps={trainer.gradient_accumulation_steps} a step would then "
+            "take other rows",
+            "trainer.global_batch_size=N, a multiple of every number of ranks",
+        )
+    if config.data.streaming:
+        yield Conflict(
+            "trainer.num_nodes=auto lets machines leave and join, and the order of "
+            "data.streaming=true depends on the number of ranks",
+            "trainer.num_nodes=N, or data.streaming=false",
         )
 
 
@@ -303,7 +323,7 @@ def _of_sweep(config: TrainConfig) -> Iterator[Conflict]:
             f"launcher={launcher.name} starts one run (app.launch), not the trials of a sweep",
             "launcher=slurm, or launcher=local",
         )
-    if launcher.name == "slurm" and config.trainer.num_nodes > 1:
+    if launcher.name == "slurm" and config.trainer.nodes > 1:
         yield Conflict(
             f"trainer.num_nodes={config.trainer.num_nodes}, but launcher=slurm runs each trial on "
             "one node",
