@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from app.model.attention import gather_reason
 from app.model.chunks import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
 from app.planning.widths import Widths
 
@@ -278,6 +279,14 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     gathered *= is_shared and share > 0
     if run.recompute == "selective":
         own += (run.context_size - 1) * share * value_bytes * (widths.query + 2 * widths.key_value)
+    keys = masks = 0.0
+    if gather_reason(widths.heads, widths.key_heads, run.context_size):
+        keys = (run.context_size - 1) * 2.0 * value_bytes * widths.key_value
+        # The last of the ranks adds masks, which its layers share, to the scores of all keys.
+        before = (1 - 0.5 / run.context_size) * execution.sequence_len
+        masks = value_bytes * before * execution.sequence_len / run.context_size
+    whole += keys
+    own += keys * (run.recompute == "none")
     chunk = run.feed_forward_share
     whole -= (1 - chunk) * feed_forward_bytes(widths, execution)
     if run.model.is_pair:  # a token passes through either the encoder or the decoder
@@ -308,7 +317,9 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
         copied = 1 + (HALF if run.gathers_half else FP32)
     unpacked = copied * run.model.largest_matrix
     # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
-    shared = BATCH_BYTES * run.tokens + run.model.is_pair * 3 * bias_bytes(widths, execution)
+    shared = (
+        BATCH_BYTES * run.tokens + masks + run.model.is_pair * 3 * bias_bytes(widths, execution)
+    )
     if run.stage is not None:  # those of the other micro-batches on their way
         shared += (run.stage.in_flight - 1) * tokens * of_layers
     return Activations(

@@ -402,13 +402,12 @@ def _of_context_parallel(run: PlannedRun) -> list[Collective]:
     ranks, widths = run.context_size, run.model.widths
     if ranks == 1:
         return []
-    key_heads = max(1, widths.key_value * widths.heads // widths.query)
-    if gather_reason(widths.heads, key_heads, ranks):
+    if gather_reason(widths.heads, widths.key_heads, ranks):
         what, kind = "keys and values of split rows", ALL_GATHER
         features = 2 * ranks * widths.key_value
     else:
         what, kind = "heads of split rows", ALL_TO_ALL
-        repeats = key_repeats(widths.heads, key_heads, ranks)
+        repeats = key_repeats(widths.heads, widths.key_heads, ranks)
         features = 2 * (widths.query + repeats * widths.key_value)
     directions, recurrent = 2 if run.recompute == "none" else 3, run.model.recurrent_share
     exchange = Collective(

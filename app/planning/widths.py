@@ -111,6 +111,11 @@ class Widths:
         return self.family.is_verified and not self.layer_inputs
 
     @property
+    def key_heads(self) -> int:
+        """Number of key heads."""
+        return max(1, self.key_value * self.heads // self.query)
+
+    @property
     def inputs(self) -> int:
         """Input features of all matrices of a layer."""
         return 5 * self.hidden + self.query + self.feed_forward

@@ -11,7 +11,13 @@ from transformers.masking_utils import (
 )
 
 from app.model.attention import attend
-from app.model.attention.attend import MaskRule, attend_by_document, build_mask_rule
+from app.model.attention.attend import (
+    MaskRule,
+    attend_by_document,
+    attend_in_blocks,
+    build_mask_rule,
+    window_rule,
+)
 from app.model.attention.documents import group_documents
 from app.model.attention.inputs import _dense_mask
 from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
@@ -74,6 +80,25 @@ def test_masks_are_shared_by_layers_and_by_blocks_that_look_the_same(kind: str) 
     assert ruled.visible(range(10, 15), range(8, 15), cpu) is first
     whole = rule(kind, 4).visible(range(15), range(15), cpu)
     assert torch.equal(whole[..., 10:15, 8:15], first)
+
+
+def test_layers_save_the_masks_of_blocks_once() -> None:
+    query, key, value = (part.requires_grad_() for part in parts(TOKENS))
+    saved, shared = set(), window_rule(TOKENS)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (60, TOKENS):
+            saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for _ in range(2):
+            last = attend_in_blocks(query[:, :, -60:], key, value, shared, dropout=0, scaling=None)
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(last, whole[:, :, -60:])
+    assert len(saved) == 1
 
 
 @pytest.mark.parametrize("size", [1, 4, 9, 100])

@@ -502,3 +502,16 @@ def test_recurrent_layers_compute_whole_rows_on_each_rank_that_shares_them() -> 
     assert flops[0].model == flops[1].model
     added = flops[1].recomputed_products - flops[0].recomputed_products
     assert added == pytest.approx(2 * 3 * 3 * one.model.recurrent_weights)
+
+
+def test_ranks_that_gather_keys_are_planned_with_them_and_their_masks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four ranks cannot share 14 heads: the last one has 512 queries, and 1,536 to 2,048 keys."""
+    whole = replace(planned("model=qwen0_5b hardware=4xh100 strategy=ddp"), recompute="none")
+    four = replace(whole, strategy=DdpConfig(context_parallel_size=4))
+    gathered = estimate_gpu_memory(four).activations
+    monkeypatch.setattr("app.planning.activations.gather_reason", lambda *_: None)
+    keys = 512 * 3 * 2 * 128 * 2 * four.model.num_layers
+    masks = 2 * 512 * (2048 - 256)
+    assert gathered - estimate_gpu_memory(four).activations == pytest.approx(keys + masks)

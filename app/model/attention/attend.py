@@ -35,24 +35,32 @@ class MaskRule:
     """(row, head, query position, key position) -> whether the query sees the key"""
     size: int
     """length of the window or chunk in tokens; shorter documents are not affected"""
-    _visible: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    _visible: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
 
-    def visible(self, queries: range, keys: range, device: torch.device) -> torch.Tensor:
+    def visible(
+        self, queries: range, keys: range, device: torch.device, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Return the mask of positions in a document, bool [1, 1, queries, keys].
 
-        Cached for all layers, and for the positions that are a multiple of `size` further on, where
-        windows and chunks look the same.
+        With a `dtype`, what kernels add to the scores: 0 or -inf. Cached for all layers, and for
+        the positions that are a multiple of `size` further on, where windows and chunks look the
+        same.
         """
         import torch
 
         shift = keys.start // self.size * self.size
-        place = (queries.start - shift, len(queries), keys.start - shift, len(keys))
+        place = (queries.start - shift, len(queries), keys.start - shift, len(keys), dtype)
         if place not in self._visible:
             zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
             query = torch.arange(len(queries), device=device).view(1, 1, -1, 1) + place[0]
             key = torch.arange(len(keys), device=device).view(1, 1, 1, -1) + place[2]
             mask = self.function(zero, zero, query, key)
-            self._visible[place] = mask.expand(1, 1, len(queries), len(keys))
+            mask = mask.expand(1, 1, len(queries), len(keys))
+            if dtype is not None:
+                # In lines of whole multiples of 8, to which CUDA's kernels would pad a copy.
+                added = query.new_zeros(1, 1, len(queries), -(-len(keys) // 8) * 8, dtype=dtype)
+                mask = added[..., : len(keys)].masked_fill_(~mask, -torch.inf)
+            self._visible[place] = mask
         return self._visible[place]
 
 
@@ -291,6 +299,7 @@ def attend_in_blocks(
     """
     import torch
 
+    query, key, value = cast_to_one_dtype(query, key, value)
     key, value = _repeat_heads(query, key, value)  # once, not in every block
     num_keys, outputs = key.shape[2], []
     first = num_keys - query.shape[2]
@@ -303,7 +312,8 @@ def attend_in_blocks(
             key[:, :, keys.start : keys.stop],
             value[:, :, keys.start : keys.stop],
         )
-        mask = rule.visible(queries, keys, query.device)
+        # Of a bool mask, each layer would save a copy in the dtype of its queries.
+        mask = rule.visible(queries, keys, query.device, query.dtype)
         output = _run_kernel(parts, mask, dropout, scaling, is_causal=False)
         outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1).transpose(1, 2)  # contiguous by token, as models expect

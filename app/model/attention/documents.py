@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+    from app.model.attention.attend import MaskRule
 
 Lengths = Sequence[Sequence[int]]
 """document lengths by row"""
@@ -210,6 +212,8 @@ class RowSlices:
     """arguments of attention that keep the slice's parts of documents apart"""
     continued: dict[int, DocumentSpan]
     """by row, the document that begins before the slice, up to its last token in it"""
+    rules: dict[int, MaskRule] = field(default_factory=dict)
+    """by window, the masks that layers without a mask rule of their own share"""
 
 
 @dataclass(slots=True)

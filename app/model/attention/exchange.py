@@ -129,7 +129,8 @@ def _attend_to_gathered(
         # Not the own `key` and `value`: all ranks must wait for each other in the backward pass.
         inside = (part[:, :, start : start + tokens] for part in whole)
         begun, _ = attend(query, *inside, mask, **options | slices.own)
-    outputs = []
+    size = options.get("sliding_window") or ranks.size() * tokens
+    rule, outputs = mask or slices.rules.setdefault(size, window_rule(size)), []
     for row, count in enumerate(counts):
         pieces = []
         if count:
@@ -139,7 +140,7 @@ def _attend_to_gathered(
                 query[row, None, :, :count],
                 keys,
                 values,
-                mask or window_rule(options.get("sliding_window") or end - first),
+                rule,
                 dropout=options.get("dropout", 0.0),
                 scaling=options.get("scaling"),
             )
