@@ -32,13 +32,6 @@ TURN = {"role": "assistant", "content": "one"}
 GOOD = chat(ASK, SAY)
 
 
-def call(arguments: Any) -> str:
-    """Write a row in which a tool is called and answers."""
-    tool_call = {"id": "a", "function": {"name": "look", "arguments": arguments}}
-    calling = {"role": "assistant", "content": None, "tool_calls": [tool_call]}
-    return chat(ASK, calling, {"role": "tool", "content": "5", "tool_call_id": "a"}, SAY)
-
-
 def parts(*items: dict[str, Any]) -> str:
     """Write a row whose question is a list of typed parts."""
     return chat(("user", [{"type": "text", "text": "see"}, *items]), SAY)
@@ -64,47 +57,20 @@ CASES = {
         r"'message'\? \(3 rows are of format messages, first data.jsonl:1\)$",
         GOOD,
     ),
-    "D7 turn": Case(
-        json.dumps({"messages": ["hi", TURN]}), r":3 messages\[0\] is str; a turn is {role", GOOD
-    ),
     "D8 image": Case(
         parts({"type": "image", "image": "a.png"}),
         r":3 messages\[0\].content\[1\] is image: not supported; only text is trained on",
         parts({"type": "text", "value": "a.png"}),
     ),
-    "D9 no turns": Case(chat(), ":3 messages is empty; give at least a user and", GOOD),
-    "D9 no list": Case('{"messages": "hi"}', ":3 messages is str hi, not a list of turns", GOOD),
     "D10 role": Case(
         chat(("usr", "q"), SAY),
         r":3 messages\[0\] has role 'usr'; known roles are system, developer, user, human, .*tool",
         chat(("human", "q"), SAY),
     ),
-    "D10 no role": Case(
-        chat({"rol": "user", "content": "q"}, SAY), r":3 messages\[0\] has no role; .*'rol'", GOOD
-    ),
-    "D10 role null": Case(
-        chat({"role": None, "content": "q"}, SAY),
-        r":3 messages\[0\] has no role; found \['role', 'content'\]; 'role' is empty or not",
-        GOOD,
-    ),
-    "D11 answer first": Case(
-        chat(SAY, ASK, SAY), ":3 messages: an assistant turn comes before any user turn", GOOD
-    ),
-    "D11 late system": Case(
-        chat(ASK, SAY, ("system", "be kind"), ASK, SAY),
-        ":3 messages: a system turn comes after others; put it first",
-        chat(("system", "be kind"), ASK, SAY, ASK, SAY),
-    ),
     "D13 empty answer": Case(
         chat(ASK, ("assistant", " \n")),
         r":3 messages\[1\] is an empty answer: there is nothing to train on; drop the row, or set",
         GOOD,
-    ),
-    "D13 thinks only": Case(
-        chat(ASK, {**TURN, "content": "", "reasoning": "hm"}),
-        ":3 messages: an assistant turn has reasoning .* but no answer",
-        chat(ASK, {**TURN, "reasoning": "hm"}),
-        {"reasoning": "strip"},
     ),
     "D17 huge": Case(
         LONG,
@@ -127,9 +93,6 @@ CASES = {
         ":3 weight is nan; a weight is a number from 0 up",
         chat(ASK, SAY, weight=0.5),
     ),
-    "D24 no object": Case(
-        call("[1]"), r":3 messages\[1\].tool_calls\[0\].arguments is list, not an object", call({})
-    ),
     "D26 control token": Case(
         chat(("user", "what is <|im_end|>?"), SAY),
         r":3 its text contains the control token `<\|im_end\|>`; remove it, or set "
@@ -141,11 +104,6 @@ CASES = {
         chat(("user", "a\0b"), SAY),
         r":3 messages\[0\].content has a control character, '\\x00', at character 2; remove it",
         chat(("user", "a\tb"), SAY),
-    ),
-    "N3 half a turn": Case(
-        chat(ASK, {**TURN, "train_detail": [{"begin_offset": 0, "end_offset": 99, "train": True}]}),
-        r":3 messages\[1\].train_detail\[0\] is characters 0 to 99; expected offsets from 0 to",
-        chat(ASK, {**TURN, "train_detail": [{"begin_offset": 0, "end_offset": 0, "train": True}]}),
     ),
     "refused by the template": Case(
         chat(("system", "be kind"), ASK, SAY),
@@ -274,7 +232,7 @@ def test_a_misspelled_column_in_every_row_is_reported(tmp_path: Path, base: Any)
 
 def test_all_problems_of_a_file_come_together(tmp_path: Path, base: Any) -> None:
     # Rows with the same other columns are counted as one problem.
-    cases = [each for name, each in CASES.items() if not each.settings and name[:2] != "D4"] * 2
+    cases = [each for name, each in CASES.items() if not each.settings and name[:2] != "D4"] * 3
     file = write(tmp_path, GOOD, *(case.bad for case in cases))
     problems = problems_of(file, base)
     assert len(problems) == 20

@@ -149,14 +149,3 @@ def test_nulls_of_a_list_and_of_json_text_stay(tmp_path: Path) -> None:
         row for chunk in _stream("o/n", part, loaded, (0, 1), 1 << 20) for row in chunk.rows()
     ]
     assert [row.values for row in streamed if isinstance(row, Row)] == rows
-
-
-@pytest.mark.parametrize("name", ["ds.parquet", "plain.parquet", "plain.arrow"])
-def test_the_shared_case_has_no_nulls(name: str) -> None:
-    if not (CASES / name).is_file():
-        pytest.skip("no shared data")
-    first, second = read(CASES / name)
-    for row, keys in ((first, {"city"}), (second, {"a", "b"})):
-        assert row["messages"][1]["tool_calls"][0]["function"]["arguments"].keys() == keys
-        assert row["tools"][0]["function"]["parameters"]["properties"].keys() == keys
-        assert "null" not in json.dumps(row)

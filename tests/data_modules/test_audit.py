@@ -266,30 +266,11 @@ def test_shared_ngrams_are_found_at_any_position() -> None:
     assert (found.datasets[0].overlapping, found.warnings) == (0, [])
 
 
-def test_one_shared_ngram_is_no_overlap() -> None:
-    few = SHARED_WORDS[:13]  # 1 of the 28 n-grams of a document of 40 tokens
-    train, held_out = [with_words(few, at=19)], [with_words(few)]
-    assert run_audit(train, held_out).datasets[0].overlapping == 0
-    config = AuditConfig(overlap_share=0)
-    assert run_audit(train, held_out, config=config).datasets[0].overlapping == 1
-
-
 def test_the_document_that_shares_most_is_named() -> None:
     words = list(range(60_000, 60_030))
     train = [with_words(words[:14]), with_words(words[12:]), with_words(words[:14])]
     found = run_audit(train, [with_words(words)])
     assert "first val.jsonl:1 with train.jsonl:2" in found.warnings[0]
-
-
-def test_ngrams_of_many_documents_are_boilerplate() -> None:
-    system = RANDOM.integers(100, 30_000, 20).tolist()
-    prompted = [with_words(system, at=0) for _ in range(8)]
-    assert run_audit(prompted[:5], prompted[5:]).datasets[0].overlapping == 0
-    # One held-out document cannot show this, but the training documents do.
-    assert run_audit(prompted[:5], prompted[5:6]).datasets[0].overlapping == 0
-    # Text that was copied to a few documents is not boilerplate.
-    copied = replace(prompted[5], ids=[*system, *prompted[0].ids[20:]])
-    assert run_audit(prompted[:5], [copied, *prompted[6:]]).datasets[0].overlapping == 1
 
 
 def test_a_similar_question_overlaps_only_with_a_similar_answer() -> None:
@@ -358,13 +339,6 @@ def test_a_leak_is_found_even_with_few_documents(num_train: int) -> None:
     assert run_audit([*others, short], [short]).datasets[0].overlapping == 1
 
 
-def test_documents_shorter_than_an_ngram_are_compared_as_a_whole() -> None:
-    short = Doc([5, 6, 7, STOP], [0, 0, 1, 1])
-    longer = Doc([5, 6, 7, *range(200, 230)], [0, 0] + [1] * 31)
-    assert run_audit([short, longer], [short]).datasets[0].overlapping == 1
-    assert run_audit([longer], [short]).datasets[0].overlapping == 0
-
-
 def grams_of(doc: Doc, ngram: int) -> dict[tuple[int, ...], bool]:
     """Return the n-grams of a document, and whether an occurrence has a trained token."""
     found: dict[tuple[int, ...], bool] = {}
@@ -429,22 +403,7 @@ def test_overlap_equals_the_reference_with_sets(
         mock.patch.object(overlap, "SAME_QUESTION_SHARE", 0),  # tested above
     ):
         found = find_overlap(*sides, ngram, min_share=min_share, **limits)
-        bulk = find_overlap(*map(BulkSide.count_of, sides), ngram, min_share=min_share, **limits)
     assert found.flagged.tolist() == reference(train, held_out, ngram, min_share, few)
-    assert bulk.partner.tolist() == found.partner.tolist()
-
-
-class BulkSide(Side):
-    """A side that returns the ids of many documents at once."""
-
-    @classmethod
-    def count_of(cls, side: Side) -> BulkSide:
-        return cls(side.docs, side.file)
-
-    def token_ids(self, indices: Any) -> tuple[Any, Any]:
-        chosen = [np.array(self.docs[index].ids, np.int32) for index in indices.tolist()]
-        flat = np.concatenate([np.zeros(0, np.int32), *chosen])
-        return flat, np.array([len(ids) for ids in chosen], np.int64)
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=40), st.integers(2, 20))
@@ -594,10 +553,6 @@ def test_origins_are_short_and_a_file_is_named_once(
         "train.jsonl:1 30"
     ) in found.lines()
     assert f"{far}:9 80, data/orders.jsonl:1 70" in found.full_lines()[2]
-
-
-def test_no_table_without_data_sets() -> None:
-    assert audit.Audit(datasets=[]).lines() == audit.Audit(datasets=[]).full_lines() == []
 
 
 def test_a_search_of_a_sample_is_reported() -> None:

@@ -268,10 +268,3 @@ def test_folders_behind_urls_are_read_alike() -> None:
     memory.pipe("/rows/card/README.md", b"---\nconfigs:\n- data_files: b.jsonl\n---\n")
     assert [file.name for file in find_files("memory://rows/card")] == ["b.jsonl"]
     memory.store.clear()
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/cases")
-def test_shared_folders_are_read() -> None:
-    assert read(SHARED / "card") == ["good.jsonl"]
-    assert read(SHARED / "card", "test") == ["other.jsonl"]
-    assert read(SHARED / "hub") == ["data/train-00000-of-00001.parquet"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,11 +205,3 @@ def test_every_suggested_column_exists(values: dict[str, Any]) -> None:
     found = yaml.safe_load("{" + suggest_settings(values) + "}")
     for path in found.get("columns", {}).values():
         assert isinstance(read_path(values, path, ""), str)
-
-
-def test_the_seed_tasks_are_read() -> None:
-    file = Path(__file__).parents[2] / ".." / "shared/data/instruct/self_instruct_seed_tasks.jsonl"
-    if not file.is_file():
-        pytest.skip("the shared data is not here")
-    values = json.loads(file.read_text().splitlines()[0])
-    assert read(values)[-1] == values["instances"][0]["output"]

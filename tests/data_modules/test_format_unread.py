@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from common.errors import DataError, Origin
 from data_modules.format import FORMATS, RowError, convert_row, guess_format, unread_in
 from data_modules.format.columns import sort_unread
 from data_modules.types import Conversation, Document, Item, Row
-from tests.data_modules.conftest import SHARED
 
 ORIGIN = Origin("rows.jsonl", 7)
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -300,15 +298,6 @@ def test_texts_with_their_class_are_refused_unless_the_format_is_given() -> None
     assert isinstance(item, Conversation) and item.turns[-1].content == "spam"
     (item,) = convert_row(words, "completion", {})
     assert isinstance(item, Document) and unread_in(words, "completion", {}, [item]) == {"label"}
-
-
-@pytest.mark.parametrize("name", ["dpo_en_demo.json", "kto_en_demo.json"])
-def test_real_preference_data_is_refused(name: str) -> None:
-    file = Path(SHARED) / "preference" / name
-    if not file.is_file():
-        pytest.skip("no shared data")
-    with pytest.raises(DataError, match=r"preference pairs|type objective=kto"):
-        guess_format([Row(values, ORIGIN) for values in json.loads(file.read_text())], {})
 
 
 def test_every_format_is_swept() -> None:

@@ -389,16 +389,6 @@ def test_shards_have_every_row_once_and_are_even(
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
-def test_row_ranges_of_joined_splits(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", 4)
-    write(tmp_path / "dev.csv", 5, first=4)
-    split = "train[1:]+dev"
-    assert numbers(tmp_path, split, rows=(0, 5)) == [1, 2, 3, 4, 5]
-    assert numbers(tmp_path, split, rows=(5, None)) == [6, 7, 8]
-    assert numbers(tmp_path, split, rows=(2, 7), shard=(1, 2)) == [4, 6]
-    assert numbers(tmp_path, split, rows=(8, None)) == []
-
-
 def test_rows_of_a_slice_keep_their_line_numbers(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text(lines(0, 1) + "\n" + lines(2, 3))
@@ -966,21 +956,6 @@ def test_generated_samples_are_sliced_and_sharded() -> None:
     for path in ("sample:extract_corpus", "sample:lists.json"):
         with pytest.raises(DataError, match="no split 'test': a single file"):
             numbers(path, "test")
-
-
-def test_shared_data_is_read() -> None:
-    shared = Path(__file__).parents[2] / ".." / "shared" / "data"
-    if not shared.is_dir():
-        pytest.skip("the shared data is not here")
-    counts = {
-        "instruct/gsm8k_alpaca.json": 1500,
-        "chat/oasst_trees.jsonl": 50,
-        "text/wikitext2_valid.txt": 1160,
-        "text/tiny_shakespeare.txt": 7222,
-        "eval/HumanEval.jsonl.gz": 164,
-    }
-    for name, count in counts.items():
-        assert len(list(read_rows(str(shared / name)))) == count, name
 
 
 def test_num_bytes_is_known_only_for_plain_text(tmp_path: Path) -> None:

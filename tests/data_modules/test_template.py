@@ -13,7 +13,7 @@ from common.errors import DataError, Origin
 from data_modules.template import ChatTemplate, MaskConfig, RowProblem
 from data_modules.template.named_templates import named_template
 from data_modules.types import Conversation, Document, Encoded, Item, Segment, Turn
-from tests.data_modules.conftest import SHARED, build_tokenizer
+from tests.data_modules.conftest import build_tokenizer
 
 ORIGIN = Origin("rows.json", 7)
 IM = ("<|im_start|>", "<|im_end|>")
@@ -136,21 +136,6 @@ def text_of(template: ChatTemplate, item: Item) -> str:
     return str(template._tokenizer.decode(ids))
 
 
-def test_real_tokenizer_gives_the_same_mask() -> None:
-    file = SHARED / "tokenizers" / "olmo-gpt-neox" / "tokenizer.json"
-    if not file.is_file():
-        pytest.skip("needs the shared tokenizers")
-    import transformers
-
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(file), eos_token="<|endoftext|>"
-    )
-    template = ChatTemplate.resolve(tokenizer, None)
-    assert runs(template, chat("a b?", "c d, \u00e9t\u00e9 \u2603")) == [
-        "c d, \u00e9t\u00e9 \u2603<|endoftext|>"
-    ]
-
-
 def test_no_prefix_and_trimmed_answers() -> None:
     template = template_of(NO_PREFIX.replace("m.content", "m.content | trim"))
     assert runs(template, chat("two", " two\n", "one", "  two")) == ["two<|im_end|>"] * 2
@@ -188,14 +173,6 @@ def test_row_that_the_template_cannot_render_is_an_error(
     assert re.search(f"rows.json:7 .*{expected}", problem(template_of(text), chat(*contents)))
 
 
-def test_turn_weights() -> None:
-    template = template_of(CHATML)
-    item = chat("q", "one", "q", "two", weights=(None, 0.0, None, 0.5))
-    weights = encode(template, item).weights
-    assert runs(template, item) == ["two<|im_end|>"]
-    assert set(weights[weights > 0]) == {0.5}
-
-
 def test_empty_answer_is_masked() -> None:
     template = template_of(CHATML)
     assert runs(template, chat("q", "", "q", "two")) == ["two<|im_end|>"]
@@ -206,15 +183,6 @@ def test_tokens_after_the_last_trained_one_are_removed() -> None:
     template = template_of(PLAIN)
     item = chat("q", "two", "and a question without an answer")
     assert text_of(template, item) == "### User:\nq\n\n### Assistant:\ntwo</s>"
-
-
-def test_train_on_inputs_trains_on_everything() -> None:
-    tokenizer = template_of(PLAIN)._tokenizer
-    template = ChatTemplate.resolve(tokenizer, None, MaskConfig(train_on_inputs=True))
-    encoded = encode(template, TWO_ANSWERS)
-    ids, weights = encoded.input_ids, encoded.weights
-    assert (weights == 1).all()
-    assert template._tokenizer.decode(ids).endswith("two</s>\n\n")
 
 
 def test_document_ends_with_eos_once(tokenizer: Any) -> None:

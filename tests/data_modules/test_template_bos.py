@@ -12,7 +12,7 @@ import pytest
 from common.errors import Origin
 from data_modules.template import TEMPLATE_NAMES, ChatTemplate
 from data_modules.types import Conversation, Document, Segment, Turn
-from tests.data_modules.conftest import SHARED, build_tokenizer
+from tests.data_modules.conftest import build_tokenizer
 from tests.data_modules.test_template import (
     GEMMA,
     LLAMA3,
@@ -21,7 +21,6 @@ from tests.data_modules.test_template import (
     ZEPHYR,
     chat,
     encode,
-    runs,
     text_of,
 )
 
@@ -155,21 +154,6 @@ def test_encoder_decoder_sources_get_one_bos() -> None:
     template = ChatTemplate.resolve(tokenizer, "plain", is_encoder_decoder=True)
     ids = encode(template, TALK).input_ids.tolist()
     assert ids[0] == tokenizer.bos_token_id and ids.count(ids[0]) == 1
-
-
-def test_real_tokenizer_that_adds_a_bos() -> None:
-    folder = SHARED / "models" / "stories260K"
-    if not folder.is_dir():
-        pytest.skip("needs the shared model")
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    template = ChatTemplate.resolve(tokenizer, None)
-    item = chat("Who are you?", "I am \u2603\u2603 9.", "And you?", "\u00e9t\u00e9")
-    ids = encode(template, item).input_ids.tolist()
-    assert ids == chat_tokens(tokenizer, item)[: len(ids)]
-    assert ids[0] == tokenizer.bos_token_id and ids.count(ids[0]) == 1
-    assert runs(template, item) == ["I am \u2603\u2603 9.</s>", "\u00e9t\u00e9</s>"]
 
 
 def test_date_key_of_a_template_that_writes_the_date(tokenizer: Any) -> None:

@@ -28,7 +28,7 @@ from data_modules.types import (
     ToolCall,
     Turn,
 )
-from tests.data_modules.conftest import SHARED, build_tokenizer
+from tests.data_modules.conftest import build_tokenizer
 from tests.data_modules.test_template import NO_STOP, encode, problem, runs, text_of
 
 ORIGIN = Origin("rows.json", 7)
@@ -149,13 +149,13 @@ REASONING = "<think>\nlet me see\n</think>\n\n"
 
 
 @pytest.mark.parametrize("item", [REASONED, INLINE])
-@pytest.mark.parametrize("name", ["chatml", "qwen3"])
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "plain"])
 @pytest.mark.parametrize(
     ("reasoning", "trained", "seen"),
     [
-        ("keep", REASONING + "two" + END, REASONING),
-        ("mask", "two" + END, REASONING),
-        ("strip", "two" + END, ""),
+        ("keep", REASONING + "two", REASONING),
+        ("mask", "two", REASONING),
+        ("strip", "two", ""),
     ],
 )
 def test_reasoning_is_kept_stripped_or_masked(
@@ -165,9 +165,10 @@ def test_reasoning_is_kept_stripped_or_masked(
     text = text_of(template, item)
     if name == "qwen3" and reasoning == "strip":
         # It writes an empty reasoning block.
-        trained, seen = "<think>\n\n</think>\n\ntwo" + END, "<think>\n\n</think>\n\n"
-    assert text.endswith(f"<|im_start|>assistant\n{seen}two{END}")
-    assert runs(template, item) == [trained]
+        trained, seen = "<think>\n\n</think>\n\ntwo", "<think>\n\n</think>\n\n"
+    header, end = ("### Assistant:\n", "</s>") if name == "plain" else ("assistant\n", END)
+    assert text.endswith(f"{header}{seen}two{end}")
+    assert runs(template, item) == [trained + end]
     in_tags = item is REASONED and name == "chatml" and reasoning != "strip"
     assert encode(template, item).notes == ((Note("reasoning_in_tags"),) if in_tags else ())
 
@@ -277,57 +278,6 @@ def test_plain_copies_arguments_that_are_a_string() -> None:
     assert tokenizer.apply_chat_template(messages, tokenize=False) == (
         f"### Assistant:\n{written}\n{written}</s>\n\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("reasoning", "trained", "seen"),
-    [
-        ("keep", REASONING + "two</s>", REASONING),
-        ("mask", "two</s>", REASONING),
-        ("strip", "two</s>", ""),
-    ],
-)
-def test_plain_writes_reasoning(reasoning: str, trained: str, seen: str) -> None:
-    template = template_of("plain", reasoning=reasoning)
-    for item in (REASONED, INLINE):
-        assert text_of(template, item).endswith(f"### Assistant:\n{seen}two</s>")
-        assert runs(template, item) == [trained]
-        assert encode(template, item).notes == ()
-
-
-@pytest.mark.parametrize("name", ["chat/glaive_toolcall_en.json"])
-def test_real_tool_data_loses_nothing_in_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not (SHARED / name).is_file():
-        pytest.skip("needs the shared data")
-    from data_modules.format import convert_row
-    from tests.data_modules.conftest import read_rows
-
-    rows = read_rows(str(SHARED / name))
-    items = [item for row in rows for item in convert_row(row, "sharegpt", {})]
-    template = template_of("plain")
-    monkeypatch.setattr(template._finder, "search", None)  # only skeletons are used
-    called = 0
-    for item, encoded in zip(items, template.encode(items), strict=True):
-        assert isinstance(encoded, Encoded) and isinstance(item, Conversation)
-        assert encoded.notes == ()
-        text = template._tokenizer.decode(encoded.input_ids)
-        trained = template._tokenizer.decode(encoded.input_ids[encoded.weights > 0])
-        expected = ""
-        for tool in item.tools:
-            assert json.dumps(tool, ensure_ascii=False) in text
-        for turn in item.turns:
-            if turn.role != "assistant":
-                assert turn is item.turns[-1] or turn.content in text
-                continue
-            calls = [
-                f'<tool_call>{{"name": "{call.name}", "arguments": '
-                f"{json.dumps(call.arguments, ensure_ascii=False)}}}</tool_call>"
-                for call in turn.tool_calls
-            ]
-            called += len(calls)
-            expected += "\n".join([turn.content] * bool(turn.content) + calls) + "</s>"
-        assert trained == expected
-    assert called > 100
 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)

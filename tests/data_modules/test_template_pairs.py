@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from common.errors import Origin
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.types import Conversation, Document, Encoded, Note, Segment, Tokens, Turn
-from tests.data_modules.conftest import SHARED, build_tokenizer
+from tests.data_modules.conftest import build_tokenizer
 from tests.data_modules.test_template import encode, problem
 
 ORIGIN = Origin("rows.json", 7)
@@ -165,23 +163,3 @@ def test_a_lost_system_turn_is_noted() -> None:
 def test_a_blank_answer_is_masked() -> None:
     chat = Conversation((Turn("user", "q"), Turn("assistant", " ")), ORIGIN)
     assert not encode(resolve(t5_like()), chat).weights.any()
-
-
-def test_real_t5_tokenizer(tmp_path: Path) -> None:
-    file = SHARED / "tokenizers" / "t5" / "spiece.model"
-    if not file.is_file():
-        pytest.skip("needs the shared tokenizers")
-    import transformers
-
-    shutil.copy(file, tmp_path)
-    tokenizer = transformers.T5TokenizerFast.from_pretrained(tmp_path)
-    chat = Conversation(
-        (Turn("user", "translate English to German: That is good."), Turn("assistant", "Gut.")),
-        ORIGIN,
-    )
-    encoded = encode(resolve(tokenizer), chat)
-    assert encoded.target_ids is not None
-    text = "translate English to German: That is good."
-    assert encoded.input_ids.tolist() == tokenizer(text)["input_ids"]
-    assert encoded.target_ids.tolist() == tokenizer(text_target="Gut.")["input_ids"]
-    assert encoded.input_ids[-1] == encoded.target_ids[-1] == tokenizer.eos_token_id
