@@ -6,9 +6,9 @@ Decides positions, labels and padding. Never decides which documents share a pac
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,6 @@ import torch
 from data_modules.types import Example
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import torch
     from torch.distributed import ProcessGroup
 
 IGNORED = -100
@@ -37,20 +34,6 @@ class DecoderInputs:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     document_lengths: list[list[int]]
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> DecoderInputs:
-        """Return a copy with its tensors on `device`."""
-        ids, positions = (
-            tensor.to(device, non_blocking=non_blocking)
-            for tensor in (self.input_ids, self.position_ids)
-        )
-        return DecoderInputs(ids, positions, self.document_lengths)
-
-    def pin_memory(self) -> DecoderInputs:
-        """Return a copy with its tensors in page-locked memory."""
-        return DecoderInputs(
-            self.input_ids.pin_memory(), self.position_ids.pin_memory(), self.document_lengths
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,25 +129,26 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return a copy with its tensors on `device`."""
-        moved = {
-            name: tensor.to(device, non_blocking=non_blocking)
-            for name, tensor in self._tensors().items()
-        }
-        decoder = None if self.decoder is None else self.decoder.to(device, non_blocking)
-        others = None if self.others is None else self.others.to(device, non_blocking)
-        return replace(self, **moved, decoder=decoder, others=others)
+        return _with_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """Return a copy with its tensors in page-locked memory."""
-        pinned = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
-        decoder = None if self.decoder is None else self.decoder.pin_memory()
-        others = None if self.others is None else self.others.pin_memory()
-        return replace(self, **pinned, decoder=decoder, others=others)
+        return _with_tensors(self, torch.Tensor.pin_memory)
 
-    def _tensors(self) -> dict[str, Any]:
-        plain = ("document_lengths", "step_weight", "num_tokens", "decoder", "sequence", "others")
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in plain}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+Inputs = TypeVar("Inputs", bound="Batch | DecoderInputs")
+
+
+def _with_tensors(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+    """Return a copy whose tensors are changed, but not a step weight that is one."""
+    changed: dict[str, Any] = {}
+    for name in (field.name for field in fields(inputs) if field.name != "step_weight"):
+        value = getattr(inputs, name)
+        if isinstance(value, torch.Tensor):
+            changed[name] = change(value)
+        elif isinstance(value, (Batch, DecoderInputs)):
+            changed[name] = _with_tensors(value, change)
+    return replace(inputs, **changed)
 
 
 class Collator:

@@ -30,8 +30,7 @@ from common.errors import DataError, Origin
 from common.limited import ProcessLimits
 from common.redaction import redacted
 from common.text import percent
-from data_modules.audit import Audit
-from data_modules.audit.characters import CharacterCheck
+from data_modules.audit.figures import Audit
 from data_modules.collator import Batch, Collator
 from data_modules.format import KTO
 from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
@@ -45,9 +44,9 @@ from data_modules.packing.plan import (
 from data_modules.settings import dataset_names
 from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
 from data_modules.template import ChatTemplate, MaskConfig, Prompt
-from data_modules.tokens.datasets import DataSpec, PreparedData, ReferenceStore, Values
+from data_modules.tokens.datasets import DataSpec, PreparedData, ReferenceStore, Values, token_spec
 from data_modules.tokens.encode import PAIRED, ChunkEncoder, chunks_of, find_format
-from data_modules.tokens.prepare import hash_of
+from data_modules.tokens.prepare import encoder_of, hash_of
 from data_modules.tokens.store import Examples
 from data_modules.types import BatchSpec
 
@@ -503,18 +502,10 @@ class FinetuneDataModule(lightning.LightningDataModule):
     @cached_property
     def _encoders(self) -> list[ChunkEncoder]:
         """The encoder of each data set of a stream; all ranks detect the same format."""
-        config = self._config
+        spec = token_spec(self._spec, self.template)
         return [
-            ChunkEncoder(
-                dataset=dataset,
-                format=find_format(dataset, chunks_of(dataset, config))[0] or "",
-                template=self.template,
-                characters=CharacterCheck(self.template.tokenizer),
-                sequence_len=self.sequence_len,
-                on_long=config.on_long,
-                labels=self._spec.model.labels,
-            )
-            for dataset in config.datasets
+            encoder_of(dataset, find_format(dataset, chunks_of(dataset, spec.config))[0], spec)
+            for dataset in spec.config.datasets
         ]
 
     def _sum_over_ranks(self, number: float) -> float | torch.Tensor:

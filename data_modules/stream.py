@@ -24,12 +24,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from common.errors import DataError
 from common.text import counted
-from data_modules import source
 from data_modules.collator import Batch, Collator
 from data_modules.packing.mixture import seeded_generator
 from data_modules.packing.plan import pack_documents
 from data_modules.settings import DataConfig, DatasetConfig
-from data_modules.tokens.encode import BadRows, ChunkEncoder, EncodedChunk
+from data_modules.tokens.encode import BadRows, ChunkEncoder, EncodedChunk, chunks_of
 from data_modules.types import Example
 
 if TYPE_CHECKING:
@@ -159,7 +158,8 @@ class TokenStream(IterableDataset[Batch]):
         dataset, encoder = self._config.datasets[index], self._encoders[index]
         while True:
             num_examples = 0
-            for chunk in self._chunks(dataset, shard):
+            rows = int(self._config.held_out), None
+            for chunk in chunks_of(dataset, self._config, rows=rows, shard=shard):
                 part = encoder(chunk)
                 self._check(part)
                 if part.documents is None:
@@ -174,19 +174,6 @@ class TokenStream(IterableDataset[Batch]):
                     f"{dataset.path}: no row to train on for rank {shard[0]} of {shard[1]}; it is "
                     "too small for a stream: set data.streaming=false"
                 )
-
-    def _chunks(self, dataset: DatasetConfig, shard: tuple[int, int]) -> Iterator[source.Chunk]:
-        return source.read_chunks(
-            dataset.path,
-            split=dataset.split,
-            name=dataset.name,
-            revision=dataset.revision,
-            rows=(int(self._config.held_out), None),
-            max_row_bytes=self._config.max_row_bytes,
-            limits=self._config.limits,
-            shard=shard,
-            streaming=True,
-        )
 
     def _check(self, part: EncodedChunk) -> None:
         """Raise DataError for rows that stop a run; log those that it continues without."""

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from common.text import percent
 from data_modules.audit.figures import (
     Audit,
@@ -20,8 +23,6 @@ from data_modules.audit.overlap import find_copies, find_overlap
 from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, apply_rules
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from data_modules.audit.overlap import Overlap
     from data_modules.tokens.store import Examples as Columns
 
@@ -68,8 +69,6 @@ def audit_documents(
 def _count(
     facts: Sequence[DatasetFacts], train: Columns, validation: Columns
 ) -> list[DatasetAudit]:
-    import numpy as np
-
     def sums(side: Columns, values: npt.NDArray[Any] | None = None) -> list[int]:
         """Return the documents of each data set, or the sums of their `values`."""
         counts = np.bincount(side.datasets, weights=values, minlength=len(facts))
@@ -118,8 +117,6 @@ def _longest(
     facts: Sequence[DatasetFacts], train: Columns, validation: Columns
 ) -> list[tuple[int, str]]:
     """Return (tokens, origin) of the longest rows, including rows as they were before a cut."""
-    import numpy as np
-
     found = {origin: tokens for fact in facts for tokens, origin in fact.counts.longest}
     for side in (train, validation):
         for index in np.argsort(-side.lengths, kind="stable")[:NUM_LONGEST].tolist():
@@ -134,8 +131,6 @@ def _find_duplicates(audit: Audit, train: Columns) -> None:
 
     Equal pieces of one split row are not duplicates of each other.
     """
-    import numpy as np
-
     _, first, group = np.unique(train.digests, return_index=True, return_inverse=True)
     repeats = np.flatnonzero(first[group] != np.arange(len(train)))
     is_other_row = [
@@ -162,8 +157,6 @@ def _find_duplicates(audit: Audit, train: Columns) -> None:
 
 def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
     """Count validation documents with the same tokens as a training document."""
-    import numpy as np
-
     same = find_copies(train, validation)
     for index, dataset in enumerate(audit.datasets):
         repeated = np.flatnonzero((same >= 0) & (validation.datasets == index))
@@ -193,8 +186,6 @@ def _find_overlap(
 
     `side` is what messages call the held-out documents: validation or test.
     """
-    import numpy as np
-
     found = find_overlap(
         train,
         held_out,
@@ -242,8 +233,6 @@ def _add_searched_share(audit: Audit, held_out: str, found: Overlap) -> None:
 def _count_benchmarks(
     train: Columns, benchmarks: Columns, names: Sequence[str], overlapping: Sequence[int]
 ) -> list[BenchmarkAudit]:
-    import numpy as np
-
     known = find_copies(train, benchmarks) >= 0
     rows = np.bincount(benchmarks.datasets, minlength=len(names))
     repeated = np.bincount(benchmarks.datasets[known], minlength=len(names))

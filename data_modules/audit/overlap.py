@@ -16,18 +16,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+import numpy as np
+import numpy.typing as npt
 
+if TYPE_CHECKING:
     from data_modules.tokens.store import Examples as Columns
     from data_modules.types import Example
 
-    Hashes = npt.NDArray[np.uint64]
-    Indices = npt.NDArray[np.int64]
-    Flags = npt.NDArray[np.bool_]
-
-
+Hashes = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 _BASE, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 CHUNK_TOKENS = 1 << 20
 """tokens that are hashed at once, which takes about 60 MB with all intermediate arrays"""
@@ -47,8 +45,6 @@ def hash_grams(ids: npt.NDArray[np.int32], ngram: int) -> Hashes:
     A polynomial of the mixed ids, mod 2^64; blocks of 1, 2, 4, ... ids are combined from halves, so
     that 13-grams take 5 passes.
     """
-    import numpy as np
-
     blocks = _mixed(ids.astype(np.uint64))
     hashes = np.zeros(len(ids) - ngram + 1, dtype=np.uint64)
     width, covered, power = 1, 0, _BASE
@@ -65,8 +61,6 @@ def hash_grams(ids: npt.NDArray[np.int32], ngram: int) -> Hashes:
 
 def _mixed(words: Hashes) -> Hashes:
     """Mix the bits of each word (finalizer of splitmix64)."""
-    import numpy as np
-
     words = words + np.uint64(_BASE)
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
@@ -110,8 +104,6 @@ class _Index:
 
     def find(self, hashes: Hashes) -> tuple[Indices, Indices]:
         """Return the positions of the known hashes, and the n-gram of each."""
-        import numpy as np
-
         shift = np.uint64(64 - (len(self.table).bit_length() - 1))
         maybe = np.flatnonzero(self.table[hashes >> shift])
         grams = np.searchsorted(self.grams, hashes[maybe])
@@ -139,8 +131,6 @@ def find_overlap(
     without a trained token are boilerplate if a second document has them, or there is only one
     document. Above the maxima, evenly spaced documents are searched.
     """
-    import numpy as np
-
     partner = find_copies(train, held_out)
     searched, train_share = _sample_documents(train.lengths, max_train_tokens)
     sampled, held_out_share = _sample_documents(held_out.lengths, max_held_out_tokens)
@@ -169,8 +159,6 @@ def _sample_documents(lengths: Indices, max_tokens: int) -> tuple[Indices, float
     Documents are taken in blocks of up to 1,000, so that the blocks between them are not read from
     disk.
     """
-    import numpy as np
-
     total = int(lengths.sum())
     step = max(1, -(-total // max_tokens))
     block = max(1, min(1000, len(lengths) // (100 * step)))
@@ -180,8 +168,6 @@ def _sample_documents(lengths: Indices, max_tokens: int) -> tuple[Indices, float
 
 def find_copies(train: Columns, held_out: Columns) -> Indices:
     """Return the first training document with the same tokens as each held-out one [n], or -1."""
-    import numpy as np
-
     if not len(train) or not len(held_out):
         return np.full(len(held_out), -1, dtype=np.int64)
     digests, first = np.unique(train.digests, return_index=True)
@@ -198,8 +184,6 @@ def _match_shares(
     already. `known` is a training document of each n-gram, or -1; `num_train` the number of
     training documents.
     """
-    import numpy as np
-
     owners = np.repeat(known, np.diff(index.starts))
     shared = owners >= 0
     counts = np.bincount(index.documents, minlength=len(partner))
@@ -222,8 +206,6 @@ def _is_other_exercise(
 
     Exercises of one kind share most of their words. False for texts without a question.
     """
-    import numpy as np
-
     question, answer = _split_trained(held_out)
     train_question, train_answer = _split_trained(train)
     if not all(map(len, (question, answer, train_question, train_answer))):
@@ -241,8 +223,6 @@ def _is_other_exercise(
 
 def _shared(hashes: Hashes, others: npt.NDArray[np.int32], ngram: int) -> float:
     """Return the share of the n-grams `hashes` that occur in the ids `others`; 0 without any."""
-    import numpy as np
-
     if not len(hashes) or len(others) < ngram:
         return 0.0
     return float(np.isin(hashes, hash_grams(others, ngram)).mean())
@@ -257,8 +237,6 @@ def _split_trained(example: Example) -> tuple[npt.NDArray[np.int32], npt.NDArray
 
 
 def _index_grams(held_out: Columns, sampled: Indices, ngram: int) -> _Index:
-    import numpy as np
-
     hashes: list[Hashes] = []
     documents: list[Indices] = []
     boilerplate: list[Hashes] = []
@@ -292,8 +270,6 @@ def _find_in_training(
 
     Also returns which n-grams are boilerplate in these documents, bool [grams].
     """
-    import numpy as np
-
     counts = np.zeros(len(index.grams), dtype=np.int64)
     first = np.full(len(index.grams), -1, dtype=np.int64)
     for hashes, documents in _grams(train, chosen, ngram):
@@ -317,8 +293,6 @@ def _find_in_training(
 
 def _trained_grams(train: Columns, chosen: Indices, index: _Index, ngram: int) -> Flags:
     """Return which n-grams of `index` have a trained token in one of the `chosen` documents."""
-    import numpy as np
-
     trained_grams = np.zeros(len(index.grams), dtype=np.bool_)
     for document in chosen[train.lengths[chosen] >= ngram].tolist():
         example = train[document]
@@ -342,8 +316,6 @@ def _boilerplate_limit(num_documents: int) -> float:
 
 def _unique_per_document(hashes: Hashes, documents: Indices) -> tuple[Hashes, Indices]:
     """Return each n-gram of a document once; `documents` is sorted."""
-    import numpy as np
-
     order = np.lexsort((hashes, documents))
     hashes, documents = hashes[order], documents[order]
     new = np.ones(len(hashes), dtype=np.bool_)
@@ -353,8 +325,6 @@ def _unique_per_document(hashes: Hashes, documents: Indices) -> tuple[Hashes, In
 
 def _grams(side: Columns, chosen: Indices, ngram: int) -> Iterator[tuple[Hashes, Indices]]:
     """Yield the hashes of the n-grams of `chosen` documents, and their documents, in chunks."""
-    import numpy as np
-
     chosen = chosen[side.lengths[chosen] >= ngram]
     if not len(chosen):
         return

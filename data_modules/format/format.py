@@ -339,22 +339,20 @@ def _missing(
 ) -> MissingColumnError:
     others = [name for name in columns if name not in form.fields()]  # fields are no misspellings
     hint = next((hint for name in names if (hint := typo_hint(name, others))), "")
-    if not hint and names == CLASS_COLUMNS:
-        hint = (
-            "; rows of objective=classify have a text and a label: name its column in "
-            "data.datasets[].columns, or for rows without one type objective=sft"
-        )
-    if not hint and names == VERDICTS:
-        hint = (
-            "; rows of objective=kto have a prompt, an answer and a label: name its column in "
-            "data.datasets[].columns, or for rows without one type objective=sft"
-        )
-    if not hint and names[0] in ANSWERS:
-        hint = (
-            "; rows of preference pairs have a prompt, chosen and rejected: name their columns in "
-            "data.datasets[].columns, or for rows with one answer type objective=sft"
-        )
+    hint = hint or _HINTS.get(names, "")
     return MissingColumnError(f"missing '{names[0]}'; found {listed(columns)}{hint}", columns)
+
+
+_NAME_IT = "name its column in data.datasets[].columns, or for rows without one type objective=sft"
+_HINTS: dict[tuple[str, ...], str] = {
+    CLASS_COLUMNS: f"; rows of objective=classify have a text and a label: {_NAME_IT}",
+    VERDICTS: f"; rows of objective=kto have a prompt, an answer and a label: {_NAME_IT}",
+} | dict.fromkeys(
+    ((answer,) for answer in ANSWERS),
+    "; rows of preference pairs have a prompt, chosen and rejected: name their columns in "
+    "data.datasets[].columns, or for rows with one answer type objective=sft",
+)
+"""fields of a format -> what is said of rows without them"""
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -405,17 +403,11 @@ def _read_history(history: Any) -> list[Turn]:
     return turns
 
 
-def _read_messages(values: Mapping[str, Any], origin: Origin) -> list[Item]:
-    return _read_conversation(values, "messages", origin)
-
-
-def _read_sharegpt(values: Mapping[str, Any], origin: Origin) -> list[Item]:
-    name, _ = _first_present(values, _SHAREGPT)
-    return _read_conversation(values, name, origin)
-
-
-def _read_conversation(values: Mapping[str, Any], name: str, origin: Origin) -> list[Item]:
-    turns = apply_turn_masks(read_turns(values[name], name), values, name)
+def _read_conversation(
+    values: Mapping[str, Any], origin: Origin, names: Sequence[str] = _SHAREGPT
+) -> list[Item]:
+    name, items = _first_present(values, names)
+    turns = apply_turn_masks(read_turns(items, name), values, name)
     joined = normalize_turns(turns, name, read_optional_text(values, "system"))
     return [Conversation(joined, origin, read_tools(values), row_weight(values))]
 
@@ -524,8 +516,13 @@ _KWARGS = "chat_template_kwargs"
 FORMATS: dict[str, Format] = {
     form.name: form
     for form in (
-        Format("messages", (("messages",),), ("system", *TOOLS, _KWARGS), _read_messages),
-        Format("sharegpt", (_SHAREGPT,), ("system", *TOOLS, _KWARGS), _read_sharegpt),
+        Format(
+            "messages",
+            (("messages",),),
+            ("system", *TOOLS, _KWARGS),
+            functools.partial(_read_conversation, names=("messages",)),
+        ),
+        Format("sharegpt", (_SHAREGPT,), ("system", *TOOLS, _KWARGS), _read_conversation),
         Format(
             "alpaca",
             (_ALPACA_QUESTIONS, _ALPACA_ANSWERS),

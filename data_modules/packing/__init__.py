@@ -1,4 +1,7 @@
-"""The step plan: which documents share a pack, and in which step and rank they are trained on."""
+"""Which documents are in an epoch and share a pack, and in which step and rank they are used.
+
+Its settings are here, apart from what imports numpy.
+"""
 
 from dataclasses import dataclass
 
@@ -16,3 +19,18 @@ class PackingConfig:
     automatically, with a message, for models that cannot keep the documents of a pack apart"""
     window: int | None = setting(None, ge=1)
     """number of documents that are packed together; null = all of an epoch (fuller packs)"""
+
+
+@dataclass(kw_only=True, slots=True)
+class MixtureConfig:
+    """The meaning of the data sets' weights."""
+
+    weights: str = setting("epochs", choices=("epochs", "rows", "tokens"))
+    """epochs: how often each row is seen in an epoch; rows: a data set's share of an epoch's rows;
+    tokens: its share of an epoch's tokens. Shares need not sum to 1: 7 and 3 are 70 % and 30 %"""
+    temperature: float | None = setting(None, gt=0)
+    """null: the weights are the shares, regardless of size; T: shares are proportional to
+    weight * size^(1/T), size in rows or tokens: 1 = by size, more = more equal"""
+    stop: str = setting("all", choices=("all", "first"))
+    """with shares, an epoch ends when every data set was seen completely (all: smaller ones
+    repeat), or when the first one is exhausted (first: the others continue in the next epoch)"""

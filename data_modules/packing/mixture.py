@@ -11,36 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from common.errors import DataError
-from common.facts import setting
 from common.text import aligned, percent
+from data_modules.packing import MixtureConfig
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Indices = npt.NDArray[np.int64]
     from data_modules.tokens.store import TokenStore
 
-    Mask = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 MANY_EPOCHS = 4
 """repetitions of a row in an epoch above which a mixture by shares warns"""
-
-
-@dataclass(kw_only=True, slots=True)
-class MixtureConfig:
-    """The meaning of the data sets' weights."""
-
-    weights: str = setting("epochs", choices=("epochs", "rows", "tokens"))
-    """epochs: how often each row is seen in an epoch; rows: a data set's share of an epoch's rows;
-    tokens: its share of an epoch's tokens. Shares need not sum to 1: 7 and 3 are 70 % and 30 %"""
-    temperature: float | None = setting(None, gt=0)
-    """null: the weights are the shares, regardless of size; T: shares are proportional to
-    weight * size^(1/T), size in rows or tokens: 1 = by size, more = more equal"""
-    stop: str = setting("all", choices=("all", "first"))
-    """with shares, an epoch ends when every data set was seen completely (all: smaller ones
-    repeat), or when the first one is exhausted (first: the others continue in the next epoch)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +74,6 @@ class MixtureRow:
 
 def seeded_generator(seed: int, *keys: object) -> np.random.Generator:
     """Return a random generator that depends only on `seed` and `keys`."""
-    import numpy as np
-
     digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
 
@@ -116,8 +99,6 @@ class Mixture:
         *,
         lengths: Indices | None = None,
     ) -> None:
-        import numpy as np
-
         self._config = config or MixtureConfig()
         if self._config.weights == "tokens" and lengths is None:
             raise ValueError("weights in tokens need the lengths of the examples")
@@ -133,8 +114,6 @@ class Mixture:
 
     def epoch(self, number: int) -> Indices:
         """Return the example indices of epoch `number` (from 0), int64 [rows seen]."""
-        import numpy as np
-
         return np.concatenate([self._seen(index, number) for index in range(len(self._orders))])
 
     def report(self, names: Sequence[str], number: int = 0) -> list[MixtureRow]:
@@ -186,8 +165,6 @@ class Mixture:
         ]
 
     def _seen(self, index: int, number: int) -> Indices:
-        import numpy as np
-
         order = self._orders[index]
         if not len(order):
             return order
@@ -198,8 +175,6 @@ class Mixture:
 
     def _position(self, index: int, number: int) -> int:
         """Return the number of rows of a data set that are seen before epoch `number`."""
-        import numpy as np
-
         size = len(self._orders[index])
         if not number or not self._passes[index]:
             return 0
@@ -261,8 +236,6 @@ def hold_out(
     rows than requested. `max_rows` limits the training rows. Raises DataError if no row is left to
     train on.
     """
-    import numpy as np
-
     validation = []
     for store, name, path in zip(stores, names, paths, strict=True):
         rows = _Rows(store)
@@ -282,8 +255,6 @@ def hold_out(
 
 def only_validation(store: TokenStore, cap: int | None, seed: int, name: str) -> Split:
     """Return a data set's split if all of it, or a seeded choice of `cap` rows, is validation."""
-    import numpy as np
-
     mask = np.ones(len(store), dtype=np.bool_)
     return Split(~mask, _capped(store, mask, cap, seed, name))
 
@@ -292,8 +263,6 @@ class _Rows:
     """The rows of a data set that have documents, and which of them are identical."""
 
     def __init__(self, store: TokenStore) -> None:
-        import numpy as np
-
         _, self._firsts, self._of_document = np.unique(
             store.rows, return_index=True, return_inverse=True
         )
@@ -304,8 +273,6 @@ class _Rows:
 
     def choose(self, val_set_size: float, seed: int, name: str) -> Mask:
         """Return a seeded choice of rows, with all identical rows or none, as bool [documents]."""
-        import numpy as np
-
         chosen = np.zeros(len(self), dtype=np.bool_)
         if val_set_size > 0 and len(self) > 1:
             wanted = val_set_size if val_set_size >= 1 else round(val_set_size * len(self))
@@ -326,8 +293,6 @@ def _fill(
     order: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], count: int
 ) -> npt.NDArray[np.int64]:
     """Return the kinds that together have `count` rows, in their order; what is too large waits."""
-    import numpy as np
-
     chosen: list[npt.NDArray[np.int64]] = []
     while count and len(order):
         ends = np.cumsum(sizes[order])
@@ -347,8 +312,6 @@ def _split_rows(
     seed: int,
     name: str,
 ) -> Split:
-    import numpy as np
-
     repeated = np.unique(store.rows[np.isin(store.digests, held_out) & ~validation])
     training = ~validation & ~np.isin(store.rows, repeated)
     return Split(_capped(store, training, cap, seed, name), validation, len(repeated))
@@ -356,8 +319,6 @@ def _split_rows(
 
 def _capped(store: TokenStore, mask: Mask, cap: int | None, seed: int, name: str) -> Mask:
     """Return a mask with at most `cap` of its rows, a seeded choice."""
-    import numpy as np
-
     rows = np.unique(store.rows[mask])
     if cap is None or cap >= len(rows):
         return mask

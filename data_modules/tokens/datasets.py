@@ -22,7 +22,9 @@ from common.errors import DataError
 from common.redaction import redact
 from common.text import counted
 from data_modules import source
-from data_modules.audit import Audit, DatasetFacts, RunSettings, audit_documents
+from data_modules.audit.audit import audit_documents
+from data_modules.audit.figures import Audit
+from data_modules.audit.rules import DatasetFacts, RunSettings
 from data_modules.format import PREFERENCE, sort_unread
 from data_modules.packing.mixture import Split, hold_out, only_validation
 from data_modules.settings import (
@@ -182,6 +184,20 @@ class ReadyDataset:
     is_trained: bool
 
 
+def token_spec(spec: DataSpec, template: ChatTemplate) -> TokenSpec:
+    """Return what determines the tokens of the data sets of a run."""
+    return TokenSpec(
+        config=spec.config,
+        template=template,
+        sequence_len=spec.sequence_len,
+        tokenizer_hash=hash_of(spec.tokenizer),
+        tokenizer=str(spec.tokenizer.name_or_path),
+        labels=spec.model.labels,
+        is_multi_label=spec.model.is_multi_label,
+        first_rows=spec.first_rows,
+    )
+
+
 class PreparedData:
     """The data sets of a run, tokenized or found in the cache, and split; raises DataError.
 
@@ -316,16 +332,7 @@ class PreparedData:
     def _prepare_all(self) -> tuple[dict[str, Prepared], dict[str, Prepared]]:
         """Prepare all data sets, by name; raises the problems of all of them together."""
         config, problems, kinds = self._config, list[str](), set[type[DataError]]()
-        shared = TokenSpec(
-            config=config,
-            template=self._template,
-            sequence_len=self._spec.sequence_len,
-            tokenizer_hash=hash_of(self._spec.tokenizer),
-            tokenizer=str(self._spec.tokenizer.name_or_path),
-            labels=self._spec.model.labels,
-            is_multi_label=self._spec.model.is_multi_label,
-            first_rows=self._spec.first_rows,
-        )
+        shared = token_spec(self._spec, self._template)
 
         def prepare(datasets: list[DatasetConfig], spec: TokenSpec) -> dict[str, Prepared]:
             prepared = {}

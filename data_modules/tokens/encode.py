@@ -15,7 +15,7 @@ import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter, itemgetter
 from typing import IO, TYPE_CHECKING
 
@@ -34,19 +34,6 @@ if TYPE_CHECKING:
 
     from data_modules.settings import DataConfig, DatasetConfig
 
-_SUMMED = (
-    "rows",
-    "kept",
-    "chats",
-    "dropped",
-    "truncated",
-    "split",
-    "lost_tokens",
-    "empty",
-    "rejected",
-    "unknown_tokens",
-    "lossy_rows",
-)
 CHUNKS_IN_PROCESS = 4
 """data sets of at most this many chunks are tokenized without starting worker processes"""
 GUESSED_ROWS = 100
@@ -134,6 +121,9 @@ class Counts:
             self.lost_characters[character] = self.lost_characters.get(character, 0) + rows
         self.stop_token_ids = sorted({*self.stop_token_ids, *other.stop_token_ids})
         self.largest_token = max(self.largest_token, other.largest_token)
+
+
+_SUMMED = [each.name for each in fields(Counts) if each.type == "int"]
 
 
 def check_dropped(counts: Counts, path: str, data: DataConfig, sequence_len: int) -> None:
@@ -427,9 +417,14 @@ def find_format(
 
 
 def chunks_of(
-    dataset: DatasetConfig, data: DataConfig, budget: source.Budget | None = None
+    dataset: DatasetConfig,
+    data: DataConfig,
+    budget: source.Budget | None = None,
+    *,
+    rows: tuple[int, int | None] = (0, None),
+    shard: tuple[int, int] = (0, 1),
 ) -> Iterator[source.Chunk]:
-    """Return the chunks of a data set, read according to its settings."""
+    """Return the chunks of a data set, read according to its settings; see `read_chunks`."""
     return source.read_chunks(
         dataset.path,
         split=dataset.split,
@@ -438,6 +433,8 @@ def chunks_of(
         budget=budget,
         max_row_bytes=data.max_row_bytes,
         limits=data.limits,
+        rows=rows,
+        shard=shard,
         streaming=data.streaming,
     )
 

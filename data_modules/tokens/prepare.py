@@ -148,6 +148,20 @@ def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
     )
 
 
+def encoder_of(dataset: DatasetConfig, format_name: str | None, spec: TokenSpec) -> ChunkEncoder:
+    """Return what encodes the rows of a data set of this format, None if it has no good row."""
+    return ChunkEncoder(
+        dataset=dataset,
+        format=format_name or "",
+        template=spec.template,
+        characters=CharacterCheck(spec.template.tokenizer),
+        sequence_len=spec.sequence_len,
+        on_long=spec.config.on_long,
+        labels=spec.labels,
+        is_multi_label=spec.is_multi_label,
+    )
+
+
 def hash_of(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
     """Return a hash of everything in a tokenizer that affects tokens."""
     state = [tokenizer.backend_tokenizer.to_str(), sorted(tokenizer.special_tokens_map.items())]
@@ -193,16 +207,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
     data = spec.config
     first_rows = FirstRows(chunks_of(dataset, data), spec.first_rows)
     format_name, chunks = find_format(dataset, iter(first_rows))
-    encoder = ChunkEncoder(
-        dataset=dataset,
-        format=format_name or "",
-        template=spec.template,
-        characters=CharacterCheck(spec.template.tokenizer),
-        sequence_len=spec.sequence_len,
-        on_long=data.on_long,
-        labels=spec.labels,
-        is_multi_label=spec.is_multi_label,
-    )
+    encoder = encoder_of(dataset, format_name, spec)
     counts, writer = Counts(), StoreWriter(folder)
     num_proc = data.num_proc or len(os.sched_getaffinity(0))
     num_rows = num_tokens = 0

@@ -17,16 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, Origin
-from data_modules.audit import (
-    AuditConfig,
-    DatasetFacts,
-    RunSettings,
-    audit,
-    audit_documents,
-    overlap,
-)
+from data_modules.audit import audit, overlap
+from data_modules.audit.audit import audit_documents
 from data_modules.audit.figures import short_file, short_origins
 from data_modules.audit.overlap import find_overlap, hash_grams
+from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings
 from data_modules.tokens.encode import Counts
 from data_modules.types import Example
 
