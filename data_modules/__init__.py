@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
     from data_modules.template import ChatTemplate as ChatTemplate
     from data_modules.template import Prompt as Prompt
-    from data_modules.template.syntax import OWN_TEMPLATE as OWN_TEMPLATE
-    from data_modules.template.syntax import find_syntax_error as find_syntax_error
+    from data_modules.template.named_templates import OWN_TEMPLATE as OWN_TEMPLATE
+    from data_modules.template.named_templates import find_syntax_error as find_syntax_error
     from data_modules.tokens.datasets import DataReport as DataReport
     from data_modules.tokens.datasets import DataSpec as DataSpec
     from data_modules.tokens.size import EpochTokens as EpochTokens
@@ -57,7 +57,7 @@ _NAMES = {
     ),
     "source": ("explain_refusal", "is_hub_id", "open_regular", "read_rows"),
     "template": ("ChatTemplate", "Prompt", "TEMPLATE_NAMES"),
-    "template.syntax": ("OWN_TEMPLATE", "find_syntax_error"),
+    "template.named_templates": ("OWN_TEMPLATE", "find_syntax_error"),
     "tokens.datasets": ("DataReport", "DataSpec"),
     "tokens.size": ("EpochTokens", "estimate_epoch"),
     "tokens.store": ("padding_id",),

@@ -70,7 +70,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
     """Serve the training steps and the validation pass of a run.
 
     Available after `setup`: `train_examples`, `val_examples`, `report`, `template`,
-    `template_hash`, `total_steps` and `plan`. `first_step` is the global step at which the training
+    `total_steps` and `plan`. `first_step` is the global step at which the training
     loader starts. A loader serves the share of the trainer's rank; the trainer must be built with
     `use_distributed_sampler=False`.
     """
@@ -188,15 +188,10 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Return the audit of the training data; `setup` must have run."""
         return self._ready.audit
 
-    @property
-    def template_hash(self) -> str:
-        """Return the sha256 of the chat template in use."""
-        return self.template.hash
-
     def fingerprints(self) -> dict[str, str]:
         """Return hashes of template, tokenizer and, except for a stream, of all trained tokens."""
         found = {
-            "template_sha256": self.template_hash,
+            "template_sha256": self.template.hash,
             "tokenizer_sha256": hash_of(self._spec.tokenizer),
         }
         if not self._config.streaming:

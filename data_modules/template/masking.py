@@ -137,16 +137,6 @@ def span_weights(
     return weights
 
 
-def find_other_prompt(rendered: RenderedChat, weights: Sequence[float]) -> list[Note]:
-    """Return a note on the first trained answer that follows another text than its prompt."""
-    spans = zip(rendered.spans, weights, strict=True)
-    prompts = (span.other_prompt for span, weight in spans if weight)
-    prompt = next(filter(None, prompts), "")
-    return (
-        [Note("other_prompt", f"(prompt: ...{shown(prompt[-_SHOWN_PROMPT:])})")] if prompt else []
-    )
-
-
 def document_loss_weights(document: Document, mask: MaskConfig) -> LossWeights:
     """Return the loss weights of a document: those of its segments."""
     ranges, start = [], 0
@@ -315,7 +305,11 @@ class LayoutBuilder:
         notes += find_lost_reasoning(prepared.turns, rendered.text, extents)
         if any(span.other_prompt for span in rendered.spans):
             weights = span_weights(chat, prepared.turns, rendered, self._mask)
-            notes += find_other_prompt(rendered, weights)
+            pairs = zip(rendered.spans, weights, strict=True)
+            prompts = (span.other_prompt for span, weight in pairs if weight)
+            if prompt := next(filter(None, prompts), ""):
+                seen = f"(prompt: ...{shown(prompt[-_SHOWN_PROMPT:])})"
+                notes.append(Note("other_prompt", seen))
         self.seen_stops.update(
             span.stop
             for span in rendered.spans

@@ -1,4 +1,4 @@
-"""Load the text of a chat template by its name (a file in `named/`) or from a file.
+"""Load the text of a chat template by its name (a file in `named/`) or from a file, and check it.
 
 Knows which tokens a tokenizer needs for each named template, and how to make a template write the
 BOS.
@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import DataError
+from common.text import shown
 from data_modules.template.rendering import Chat, Renderer
 from data_modules.types import ToolCall, Turn
 
 if TYPE_CHECKING:
+    import jinja2
+    import jinja2.nodes
+    import jinja2.parser
     import transformers
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
@@ -44,6 +48,7 @@ _NEEDED = {
 }
 """name -> control tokens that the template writes; one without any ends answers with the EOS"""
 TEMPLATE_NAMES = tuple(_NEEDED)
+OWN_TEMPLATE = "the tokenizer's own chat template"
 FOR_TOOLS = "tool_use"
 """name of the template for rows with tools, of a tokenizer that has several"""
 TEMPLATES_WITH_TOOLS = ("plain", "gemma4", "granite", "qwen3")
@@ -166,3 +171,44 @@ def _literal(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_literal, value))}]"
     return ascii(value) if isinstance(value, str) else str(value).lower()
+
+
+def find_syntax_error(label: str, text: str) -> str | None:
+    """Return why `text` is not a template in the dialect of transformers, None if it is one.
+
+    Needs no transformers, which takes seconds to import.
+    """
+    import jinja2
+    import jinja2.ext
+
+    class Generation(jinja2.ext.Extension):
+        """The tag around what a model generates, see transformers' AssistantTracker."""
+
+        tags = {"generation"}  # noqa: RUF012  as the class of jinja2 has it
+
+        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    try:
+        environment.parse(text)  # compiling would compute constants, such as 9 ** 9 ** 9
+    except jinja2.TemplateSyntaxError as error:
+        return syntax_error(label, error)
+    except RecursionError:
+        return None  # reported by the check that renders the template
+    return None
+
+
+def syntax_error(label: str, error: jinja2.TemplateSyntaxError | SyntaxError) -> str:
+    """Name the line of a chat template that is not valid, and the fix.
+
+    A SyntaxError is of the code that jinja makes of a template: loops nested too deeply, a break
+    without a loop. Its lines are not those of the template.
+    """
+    place = error.msg if isinstance(error, SyntaxError) else f"line {error.lineno}: {error.message}"
+    return (
+        f"{label} is not a valid template: {shown(place)}; fix it, or set data.chat_template=plain"
+    )

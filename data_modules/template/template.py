@@ -33,6 +33,7 @@ from data_modules.template.marks import RenderedChat
 from data_modules.template.masking import Layout, LayoutBuilder, MaskConfig
 from data_modules.template.named_templates import (
     FOR_TOOLS,
+    OWN_TEMPLATE,
     TEMPLATE_NAMES,
     add_bos,
     check_named,
@@ -40,6 +41,7 @@ from data_modules.template.named_templates import (
     named_template,
     read_template,
     set_defaults,
+    syntax_error,
 )
 from data_modules.template.rendering import (
     Chat,
@@ -52,7 +54,6 @@ from data_modules.template.rendering import (
     rewrite_turns,
 )
 from data_modules.template.spans import SpanFinder
-from data_modules.template.syntax import OWN_TEMPLATE, syntax_error
 from data_modules.types import Conversation, Document, Encoded, Item, Note, Tokens, Turn
 
 if TYPE_CHECKING:

@@ -242,7 +242,11 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
     for origin in bad.first_empty:
         counts.add_empty(str(origin))
     counts.empty += bad.num_empty - len(bad.first_empty)
-    _check_rows_left(dataset, counts, bad)
+    if not counts.rows and bad.num_kept:
+        first = f"{dataset.path}: all {bad.num_kept:,} rows are bad; the first:"
+        raise DataError([first, *bad.first_kept])
+    if not counts.rows:
+        raise DataError(f"{dataset.path}: 0 rows; give a file with at least one row")
     check_dropped(counts, dataset.path, data, spec.sequence_len)
     note = {
         "format": format_name,
@@ -252,19 +256,6 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
         "tokenizer": spec.tokenizer,
     }
     (folder / COUNTS_FILE).write_text(json.dumps(note, indent=2) + "\n")
-
-
-def _check_rows_left(dataset: DatasetConfig, counts: Counts, bad: BadRows) -> None:
-    if counts.rows:
-        return
-    if bad.num_kept:
-        raise DataError(
-            [
-                f"{dataset.path}: all {bad.num_kept:,} rows are bad; the first:",
-                *bad.first_kept,
-            ]
-        )
-    raise DataError(f"{dataset.path}: 0 rows; give a file with at least one row")
 
 
 class _Progress:

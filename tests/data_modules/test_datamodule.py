@@ -362,7 +362,7 @@ def test_report_has_a_line_per_data_set(files: list[DatasetConfig], tokenizer: A
     kept = json.loads(json.dumps([asdict(report) for report in module.report.datasets]))
     assert [one["name"] for one in kept] == module.dataset_names == ["lists", "chats", "pairs"]
     assert kept[0]["train_rows"] == 38
-    assert len(module.template_hash) == 64
+    assert len(module.template.hash) == 64
 
 
 def test_problems_of_all_data_sets_are_raised_together(

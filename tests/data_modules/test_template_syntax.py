@@ -10,8 +10,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from common.errors import DataError
 from data_modules import TEMPLATE_NAMES, ChatTemplate, find_syntax_error
-from data_modules.template.named_templates import named_template
-from data_modules.template.syntax import syntax_error
+from data_modules.template.named_templates import named_template, syntax_error
 from tests.data_modules.published import published_templates, tokenizer_for
 
 TEMPLATES = {name: named_template(name) for name in TEMPLATE_NAMES} | published_templates()
