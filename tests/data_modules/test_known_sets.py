@@ -25,33 +25,22 @@ VALUES: dict[str, Any] = {
 """values of columns; the others hold their own name"""
 READ = {
     "tatsu-lab/alpaca": ("instruction input output text", "instruction+input -> output"),
-    "yahma/alpaca-cleaned": ("output input instruction", "instruction+input -> output"),
-    "vicgalle/alpaca-gpt4": ("instruction input output text", "instruction+input -> output"),
-    "sahil2801/CodeAlpaca-20k": ("output instruction input", "instruction+input -> output"),
     "iamtarun/python_code_instructions_18k_alpaca": (
         "instruction input output prompt",
         "instruction+input -> output",
     ),
     "nickrosh/Evol-Instruct-Code-80k-v1": ("output instruction", "instruction -> output"),
-    "theblackcat102/evol-codealpaca-v1": ("output instruction", "instruction -> output"),
-    "WizardLMTeam/WizardLM_evol_instruct_70k": ("instruction output", "instruction -> output"),
     "TIGER-Lab/MathInstruct": ("source output instruction", "instruction -> output"),
     "garage-bAInd/Open-Platypus": (
         "input output instruction data_source",
         "instruction+input -> output",
     ),
-    "lavita/ChatDoctor-HealthCareMagic-100k": (
-        "instruction input output",
-        "instruction+input -> output",
-    ),
-    "medalpaca/medical_meadow_medqa": ("input instruction output", "instruction+input -> output"),
     "databricks/databricks-dolly-15k": (
         "instruction context response category",
         "instruction+context -> response",
     ),
     "meta-math/MetaMathQA": ("type query original_question response", "query -> response"),
     "openai/gsm8k": ("question answer", "question -> answer"),
-    "microsoft/orca-math-word-problems-200k": ("question answer", "question -> answer"),
     "b-mc2/sql-create-context": ("answer question context", "question+context -> answer"),
     "Open-Orca/OpenOrca": (
         "id system_prompt question response",
@@ -67,21 +56,14 @@ READ = {
     "AI-MO/NuminaMath-CoT": ("source problem solution messages", "ask -> say"),
     "open-r1/OpenR1-Math-220k": ("problem solution answer messages", "ask -> say"),
     "HuggingFaceH4/ultrachat_200k": ("prompt prompt_id messages", "ask -> say"),
-    "HuggingFaceH4/no_robots": ("prompt prompt_id messages category", "ask -> say"),
     "allenai/tulu-3-sft-mixture": ("id messages source", "ask -> say"),
-    "HuggingFaceTB/smoltalk": ("messages source", "ask -> say"),
-    "m-a-p/Code-Feedback": ("id messages", "ask -> say"),
     "Open-Orca/SlimOrca": ("conversations", "ask -> say"),
     "teknium/OpenHermes-2.5": ("conversations source category", "ask -> say"),
-    "mlabonne/FineTome-100k": ("conversations source score", "ask -> say"),
     "open-thoughts/OpenThoughts-114k": ("system conversations", "system | ask -> say"),
-    "WizardLMTeam/WizardLM_evol_instruct_V2_196k": ("idx conversations", "ask -> say"),
     "timdettmers/openassistant-guanaco": ("text", "text"),
-    "roneneldan/TinyStories": ("text", "text"),
-    "Salesforce/wikitext": ("text", "text"),
     "allenai/c4": ("text timestamp url", "text"),
 }
-"""columns, and the texts that a row becomes"""
+"""columns, and the texts that a row becomes; one set of those with the same columns"""
 ASKED = {
     "nvidia/OpenMathInstruct-2": ("problem generated_solution expected_answer", "not recognized"),
     "FreedomIntelligence/medical-o1-reasoning-SFT": (
