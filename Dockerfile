@@ -8,13 +8,16 @@ LABEL org.opencontainers.image.title="loft" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${COMMIT}"
-# Triton compiles the launchers of its kernels when they are first used.
+# Triton compiles the launchers of its kernels when they are first used. No pins: Debian drops a
+# package's version when it mends it.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 loft \
     && install --directory --owner=loft /loft /shared
-USER loft
+# A number, by which Kubernetes sees that it is not root (runAsNonRoot).
+USER 1000
 WORKDIR /loft
 RUN python3 -m venv .venv
 COPY --chown=loft . .

