@@ -137,6 +137,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self.train_examples, self.val_examples = data.train_examples, data.val_examples
         self._data, self.report = data, data.report()
         self._check_verdicts()
+        self._check_classes()
         if len(mixture := self.mixture_report()) > 1:
             self.report.mixture = describe_mixture(mixture)
 
@@ -151,6 +152,26 @@ class FinetuneDataModule(lightning.LightningDataModule):
             raise DataError(
                 f"all {num_rows:,} rows to train on have the label {verdict}: objective=kto learns "
                 f"from both kinds of answers; add rows with the label {other}"
+            )
+
+    def _check_classes(self) -> None:
+        """Raise DataError if validation rows have a class that no row to train on has."""
+        labels = self._spec.model.labels
+        if len(labels) < 2 or self._config.streaming:
+            return
+        trained, validated = (
+            {int(each) for each in np.unique(examples.row_labels)}
+            for examples in (self.train_examples, self.val_examples)
+        )
+        if self._spec.model.is_multi_label:
+            trained, validated = (
+                {index for index in range(len(labels)) if any(each >> index & 1 for each in of)}
+                for of in (trained, validated)
+            )
+        if unknown := [labels[index] for index in sorted(validated - trained)]:
+            raise DataError(
+                f"validation rows have the label {', '.join(unknown)}, and no row to train on has: "
+                "add such rows, or take these out of data.val_datasets or data.datasets"
             )
 
     def summary(self) -> list[str]:

@@ -23,6 +23,7 @@ from app.model.adapter import (
     find_targets,
 )
 from app.model.base import ModelConfig
+from app.model.classifier import HEAD
 from app.model.description import INPUT_EMBEDDING, describe_config
 from app.model.patterns import by_key
 from app.model.quantization import QuantizationConfig
@@ -87,7 +88,8 @@ class PlannedModel:
     is_pair: bool
     """whether the model is an encoder-decoder"""
     has_head: bool = True
-    """whether logits are computed: false for the layers of a pipeline's earlier stages"""
+    """whether logits are computed: false for the layers of a pipeline's earlier stages, and with a
+    head for classes or a reward"""
 
     @property
     def num_layers(self) -> int:
@@ -262,8 +264,16 @@ def build_planned_model(
     """Return the model that a run would build; UserError if the adapter does not match it."""
     planned = model_from_config_json(
         config.path or "model.architecture", config_json, adapter, precision
-    )
-    return planned or model_from_meta(config, config_json, adapter, precision)
+    ) or model_from_meta(replace(config, labels=[]), config_json, adapter, precision)
+    if not config.labels:
+        return planned
+    shape = (len(config.labels), planned.widths.hidden)
+    trained = Weight(shape, dtype_bytes(precision, trains=True), True)
+    head = {f"{HEAD}.weight": trained}
+    if not isinstance(adapter, FullConfig):  # modules_to_save: a copy beside the head
+        frozen = Weight(shape, dtype_bytes(precision, trains=False), False)
+        head = {f"{HEAD}.weight": frozen, f"{HEAD}.modules_to_save.weight": trained}
+    return replace(planned, head=head, has_head=False)
 
 
 def model_from_config_json(

@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 
-from app.config import conf_files, load_config
+from app.config import conf_files, load_config, settings_of
+from app.model.build import build_model
 from app.model.families import LayerKind, family_of
 from app.planning.activations import LayerExecution
-from app.planning.planned_model import PlannedModel, model_from_config_json, model_from_meta
+from app.planning.memory import estimate_gpu_memory
+from app.planning.planned import plan_run
+from app.planning.planned_model import (
+    PlannedModel,
+    build_planned_model,
+    model_from_config_json,
+    model_from_meta,
+)
+from app.planning.speed import estimate_flops
 from app.planning.states import WeightBytes, size_for
 from app.strategy.settings import DdpConfig
 
@@ -61,6 +70,37 @@ def test_config_json_and_modules_agree(words: tuple[str, ...]) -> None:
 def test_a_tied_head_is_counted_once() -> None:
     config = load_config("train", ["model=llama3b", "data=dolly"])
     compare(config, config.model.architecture | SMALL)
+
+
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+@pytest.mark.parametrize("base", ["llama3b", "llama8b"])  # one ties its head
+def test_a_head_for_classes_stands_in_place_of_that_of_the_vocabulary(
+    base: str, adapter: str
+) -> None:
+    words = [f"model={base}", "data=classes", "objective=classify", "strategy=single"]
+    config = load_config("train", [*words, f"adapter={adapter}", "model.labels=[a,b,c]"])
+    numbers = config.model.architecture | SMALL
+    planned = build_planned_model(config.model, numbers, config.adapter, "bf16")
+    built = build_model(
+        replace(config.model, path=None, from_scratch=True, architecture=numbers),
+        *(config.quantization, "sdpa", config.adapter, config.recompute, "bf16"),
+        on_meta=True,
+    )
+    norms = sum(weight.numel() for name, weight in built.named_parameters() if "norm" in name)
+    for trains in (True, False):
+        weights = [each for each in built.parameters() if each.requires_grad == trains]
+        left_out = norms if trains == (adapter == "full") else 0
+        expected = sum(each.numel() for each in weights) - left_out
+        assert planned.count(trained=trains) == expected
+    run = plan_run(config, settings_of("hardware", "h100"), numbers, model=planned, strategies={})[
+        0
+    ]
+    assert estimate_gpu_memory(run).loss == 0
+    head = 2 * planned.widths.vocabulary * planned.widths.hidden
+    sft = replace(run, model=replace(planned, head={}, has_head=True))
+    trained = 3 if adapter == "full" else 2
+    added = estimate_flops(sft).total - estimate_flops(run).total
+    assert added == pytest.approx(trained * head)
 
 
 def test_a_token_meets_some_of_the_experts() -> None:

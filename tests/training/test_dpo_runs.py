@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from app.config import run_verb
+from app.train import train
+from app.training.objective.pairs import PairObjective, base_log_probs
 from tests.conftest import read_column
 from tests.in_process import run_command
 from tests.reliability.shell import Shell
@@ -53,6 +57,20 @@ FIGURES = ("loss", "loss/pairs", "accuracy", "margin/pairs", "chosen_log_prob/pa
 def test_what_does_not_go_with_pairs_is_refused(words: list[str], said: str) -> None:
     result = run_command(*BASE, *words)
     assert result.code == 2 and said in result.stderr
+
+
+def test_a_wrong_first_step_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def of_other_answers(self: PairObjective, *given: Any) -> torch.Tensor | None:
+        return base_log_probs(*given).flip(1)
+
+    monkeypatch.setattr(PairObjective, "reference", of_other_answers)
+    monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
+    code = run_verb("train", train, words=[*RUN, *ONE, f"output.dir={tmp_path / 'run'}"])
+    assert code == 4
+    assert "step 1: the loss of objective=dpo is" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "adapter").exists()
 
 
 @pytest.fixture(scope="module")

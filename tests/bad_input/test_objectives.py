@@ -1,0 +1,89 @@
+"""Rows that do not go with an objective end a run with exit code 2, their place, and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import run_verb
+from app.train import train
+from tests.tiny import small_run
+
+Rows = list[dict[str, Any]]
+
+
+def chat(prompt: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+CLASSES = [
+    *("objective=classify", "model.labels=[a,b,c]"),
+    *("data.val_datasets=[{path: VALIDATED}]", "data.val_set_size=0"),
+]
+CASES: dict[str, tuple[list[str], Rows, list[str]]] = {
+    "a pair without a difference": (
+        ["objective=dpo"],
+        [{"prompt": f"Say {n}.", "chosen": f"{n}", "rejected": f"{n}"} for n in range(3)],
+        ["no row of 3 is left", "rows.jsonl:1", "a pair of equal answers"],
+    ),
+    "different prompts": (
+        ["objective=dpo"],
+        [{"chosen": chat("Say 1.", "1"), "rejected": chat("Say 2.", "2")}],
+        ["rows.jsonl:1 chosen begins with 'Say 1.'", "need the same prompt before them"],
+    ),
+    "answers without a shared beginning": (
+        ["objective=dpo"],
+        [{"chosen": chat("Say 1.", "1")[1:], "rejected": chat("Say 1.", "2")[1:]}],
+        ["rows.jsonl:1 chosen and rejected have no prompt", "give it in a column 'prompt'"],
+    ),
+    "a verdict that is no boolean": (
+        ["objective=kto"],
+        [{"prompt": "Say 1.", "completion": "1", "label": "maybe"}],
+        ["rows.jsonl:1 label is 'maybe'; write true"],
+    ),
+    "verdicts of one kind": (
+        ["objective=kto"],
+        [{"prompt": f"Say {n}.", "completion": f"{n}", "label": 1} for n in range(9)],
+        ["have the label true", "add rows with the label false, or type objective=sft"],
+    ),
+    "a class of validation rows only": (
+        CLASSES,
+        [{"text": f"Text {n}.", "label": "ab"[n % 2]} for n in range(9)],
+        ["validation rows have the label c, and no row to train on has: add such rows"],
+    ),
+    "one of several classes": (
+        [*CLASSES, "model.multi_label=true"],
+        [{"text": f"Text {n}.", "label": ["a", "b"]} for n in range(9)],
+        ["validation rows have the label c, and no row to train on has"],
+    ),
+    "preferences with objective=sft": (
+        ["objective=sft"],
+        [{"prompt": "Say 1.", "chosen": "1", "rejected": "2"}],
+        ["rows.jsonl:1", "type objective=dpo", "columns: {completion: chosen}"],
+    ),
+    "answers with objective=dpo": (
+        ["objective=dpo"],
+        [{"instruction": "Say 1.", "output": "1"}],
+        ["rows.jsonl:1 missing 'chosen'", "type objective=sft"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_that_do_not_go_with_an_objective_are_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, rows, said = CASES[name]
+    file, validated = tmp_path / "rows.jsonl", tmp_path / "validated.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    validated.write_text(json.dumps({"text": "Another text.", "label": "c"}))
+    words = [word.replace("VALIDATED", str(validated)) for word in words]
+    os.environ.pop("LOFT_RUN_DIR", None)
+    common = [f"data.datasets=[{{path: {file}}}]", f"output.dir={tmp_path / 'run'}"]
+    assert run_verb("train", train, words=small_run(*words, *common)) == 2
+    stderr = capsys.readouterr().err
+    assert [text for text in said if text not in stderr] == []
