@@ -32,6 +32,7 @@ from app.strategy.settings import (
     StrategyConfig,
     ZeroConfig,
     context_parallel_size,
+    expert_parallel_size,
     with_states_of,
     words_of,
 )
@@ -88,7 +89,7 @@ def list_candidates(
             for name, strategy in strategies.items()
             if name in (*SINGLE_GPU_STRATEGIES, config.strategy.name)
         }
-    for base, overrides in _shardings(config, hardware, strategies):
+    for base, overrides in _shardings(config, hardware, strategies, model.expert_layers > 0):
         if check_planned(base, hardware, config_json):
             continue
         try:
@@ -100,36 +101,40 @@ def list_candidates(
             if config.trainer.compile and mode == "selective":
                 continue
             found += _of_micro_batches(config, base, run, size, mode, overrides)
-    found = _worth_splitting(found, context_parallel_size(config.strategy))
+    found = _worth_splitting(found, config.strategy)
     return sorted(
         found, key=lambda each: (not each.fits, -each.speed.tokens_per_second, len(each.overrides))
     )
 
 
-def _worth_splitting(found: list[Candidate], typed: int) -> list[Candidate]:
-    """Leave out candidates whose ranks share rows without a gain; `typed`: ranks that do anyway."""
+def _worth_splitting(found: list[Candidate], typed: StrategyConfig) -> list[Candidate]:
+    """Leave out candidates that split rows or experts, other than `typed` does, without a gain."""
+    sizes = context_parallel_size(typed), expert_parallel_size(typed)
 
     def speed(candidates: Iterable[Candidate]) -> float:
         return max((e.speed.tokens_per_second for e in candidates if e.fits), default=0.0)
 
     whole: dict[tuple[str, str], list[Candidate]] = defaultdict(list)
     for each in found:
-        if each.run.context_size == typed:
+        if (each.run.context_size, each.run.expert_size) == sizes:
             whole[each.kind].append(each)
     return [
         each
         for each in found
-        if each.run.context_size == typed
+        if (each.run.context_size, each.run.expert_size) == sizes
         or is_worth_splitting(speed([each]), speed(whole[each.kind]))
     ]
 
 
 def _shardings(
-    config: TrainConfig, hardware: HardwareConfig, strategies: Mapping[str, StrategyConfig]
+    config: TrainConfig,
+    hardware: HardwareConfig,
+    strategies: Mapping[str, StrategyConfig],
+    has_experts: bool,
 ) -> Iterator[tuple[TrainConfig, tuple[str, ...]]]:
     """Yield the settings with each strategy and quantization, with the overrides for them.
 
-    Strategies that `auto` splits rows or layers under come with each such split, too.
+    Strategies that `auto` splits rows, layers or experts under come with each such split, too.
     """
     quantizations = {config.quantization.method: config.quantization}
     if not saves_whole_model(config.adapter):
@@ -137,7 +142,7 @@ def _shardings(
             quantizations.setdefault(method, QuantizationConfig(method=method))
     for name, strategy in strategies.items():
         mine = config.strategy if config.strategy.name == name else strategy
-        splits = splits_of(mine, hardware) if name in SPLITTING else ()
+        splits = splits_of(mine, hardware, has_experts) if name in SPLITTING else ()
         for each, (method, quantization) in product((mine, *splits), quantizations.items()):
             overrides: tuple[str, ...] = ()
             if name != config.strategy.name:

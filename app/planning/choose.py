@@ -21,6 +21,7 @@ from app.planning.memory import (
 from app.planning.speed import KERNEL_ERROR, estimate_speed
 from app.planning.states import ModelSize
 from app.strategy.settings import (
+    FsdpConfig,
     PipelineConfig,
     RanksConfig,
     StrategyConfig,
@@ -31,7 +32,7 @@ from app.strategy.settings import (
 from app.training.micro_batch import can_probe_micro_batch, divisors
 
 SPLITTING = ("ddp", "fsdp", "fsdp_hybrid", "fsdp_pp")
-"""strategies of which those with shared rows, or with stages on nodes, are considered"""
+"""strategies of which those with shared rows, split experts or stages on nodes are considered"""
 UNTRIED_SHARE = 0.8
 """share of the memory for activations that is used if no micro-batch is tried on the device"""
 
@@ -92,10 +93,10 @@ def choose_strategy(
     """Choose the strategy with the least communication under which a rank fits its GPU.
 
     Ranks of a node share each row if otherwise nothing fits, or only with layers computed twice,
-    and nodes with slow links become stages, if that is worth it. `modes`: recompute modes that may
-    be used. `is_stored`: whether the base's files are quantized. `has_micro_batch`: whether its
-    size is given. `allows`: whether the other settings allow a split. The strategy of `run` itself
-    is ignored.
+    or hold different experts, and nodes with slow links become stages, if that is worth it.
+    `modes`: recompute modes that may be used. `is_stored`: whether the base's files are quantized.
+    `has_micro_batch`: whether its size is given. `allows`: whether the other settings allow a
+    split. The strategy of `run` itself is ignored.
     """
     choice = _choose_whole(run, strategies, modes, is_stored=is_stored, has_deepspeed=has_deepspeed)
     whole = StrategyChoice(strategies[choice.name], choice.reason)
@@ -105,14 +106,14 @@ def choose_strategy(
     without = expected(run.under(whole.strategy))
     if without is not None and known_card(run.hardware.name, run.hardware.memory_gib) is None:
         return whole  # nobody knows what would be faster
-    # Sharing rows takes the place of computing layers twice; stages, that of sending weights.
+    # Sharing rows takes the place of computing layers twice; the others, of sending weights.
     shares_rows = without is None or without.recompute in WHOLE_LAYERS
     shards = not is_stored and run.quantization.method != "int8"
     names = [name for name in SPLITTING if name in strategies and (shards or name == "ddp")]
     splits = [
         split
         for name in names
-        for each in splits_of(strategies[name], run.hardware)
+        for each in splits_of(strategies[name], run.hardware, run.model.expert_layers > 0)
         if (shares_rows or context_parallel_size(each) == 1)
         and allows(under := run.under(each))
         and (split := expected(under)) is not None
@@ -128,6 +129,8 @@ def choose_strategy(
 def _split_reason(split: PlannedRun, without: PlannedRun | None) -> str:
     """Say what a split run gains; `without`: the run without the split, if that fits."""
     who = f"stages on the {split.num_nodes} nodes, whose links are slow,"
+    if split.expert_size > 1:
+        who = f"{split.expert_size} ranks that hold different experts"
     if split.context_size > 1:
         who = f"{split.context_size} ranks that share each row of {split.sequence_len:,} tokens"
     if without is None:
@@ -141,8 +144,10 @@ def _tokens_per_second(run: PlannedRun | None) -> float:
     return 0.0 if run is None else estimate_speed(run).tokens_per_second
 
 
-def splits_of(strategy: StrategyConfig, hardware: HardwareConfig) -> Iterator[StrategyConfig]:
-    """Yield a strategy with rows shared by ranks of a node, or stages on nodes with slow links.
+def splits_of(
+    strategy: StrategyConfig, hardware: HardwareConfig, has_experts: bool
+) -> Iterator[StrategyConfig]:
+    """Yield a strategy with rows or experts split over ranks of a node, or stages on slow nodes.
 
     The fewest ranks come first. Tensor parallelism splits the matrices of a stage over its node.
     """
@@ -153,6 +158,9 @@ def splits_of(strategy: StrategyConfig, hardware: HardwareConfig) -> Iterator[St
     elif isinstance(strategy, RanksConfig) and context_parallel_size(strategy) == 1:
         for size in divisors(ranks)[1:]:
             yield replace(strategy, context_parallel_size=size)
+        if isinstance(strategy, FsdpConfig) and has_experts and strategy.expert_parallel_size == 1:
+            for size in divisors(ranks)[1:]:
+                yield replace(strategy, expert_parallel_size=size)
 
 
 def is_worth_splitting(speed: float, whole: float) -> bool:

@@ -262,10 +262,11 @@ def describe_split(config: StrategyConfig, ranks_per_node: int) -> str:
 
 
 def words_of(config: StrategyConfig) -> str:
-    """Return what to type after `strategy=`: the name, and the sizes by which ranks share rows."""
+    """Return what to type after `strategy=`: the name, and the sizes by which ranks split work."""
     sizes = {
         "context_parallel_size": context_parallel_size(config),
         "pipeline_parallel_size": pipeline_parallel_size(config),
+        "expert_parallel_size": expert_parallel_size(config),
     }
     if isinstance(config, PipelineConfig):
         sizes["tensor_parallel_size"] = config.tensor_parallel_size or 1

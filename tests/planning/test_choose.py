@@ -123,6 +123,7 @@ def test_the_strategy_with_the_least_communication_that_fits(
 
 
 ROWS = "model=llama8b hardware=8xh100 model.context_len={n} data.sequence_len={n}"
+MIXTURE = "model=qwen3_30b_a3b hardware="
 
 
 @pytest.mark.parametrize(
@@ -136,9 +137,11 @@ ROWS = "model=llama8b hardware=8xh100 model.context_len={n} data.sequence_len={n
         (ROWS.format(n=131072) + " adapter=full", "fsdp strategy.context_parallel_size=4", 32),
         (ROWS.format(n=2**20), "ddp strategy.context_parallel_size=2", 16),
         (ROWS.format(n=2**20) + " quantization=int8", "ddp strategy.context_parallel_size=4", 32),
+        (MIXTURE + "8xh100 adapter=full", "fsdp strategy.expert_parallel_size=2", 8),
+        (MIXTURE + "8xh100", "ddp", 8),  # sends only the adapter's gradients
     ],
 )  # fmt: skip
-def test_rows_and_layers_are_split_where_that_is_needed_or_faster(
+def test_rows_layers_and_experts_are_split_where_that_is_needed_or_faster(
     words: str, typed: str, packs: int
 ) -> None:
     """By more than the estimate's error; ranks take as many packs per step as before."""
