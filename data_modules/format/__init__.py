@@ -1,45 +1,22 @@
 """Convert rows of named formats to conversations, documents or tokens."""
 
-from data_modules.format.columns import sort_unread
-from data_modules.format.fields import (
-    EmptyAnswerError,
-    MissingColumnError,
-    RowError,
-    find_kwargs_problems,
-)
-from data_modules.format.format import (
-    FORMATS,
-    check_columns,
-    check_format,
-    check_guessed,
-    convert_row,
-    guess_format,
-    unread_in,
-)
-from data_modules.format.labels import CLASSIFICATION, KTO, label_of, labels_of, with_other_answers
-from data_modules.format.meaning import MeaningError
-from data_modules.format.preference import PREFERENCE
-from data_modules.format.turns import ROLES
-
-__all__ = [
-    "CLASSIFICATION",
-    "FORMATS",
-    "KTO",
-    "PREFERENCE",
-    "ROLES",
-    "EmptyAnswerError",
-    "MeaningError",
-    "MissingColumnError",
-    "RowError",
-    "check_columns",
-    "check_format",
-    "check_guessed",
-    "convert_row",
-    "find_kwargs_problems",
-    "guess_format",
-    "label_of",
-    "labels_of",
-    "sort_unread",
-    "unread_in",
-    "with_other_answers",
-]
+from data_modules.format.columns import sort_unread as sort_unread
+from data_modules.format.fields import EmptyAnswerError as EmptyAnswerError
+from data_modules.format.fields import MissingColumnError as MissingColumnError
+from data_modules.format.fields import RowError as RowError
+from data_modules.format.fields import find_kwargs_problems as find_kwargs_problems
+from data_modules.format.format import FORMATS as FORMATS
+from data_modules.format.format import check_columns as check_columns
+from data_modules.format.format import check_format as check_format
+from data_modules.format.format import check_guessed as check_guessed
+from data_modules.format.format import convert_row as convert_row
+from data_modules.format.format import guess_format as guess_format
+from data_modules.format.format import unread_in as unread_in
+from data_modules.format.labels import CLASSIFICATION as CLASSIFICATION
+from data_modules.format.labels import KTO as KTO
+from data_modules.format.labels import label_of as label_of
+from data_modules.format.labels import labels_of as labels_of
+from data_modules.format.labels import with_other_answers as with_other_answers
+from data_modules.format.meaning import MeaningError as MeaningError
+from data_modules.format.preference import PREFERENCE as PREFERENCE
+from data_modules.format.turns import ROLES as ROLES

@@ -1,47 +1,24 @@
 """Reads rows from files, folders, URLs, the hub and the samples; each keeps its file and line."""
 
-from data_modules.source.hub import explain_refusal
-from data_modules.source.limits import MAX_ROW_BYTES, Limits
-from data_modules.source.locating import (
-    is_generated,
-    is_hub_id,
-    is_remote,
-    is_url,
-    name_of,
-)
-from data_modules.source.opening import MAX_RAW, BadRow, Budget, Chunk, open_regular
-from data_modules.source.slices import Part, check_split
-from data_modules.source.source import (
-    find_files,
-    fingerprint,
-    notes_on_files,
-    num_bytes,
-    read_chunks,
-    read_rows,
-    resolved_revision,
-)
-
-__all__ = [
-    "MAX_RAW",
-    "MAX_ROW_BYTES",
-    "BadRow",
-    "Budget",
-    "Chunk",
-    "Limits",
-    "Part",
-    "check_split",
-    "explain_refusal",
-    "find_files",
-    "fingerprint",
-    "is_generated",
-    "is_hub_id",
-    "is_remote",
-    "is_url",
-    "name_of",
-    "notes_on_files",
-    "num_bytes",
-    "open_regular",
-    "read_chunks",
-    "read_rows",
-    "resolved_revision",
-]
+from data_modules.source.hub import explain_refusal as explain_refusal
+from data_modules.source.limits import MAX_ROW_BYTES as MAX_ROW_BYTES
+from data_modules.source.limits import Limits as Limits
+from data_modules.source.locating import is_generated as is_generated
+from data_modules.source.locating import is_hub_id as is_hub_id
+from data_modules.source.locating import is_remote as is_remote
+from data_modules.source.locating import is_url as is_url
+from data_modules.source.locating import name_of as name_of
+from data_modules.source.opening import MAX_RAW as MAX_RAW
+from data_modules.source.opening import BadRow as BadRow
+from data_modules.source.opening import Budget as Budget
+from data_modules.source.opening import Chunk as Chunk
+from data_modules.source.opening import open_regular as open_regular
+from data_modules.source.slices import Part as Part
+from data_modules.source.slices import check_split as check_split
+from data_modules.source.source import find_files as find_files
+from data_modules.source.source import fingerprint as fingerprint
+from data_modules.source.source import notes_on_files as notes_on_files
+from data_modules.source.source import num_bytes as num_bytes
+from data_modules.source.source import read_chunks as read_chunks
+from data_modules.source.source import read_rows as read_rows
+from data_modules.source.source import resolved_revision as resolved_revision

@@ -1,17 +1,10 @@
 """Turn conversations and documents into token ids and their loss weights."""
 
-from data_modules.template.masking import MaskConfig
-from data_modules.template.named_templates import TEMPLATE_NAMES, TEMPLATES_WITH_TOOLS
-from data_modules.template.template import ChatTemplate, Prompt, RowProblem
-from data_modules.types import Encoded, Note
-
-__all__ = [
-    "TEMPLATES_WITH_TOOLS",
-    "TEMPLATE_NAMES",
-    "ChatTemplate",
-    "Encoded",
-    "MaskConfig",
-    "Note",
-    "Prompt",
-    "RowProblem",
-]
+from data_modules.template.masking import MaskConfig as MaskConfig
+from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
+from data_modules.template.named_templates import TEMPLATES_WITH_TOOLS as TEMPLATES_WITH_TOOLS
+from data_modules.template.template import ChatTemplate as ChatTemplate
+from data_modules.template.template import Prompt as Prompt
+from data_modules.template.template import RowProblem as RowProblem
+from data_modules.types import Encoded as Encoded
+from data_modules.types import Note as Note

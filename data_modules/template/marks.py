@@ -13,7 +13,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from data_modules.template.reasoning import split_reasoning
@@ -37,7 +37,10 @@ _GAP_PARTS = "kt"
 
 
 class Mark(NamedTuple):
-    """A mark in a text: `call` is the number of the call in its turn, or of the id in its chat."""
+    """A mark in a text, or the slot that it stands for in a skeleton.
+
+    `call` is the number of the call in its turn, or of the id in its chat.
+    """
 
     turn: int
     part: str
@@ -405,85 +408,66 @@ class RenderedChat(NamedTuple):
     lost: tuple[str, ...]
 
 
-class Slot(NamedTuple):
-    """The place of a row's text between two pieces of a skeleton; positions in the marked text.
-
-    Slots of calls (k) and tools (t) are gaps: the template writes their texts in its own way.
-    """
-
-    turn: int
-    part: str
-    call: int
-    start: int
-    end: int
-
-
 class _Position(NamedTuple):
     piece: int
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedText:
-    """The pieces of a marked text, and the slots between them."""
+class Skeleton:
+    """A marked text that is matched against the renders of rows, to find their turns.
 
-    pieces: list[str]
-    slots: list[Slot]
+    Its pieces are the template's own text; between two of them is the slot of a row's text. Slots
+    of calls (k) and tools (t) are gaps: the template writes their texts in its own way.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[str],
+        slots: Sequence[Mark],
+        spans: Sequence[tuple[TurnSpan, list[_Position]]],
+        suffix: str,
+        lost: tuple[str, ...],
+    ) -> None:
+        self._first = pieces[0]
+        self._steps = list(zip(slots, pieces[1:], strict=True))
+        self._spans, self._suffix, self._lost = spans, suffix, lost
 
     @classmethod
-    def split(
+    def build(
         cls,
         text: str,
         marks: Sequence[Mark],
-        calls: Iterable[tuple[int, int]],
+        answers: AnswerSpans,
         special: re.Pattern[str],
-    ) -> MarkedText | None:
-        """Split a marked text into pieces and slots; None if a gap has no end.
+        lost: tuple[str, ...],
+    ) -> Skeleton | None:
+        """Split a marked text; None if a gap has no end, or a span starts or ends inside a slot.
 
-        `calls` are the character ranges of calls. A gap ends at the next special token, which no
-        call and no tool changes; without one, at the end of the line.
+        A gap ends at the next special token, which no call and no tool changes; without one, at the
+        end of the line.
         """
-        slots = _find_slots(marks, dict(calls))
+        slots = _find_slots(marks, dict(answers.calls))
         for index, slot in enumerate(slots):
             if slot.part in _GAP_PARTS:
                 until = slots[index + 1].start if index + 1 < len(slots) else len(text)
-                ends = special.search(text, slot.end, until)
-                end = ends.start() if ends else text.find("\n", slot.end, until)
+                found = special.search(text, slot.end, until)
+                end = found.start() if found else text.find("\n", slot.end, until)
                 if end < 0:
                     return None
                 slots[index] = slot._replace(end=end)
         starts = [0, *(slot.end for slot in slots)]
-        piece_ends = [*(slot.start for slot in slots), len(text)]
-        pieces = [text[start:end] for start, end in zip(starts, piece_ends, strict=True)]
-        return cls(pieces, slots)
-
-    def locate(self, offset: int) -> _Position | None:
-        """Return the piece that holds a character of the marked text; None inside a slot."""
-        piece = bisect_right(self.slots, offset, key=lambda slot: slot.end)
-        start = self.slots[piece - 1].end if piece else 0
-        return (
-            _Position(piece, offset - start) if offset - start <= len(self.pieces[piece]) else None
-        )
-
-
-class Skeleton:
-    """A marked text that is matched against the renders of rows, to find their turns."""
-
-    def __init__(self, marked: MarkedText, answers: AnswerSpans, lost: tuple[str, ...]) -> None:
-        self._first = marked.pieces[0]
-        self._steps = [
-            (slot, piece) for slot, piece in zip(marked.slots, marked.pieces[1:], strict=True)
-        ]
-        self._spans: list[tuple[TurnSpan, _Position, _Position, _Position]] = []
-        self.is_whole = True
-        """whether every span starts and ends outside of the slots"""
+        ends = [*(slot.start for slot in slots), len(text)]
+        spans = []
         for span in answers.spans:
-            start, end, stop_end = map(marked.locate, (span.start, span.end, span.stop_end))
-            if start and end and stop_end:
-                self._spans.append((span, start, end, stop_end))
-            else:
-                self.is_whole = False
-        self._suffix, self._lost = answers.suffix, lost
+            places = []
+            for offset in (span.start, span.end, span.stop_end):
+                piece = bisect_right(starts, offset) - 1
+                if offset > ends[piece]:
+                    return None
+                places.append(_Position(piece, offset - starts[piece]))
+            spans.append((span, places))
+        pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
+        return cls(pieces, slots, spans, answers.suffix, lost)
 
     def match(self, text: str, chat: Chat) -> RenderedChat | None:
         """Return the turns in the render of `chat`; None if any character differs."""
@@ -515,16 +499,13 @@ class Skeleton:
             position = end + len(piece)
         if position != len(text):
             return None
+
+        def at(place: _Position) -> int:
+            return starts[place.piece] + place.offset
+
         spans = [
-            TurnSpan(
-                span.turn,
-                starts[start.piece] + start.offset,
-                starts[end.piece] + end.offset,
-                starts[stop_end.piece] + stop_end.offset,
-                span.stop,
-                span.other_prompt,
-            )
-            for span, start, end, stop_end in self._spans
+            TurnSpan(span.turn, at(start), at(end), at(stop_end), span.stop, span.other_prompt)
+            for span, (start, end, stop_end) in self._spans
         ]
         return RenderedChat(*append_stop(text, spans, self._suffix), self._lost)
 
@@ -538,23 +519,23 @@ def append_stop(text: str, spans: list[TurnSpan], suffix: str) -> tuple[str, lis
     return whole, [span._replace(stop_end=len(whole)) if span is last else span for span in spans]
 
 
-def _find_slots(marks: Sequence[Mark], calls: dict[int, int]) -> list[Slot]:
+def _find_slots(marks: Sequence[Mark], calls: dict[int, int]) -> list[Mark]:
     """Return the slots of a marked text: one for each mark, but one for all marks of a gap."""
-    slots: list[Slot] = []
+    slots: list[Mark] = []
     for mark in marks:
         if slots and mark.end <= slots[-1].end:
             continue  # inside a call
         end = calls.get(mark.start)
         if end is not None:
-            slots.append(Slot(mark.turn, "k", 0, mark.start, end))
+            slots.append(Mark(mark.turn, "k", 0, mark.start, end))
         elif slots and mark.turn == TOOLS == slots[-1].turn:
             slots[-1] = slots[-1]._replace(end=mark.end)
         else:
-            slots.append(Slot(*mark))
+            slots.append(mark)
     return slots
 
 
-def _gap_end(text: str, position: int, piece: str, slot: Slot, chat: Chat) -> int:
+def _gap_end(text: str, position: int, piece: str, slot: Mark, chat: Chat) -> int:
     """Return where a gap ends; -1 if `piece` does not follow, or occurs in the gap's own texts."""
     values: Iterable[object] = (
         chat.tools

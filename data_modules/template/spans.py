@@ -26,7 +26,6 @@ from data_modules.template.marks import (
     WRAPS,
     AnswerSpans,
     Mark,
-    MarkedText,
     MarkRun,
     RenderedChat,
     Skeleton,
@@ -546,15 +545,12 @@ class SpanFinder:
         if isinstance(text, RowRefusedError) or marks is None:
             return None
         answers = self._answers.find(chat, text, marks)
-        marked = MarkedText.split(text, marks, answers.calls, self._answers.special)
-        if marked is None:
-            return None
         spans = self._all_spans(chat, text, marks, answers)
         lost = _find_lost(chat, marks, answers)
         if chat.tools and not any(mark.turn == TOOLS for mark in marks):
             lost = ("lost_tools", *lost)
-        skeleton = Skeleton(marked, answers._replace(spans=spans), lost)
-        return skeleton if skeleton.is_whole else None
+        answers = answers._replace(spans=spans)
+        return Skeleton.build(text, marks, answers, self._answers.special, lost)
 
     def _all_spans(
         self, chat: Chat, text: str, marks: Sequence[Mark], answers: AnswerSpans
