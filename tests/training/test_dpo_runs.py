@@ -194,16 +194,3 @@ def test_objectives_without_a_reference_train_all_weights(
     shell.train_into(tmp_path, *words, *ONE, f"objective={objective}", "adapter=full")
     losses = read_column(tmp_path, "val/loss")
     assert losses[3] < losses[0]
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_bit_for_bit(whole: Path, shell: Shell, tmp_path: Path) -> None:
-    cut, words = tmp_path / "cut", [*RUN, *ONE, "trainer.checkpoint.every_steps=1", "resume=auto"]
-    shell.train_into(cut, *words, "faults=[rank_killed@3]", code=-9)
-    shell.train_into(cut, *words)
-    for column in ("train/loss", "train/margin", "val/loss", "val/accuracy"):
-        assert read_column(cut, column)[3] == read_column(whole, column)[3]
-    before, after = (
-        load_file(run / "adapter" / "adapter_model.safetensors") for run in (whole, cut)
-    )
-    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -79,11 +79,15 @@ def test_every_option_is_tried_here() -> None:
 # Parity with the libraries' own loops.
 
 
-def plain_adamw(matrices: Any, vectors: Any, vocabulary: Any) -> list[Any]:
-    groups = [
+def decayed(matrices: Any, vectors: Any, vocabulary: Any) -> list[dict[str, Any]]:
+    return [
         {"params": [*vocabulary, *matrices], "weight_decay": 0.1},
         {"params": vectors, "weight_decay": 0.0},
     ]
+
+
+def plain_adamw(matrices: Any, vectors: Any, vocabulary: Any) -> list[Any]:
+    groups = decayed(matrices, vectors, vocabulary)
     return [torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, fused=True)]
 
 
@@ -122,13 +126,13 @@ def plain_muon(matrices: Any, vectors: Any, vocabulary: Any) -> list[Any]:
 
 
 def plain_schedule_free(matrices: Any, vectors: Any, vocabulary: Any) -> list[Any]:
-    groups = [
-        {"params": [*vocabulary, *matrices], "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
     return [
         schedulefree.AdamWScheduleFree(
-            groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, warmup_steps=WARMUP
+            decayed(matrices, vectors, vocabulary),
+            lr=1e-2,
+            betas=(0.8, 0.95),
+            eps=1e-6,
+            warmup_steps=WARMUP,
         )
     ]
 

@@ -28,21 +28,8 @@ from common.errors import UserError
 from tests.report.test_run_page import write_run
 
 WRONG = [None, True, -1, 10**400, "x", [3], [{}], {"a": [1]}]
-DOCUMENTS = [
-    "",
-    "null",
-    "3",
-    '"x"',
-    "[]",
-    "[3]",
-    "[[]]",
-    "{}",
-    "x",
-    "{",
-    "\x00",
-    "[" * 99,
-    "1" * 5000,
-]
+DOCUMENTS = ["", "null", "3", '"x"', "[]", "[3]", "[[]]", "{}", "x", "{", "\x00", "[" * 99]
+DOCUMENTS += ["1" * 5000]
 TABLES = [
     "a,b\n1,2\n", "step,step\n1,2\n", "step,val/loss\nx,2\n", "step,val/loss\n1,2,3\n",
     "step,val/loss\n1,y\n2,1\n", "step,val/loss\n-1,2\n", "step\n" + "9" * 5000 + "\n",
