@@ -4,7 +4,9 @@ A frozen matrix is quantized once, with one scale per output feature; activation
 token. For the gradient of the input, the weight's scales are multiplied into the incoming gradient
 before that is quantized per token. A trained matrix stays in its dtype and is quantized in every
 pass, as torchao's row-wise recipe does it: both operands of each of the three products along the
-dimension that is summed over. Adapters, head, embeddings, norms and routers stay in their dtype.
+dimension that is summed over. Adapters, head, embeddings, norms and routers stay in their dtype,
+and the last decoder layer of a frozen base: its rounding cost more loss than that of all others in
+a model of 30 layers (docs/choosing.md).
 The formats, and scaling by the largest magnitude: arXiv 2209.05433.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +25,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from app.model.layers import repeated_layers
 from app.model.patterns import is_inside
+from app.model.quantization import num_layers_in_fp8
 from app.model.weight_reads import find_bypassed_linears
 from common.errors import UserError
 from common.text import percent
@@ -281,19 +284,23 @@ def quantize_to_fp8(
 ) -> None:
     """Replace the linear layers of a base by quantized ones, and freeze the base.
 
-    Layers stay as they are if a width is no multiple of 16, if they are routers or the head, or if
-    the model reads their weight without calling them. Each is quantized on `device`, and moved back
-    to its own. `dtype`: of adapters. UserError if nothing, or too little of the layers, can be
-    quantized.
+    Layers stay as they are if a width is no multiple of 16, if they are routers, the head or in the
+    last decoder layer, or if the model reads their weight without calling them. Each is quantized
+    on `device`, and moved back to its own. `dtype`: of adapters. UserError if nothing, or too
+    little of the layers, can be quantized.
     """
     model.requires_grad_(False)
+    decoder_layers = repeated_layers(model)
+    kept = decoder_layers[num_layers_in_fp8(len(decoder_layers)) :]
     for name, layer in _find_layers(model).items():
+        if is_inside(name, kept):
+            continue
         parent, _, child = name.rpartition(".")
         weight = layer.weight.data
         on_device = weight.to(weight.device if device is None or weight.is_meta else device)
         quantized = Fp8Linear(layer, quantize_weight(on_device), dtype)
         setattr(model.get_submodule(parent), child, quantized.to(weight.device))
-    _check_share(model)
+    _check_share(model, kept)
 
 
 def _find_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
@@ -337,9 +344,14 @@ def restore_trained_layers(model: torch.nn.Module) -> None:
             module.__class__ = torch.nn.Linear
 
 
-def _check_share(model: PreTrainedModel) -> None:
+def _check_share(model: PreTrainedModel, kept: Sequence[str]) -> None:
+    """Raise UserError if too little is quantized of the layers that are not `kept` on purpose."""
     ends = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings())}
-    matrices = [w for w in model.parameters() if w.ndim >= 2 and id(w) not in ends]
+    matrices = [
+        weight
+        for name, weight in model.named_parameters()
+        if weight.ndim >= 2 and id(weight) not in ends and not is_inside(name, kept)
+    ]
     total = sum(weight.numel() for weight in matrices)
     quantized = sum(weight.numel() for weight in matrices if weight.dtype == torch.uint8)
     kind = model.config.model_type

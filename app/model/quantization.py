@@ -38,14 +38,24 @@ MAX_UNQUANTIZED = 0.1
 it would need far more memory than the requested quantization"""
 
 
+MIN_LAYERS_TO_KEEP_ONE = 10
+"""decoder layers from which on `fp8` leaves the last one as it is"""
+
+
 @dataclass(kw_only=True, slots=True)
 class QuantizationConfig:
     method: str = setting("none", choices=("none", "nf4", "int8", "fp8"))
     """none, nf4 (QLoRA, 4 bits a weight, arXiv 2305.14314), int8 (LLM.int8(), 2208.07339; keeps
     each layer's input for the backward also under recompute) or fp8 (e4m3, whose products are
-    computed in FP8 too: for GPUs of compute capability 8.9 or newer)"""
+    computed in FP8 too: for GPUs of compute capability 8.9 or newer; of ten decoder layers or more,
+    the last one stays as it is)"""
     double_quant: bool = True
     """nf4: quantize the scales as well (0.4 bits a weight less)"""
+
+
+def num_layers_in_fp8(num_layers: int) -> int:
+    """Return how many decoder layers, from the first on, `fp8` quantizes of so many."""
+    return num_layers - (num_layers >= MIN_LAYERS_TO_KEEP_ONE)
 
 
 def quantization_settings(

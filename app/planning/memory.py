@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from app.model.attention.backends import MAX_FLASH_HEAD_DIM
 from app.model.chunks import FEED_FORWARD_TOKENS
-from app.model.quantization import QuantizationConfig
+from app.model.quantization import QuantizationConfig, num_layers_in_fp8
 from app.model.recompute import WHOLE_LAYERS
 from app.planning.activations import (
     FP32,
@@ -106,6 +106,12 @@ class PlannedRun:
         """Share of the decoder layers that train with products in FP8."""
         inner = max(0, self.model.num_layers - 2)
         return self.trains_in_fp8 * inner / max(1, self.model.num_layers)
+
+    @property
+    def base_share_in_fp8(self) -> float:
+        """Share of the decoder layers whose frozen matrices are in FP8."""
+        is_in_fp8 = self.quantization.method == "fp8"
+        return is_in_fp8 * num_layers_in_fp8(self.model.num_layers) / max(1, self.model.num_layers)
 
     @property
     def num_ranks(self) -> int:

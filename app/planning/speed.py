@@ -320,7 +320,7 @@ def _product_seconds(run: PlannedRun, flops: Flops) -> float:
     """Return the seconds of a token's matrix products."""
     whole = flops.products + flops.recomputed_products
     rate = _product_share(run.hardware) * _full_rate(run)
-    in_fp8 = flops.frozen if run.quantization.method == "fp8" else 0.0
+    in_fp8 = run.base_share_in_fp8 * flops.frozen
     if run.share_in_fp8:
         in_fp8 = run.share_in_fp8 * (whole - 6.0 * run.model.head_weights)
     if not in_fp8:
@@ -385,7 +385,7 @@ def _dequantized(run: PlannedRun) -> float:
         inputs = 2 * widths.hidden + widths.query + widths.feed_forward
         values = run.model.num_layers * (forwards * inputs + widths.outputs)
         transposed = FP8_TRANSPOSED * run.model.multiplied(trained=False)
-        return transposed + FP8_INPUTS * values * run.tokens
+        return run.base_share_in_fp8 * (transposed + FP8_INPUTS * values * run.tokens)
     passes = run.runs_base + (3 if run.recompute in WHOLE_LAYERS else 2)
     return passes * DEQUANTIZED[run.quantization.method] * run.model.multiplied(trained=False)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from app.model.quantization import QuantizationConfig
+from app.model.quantization import QuantizationConfig, num_layers_in_fp8
 from app.planning.planned_model import EXPERTS, PlannedModel, Weights
 from app.strategy.settings import (
     MAX_UNSHARDED_SHARE,
@@ -161,10 +161,15 @@ def size_for(
     layout = WeightLayout(precision, quantization, weight_shards, tensor_size, experts)
     of_ends = replace(layout, quantization=QuantizationConfig())  # they are never quantized
     plan = model.plan if tensor_size > 1 else {}
-    layers = sum(
-        (sum_weight_bytes(weights, layout, plan) * times for weights, times in model.layers),
-        WeightBytes(),
-    )
+
+    def sum_layers(layout: WeightLayout) -> WeightBytes:
+        parts = (sum_weight_bytes(weights, layout, plan) * times for weights, times in model.layers)
+        return sum(parts, WeightBytes())
+
+    layers = sum_layers(layout)
+    if quantization.method == "fp8":
+        share = num_layers_in_fp8(model.num_layers) / model.num_layers
+        layers = layers * share + sum_layers(of_ends) * (1 - share)
     is_fp32 = any(weight.num_bytes == 4 for weight in model.embedding.values())
     # Same condition as `can_split_head`: a bias would be a second weight.
     splits_head = len(model.head) == 1 and model.widths.vocabulary % tensor_size == 0

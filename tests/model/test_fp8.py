@@ -108,6 +108,17 @@ def test_layers_are_quantized_but_not_head_routers_and_odd_widths() -> None:
         fp8.quantize_to_fp8(tiny_gpt2(), torch.float32)
 
 
+@pytest.mark.parametrize(("num_layers", "num_quantized"), [(9, 9), (10, 9)])
+def test_the_last_of_ten_layers_is_not_quantized(num_layers: int, num_quantized: int) -> None:
+    base = _base(num_hidden_layers=num_layers)
+    layers = [
+        any(isinstance(each, fp8.Fp8Linear) for each in layer.modules())
+        for layer in base.model.layers
+    ]
+    assert layers == [True] * num_quantized + [False] * (num_layers - num_quantized)
+    assert not any(weight.requires_grad for weight in base.parameters())
+
+
 def test_a_base_on_meta_has_the_same_tensors() -> None:
     found, config = _base(), QuantizationConfig(method="fp8")
     with torch.device("meta"):

@@ -88,7 +88,8 @@ def test_products_of_a_base_in_fp8_take_less_time_and_its_weights_half_the_bytes
     (low, high), (lowest, highest) = whole.between, half.between
     assert highest / lowest > 1.2 > high / low
     assert "assumed" in describe_range(fast) and "measured on this card" in describe_range(plain)
-    assert fast.size.whole.frozen == pytest.approx(plain.size.whole.frozen - 6.979e9, rel=0.01)
+    saved = 6.979e9 * 31 / 32  # the last layer stays in bf16
+    assert fast.size.whole.frozen == pytest.approx(plain.size.whole.frozen - saved, rel=0.001)
 
 
 def test_full_tuning_in_fp8_takes_less_time_and_no_copies_of_the_inner_layers() -> None:

@@ -722,6 +722,13 @@ BUGS = [
         test="tests/model/test_fp8.py::test_inner_layers_train_in_fp8_and_evaluate_as_before",
     ),
     Bug(
+        name="the last decoder layer is quantized to FP8",
+        file="app/model/quantization.py",
+        right="return num_layers - (num_layers >= MIN_LAYERS_TO_KEEP_ONE)",
+        wrong="return num_layers",
+        test="tests/model/test_fp8.py::test_the_last_of_ten_layers_is_not_quantized",
+    ),
+    Bug(
         name="routers are quantized to FP8",
         file="app/model/fp8.py",
         right="        and not ROUTER.search(name)\n",
