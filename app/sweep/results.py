@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from app.process.logs import show
+from app.process.logs import show, text_table
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep.parameters import Parameter, format_overrides, varied
 from app.sweep.trials import OBJECTIVE, Trial, read_curve
@@ -88,28 +88,20 @@ def print_results(
     `shared` are the values that all trials have. The command leaves out what a `sweep=NAME` file
     sets for all trials, such as their length.
     """
-    from rich.markup import escape
-    from rich.table import Table
-
     best_first = _sort_best_first(trials)
     keys = [parameter.key for parameter in varied(parameters)]
-    table = Table(title=f"{counted(len(trials), 'trial')} by {OBJECTIVE}", title_justify="left")
     error_column = ["error"] if any(trial.error for trial in trials) else []
-    for column in ("trial", *keys, OBJECTIVE, "time", "exit", *error_column):
-        table.add_column(column, justify="right" if column in (OBJECTIVE, "time") else "left")
+    cells = [["trial", *keys, OBJECTIVE, "time", "exit", *error_column]]
     for trial in best_first:
         values = _values_of(trial)
         objective = "-" if trial.objective is None else f"{trial.objective:.4f}"
         was_pruned = trial.stopped_at is not None
-        table.add_row(
-            str(trial.number),
-            *(escape(_shorten_number(values[key])) for key in keys),
-            objective,
-            duration(trial.seconds),
-            f"pruned at {trial.stopped_at}" if was_pruned else str(trial.exit_code),
-            *[escape((trial.error or "")[:100])] * len(error_column),
-        )
-    show(table)
+        ended = f"pruned at {trial.stopped_at}" if was_pruned else str(trial.exit_code)
+        own = [_shorten_number(values[key]) for key in keys]
+        errors = [(trial.error or "")[:100]] * len(error_column)
+        cells.append([str(trial.number), *own, objective, duration(trial.seconds), ended, *errors])
+    title = f"{counted(len(trials), 'trial')} by {OBJECTIVE}"
+    show(text_table(cells, title, (*keys, "exit", "error")))
     if not (completed := _completed(trials)):
         return
     best = completed[0]
