@@ -97,9 +97,10 @@ def print_results(
         objective = "-" if trial.objective is None else f"{trial.objective:.4f}"
         was_pruned = trial.stopped_at is not None
         ended = f"pruned at {trial.stopped_at}" if was_pruned else str(trial.exit_code)
-        own = [_shorten_number(values[key]) for key in keys]
+        varying = [_shorten_number(values[key]) for key in keys]
         errors = [(trial.error or "")[:100]] * len(error_column)
-        cells.append([str(trial.number), *own, objective, duration(trial.seconds), ended, *errors])
+        figures = [objective, duration(trial.seconds), ended]
+        cells.append([str(trial.number), *varying, *figures, *errors])
     title = f"{counted(len(trials), 'trial')} by {OBJECTIVE}"
     show(text_table(cells, title, (*keys, "exit", "error")))
     if not (completed := _completed(trials)):
