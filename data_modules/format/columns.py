@@ -43,15 +43,8 @@ _TELLING = frozenset(
         *MEDIA,
         *VERDICTS,
         *CONTENT_FIELDS,
-        "system",
-        "input",
-        "history",
-        "parameters",
-        "chat_template_kwargs",
-        "input_ids",
-        "mask",
-        "masked",
-        "trainable",
+        *("system", "input", "history", "parameters", "chat_template_kwargs", "input_ids"),
+        *("mask", "masked", "trainable"),
     )
 )
 """names that mean something where they are read: the first to be named if they are not"""

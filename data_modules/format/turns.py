@@ -38,22 +38,11 @@ from data_modules.format.weights import check_no_details, check_whole, read_deta
 from data_modules.types import Conversation, Ranges, ToolCall, Turn
 
 ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "tool_response": "tool",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "tool_response"), "tool"),
 }
 CONTENT_FIELDS = ("content", "value", "text")
 CALL_ROLES = ("function_call", "tool_call")

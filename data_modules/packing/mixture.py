@@ -48,13 +48,7 @@ class MixtureRow:
     requested: float | None
 
     HEADINGS: ClassVar[tuple[str, ...]] = (
-        "data set",
-        "rows",
-        "tokens",
-        "epochs",
-        "rows seen",
-        "of rows",
-        "of tokens",
+        *("data set", "rows", "tokens", "epochs", "rows seen", "of rows", "of tokens"),
         "requested",
     )
 
@@ -141,11 +135,7 @@ class Mixture:
 
     def _plan(self, weights: list[float]) -> tuple[list[float] | None, list[float]]:
         """Return the requested shares, and how often a row of each data set is seen in an epoch."""
-        kind, temperature, stop = (
-            self._config.weights,
-            self._config.temperature,
-            self._config.stop,
-        )
+        kind, temperature = self._config.weights, self._config.temperature
         if kind == "epochs":
             return None, weights
         sizes = [
@@ -159,7 +149,7 @@ class Mixture:
             raise DataError("no data set has both rows and a weight above 0")
         shares = [part / sum(parts) for part in parts]
         whole = [size / share for size, share in zip(sizes, shares, strict=True) if share]
-        total = max(whole) if stop == "all" else min(whole)
+        total = max(whole) if self._config.stop == "all" else min(whole)
         return shares, [
             share * total / size if size else 0.0 for share, size in zip(shares, sizes, strict=True)
         ]

@@ -35,17 +35,8 @@ PACKAGES = {
 }
 """protocol -> package with its file system; the extra `remote` has them all"""
 REMOTE_MARKS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "sha256",
-    "LastModified",
-    "last_modified",
-    "updated",
-    "mtime",
-    "created",
-    "blob_id",
-    "last_commit",
+    *("ETag", "etag", "md5Hash", "sha256", "LastModified", "last_modified", "updated", "mtime"),
+    *("created", "blob_id", "last_commit"),
 )
 
 

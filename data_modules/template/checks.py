@@ -152,18 +152,12 @@ def find_mask_faults(chat: Conversation, traced: TracedChat) -> Iterator[str]:
         if weights.any():
             where = f"turn {number + 1} ({chat.turns[number].role})"
             yield f"{where if number >= 0 else 'the text of declared tools'} is trained on"
-    lost = {
-        "c": {"lost_content"},
-        "r": {"lost_reasoning"},
-        "f": {"lost_tool_calls"},
-        "p": {"lost_tool_calls"},
-        "k": {"lost_tool_calls"},
-    }
+    lost = {"c": "lost_content", "r": "lost_reasoning"}
     for number, turn in enumerate(chat.turns):
         if turn.role != "assistant":
             continue
         for text in _words_of(turn):
-            if text not in trained and not lost[text[0]] & traced.notes:
+            if text not in trained and lost.get(text[0], "lost_tool_calls") not in traced.notes:
                 yield f"`{text}` of turn {number + 1} (assistant) is not trained on"
 
 

@@ -42,16 +42,8 @@ if TYPE_CHECKING:
 COUNTS_FILE = "counts.json"
 REJECTED_FILE = "rejected.jsonl"
 TOKEN_SETTINGS = (
-    "train_on_inputs",
-    "roles_to_train",
-    "train_on_eos",
-    "last_turn_only",
-    "reasoning",
-    "control_tokens",
-    "unsupported_turns",
-    "on_long",
-    "on_bad_row",
-    "drop_empty",
+    *("train_on_inputs", "roles_to_train", "train_on_eos", "last_turn_only", "reasoning"),
+    *("control_tokens", "unsupported_turns", "on_long", "on_bad_row", "drop_empty"),
     "max_row_bytes",
 )
 """fields of DataConfig that affect the tokens"""

@@ -28,7 +28,6 @@ def chat(*turns: Any, **columns: Any) -> str:
 
 
 ASK, SAY = ("user", "what is it?"), ("assistant", "one")
-TURN = {"role": "assistant", "content": "one"}
 GOOD = chat(ASK, SAY)
 
 

@@ -19,8 +19,6 @@ from data_modules.source.hub import _stream
 from data_modules.source.slices import check_split
 from data_modules.types import Conversation, Row
 
-CASES = Path(__file__).parents[2] / ".." / "shared/cases/data/07"
-
 
 def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a row with one tool and a call of it."""

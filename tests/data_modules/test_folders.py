@@ -10,9 +10,7 @@ import pytest
 
 from common.errors import DataError
 from data_modules.source import find_files, notes_on_files, read_rows
-from data_modules.source.folders import KINDS, is_set_aside, missing_shards, split_word
-
-SHARED = Path(__file__).parents[3] / "shared" / "cases" / "data" / "10"
+from data_modules.source.locating import KINDS, is_set_aside, missing_shards, split_word
 
 
 def fill(folder: Path, *names: str) -> Path:

@@ -61,8 +61,6 @@ NAMES = (
     *("index", "strict", "cache_control", "annotations", "refusal"),
 )
 VALUES: tuple[Any, ...] = ("zz", 3, [{"zz": 1}], ["y", "z"], {"zz": 1}, False)
-SPLIT = ("call", "type")
-KWARGS = "chat_template_kwargs"
 
 
 def convert(name: str, values: dict[str, Any]) -> tuple[list[Item], set[str]]:
