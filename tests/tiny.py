@@ -15,13 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
-    BartConfig,
     BartForConditionalGeneration,
-    GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
-    T5Config,
     T5ForConditionalGeneration,
 )
 
@@ -78,13 +74,23 @@ def train_into(folder: Path, *words: str) -> Path:
     return folder
 
 
+SMALL = {"vocab_size": 64, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def build_random(
+    model_class: Any, seed: int, shape: dict[str, Any], numbers: dict[str, Any]
+) -> Any:
+    """Build a random fp32 model of a shape that `numbers` change."""
+    torch.manual_seed(seed)
+    return model_class(model_class.config_class(**(SMALL | shape | numbers))).eval()
+
+
 def tiny_llama(*, seed: int = 0, **numbers: Any) -> LlamaForCausalLM:
     """Build a random fp32 Llama with two layers, 64 tokens and a tied head; `numbers` change it.
 
     Its weights are large enough for every token to have its own logits.
     """
     shape = {
-        "vocab_size": 64,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -94,17 +100,13 @@ def tiny_llama(*, seed: int = 0, **numbers: Any) -> LlamaForCausalLM:
         "initializer_range": 0.2,
         "tie_word_embeddings": True,
         "bos_token_id": None,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
     }
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**(shape | numbers))).eval()
+    return build_random(LlamaForCausalLM, seed, shape, numbers)
 
 
 def tiny_gpt2(*, seed: int = 0, **numbers: Any) -> GPT2LMHeadModel:
     """Build a random fp32 GPT-2 (transposed matrices) with two layers and a tied head."""
     shape = {
-        "vocab_size": 64,
         "n_embd": 32,
         "n_inner": 48,
         "n_layer": 2,
@@ -115,17 +117,13 @@ def tiny_gpt2(*, seed: int = 0, **numbers: Any) -> GPT2LMHeadModel:
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
         "bos_token_id": None,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
     }
-    torch.manual_seed(seed)
-    return GPT2LMHeadModel(GPT2Config(**(shape | numbers))).eval()
+    return build_random(GPT2LMHeadModel, seed, shape, numbers)
 
 
 def tiny_t5(*, seed: int = 0, **numbers: Any) -> T5ForConditionalGeneration:
     """Build a random fp32 T5 with 2 encoder and 2 decoder layers, 64 tokens and a tied head."""
     shape = {
-        "vocab_size": 64,
         "d_model": 32,
         "d_kv": 8,
         "d_ff": 48,
@@ -135,17 +133,13 @@ def tiny_t5(*, seed: int = 0, **numbers: Any) -> T5ForConditionalGeneration:
         "relative_attention_max_distance": 16,
         "dropout_rate": 0.0,
         "decoder_start_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
     }
-    torch.manual_seed(seed)
-    return T5ForConditionalGeneration(T5Config(**(shape | numbers))).eval()
+    return build_random(T5ForConditionalGeneration, seed, shape, numbers)
 
 
 def tiny_bart(*, seed: int = 0, **numbers: Any) -> BartForConditionalGeneration:
     """Build a random fp32 BART with 2 encoder and 2 decoder layers, 64 tokens and a tied head."""
     shape = {
-        "vocab_size": 64,
         "d_model": 32,
         "encoder_ffn_dim": 48,
         "decoder_ffn_dim": 48,
@@ -157,13 +151,10 @@ def tiny_bart(*, seed: int = 0, **numbers: Any) -> BartForConditionalGeneration:
         "init_std": 0.2,
         "dropout": 0.0,
         "bos_token_id": None,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
         "decoder_start_token_id": 2,
         "forced_eos_token_id": None,
     }
-    torch.manual_seed(seed)
-    return BartForConditionalGeneration(BartConfig(**(shape | numbers))).eval()
+    return build_random(BartForConditionalGeneration, seed, shape, numbers)
 
 
 def save_with_tokenizer(model: Any, folder: Path) -> Path:

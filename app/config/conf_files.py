@@ -35,22 +35,11 @@ MAX_OPTIONS = 200
 """longest defaults list; there are fewer groups"""
 
 
-class LimitedLoader(yaml.SafeLoader):
-    """Read YAML up to the limit of nesting, beyond which PyYAML takes seconds for a line."""
-
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose a node, as PyYAML does; RecursionError beyond the limit."""
-        self.depth += 1
-        if self.depth > limits().yaml_depth + 1:
-            raise RecursionError
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+class PlainLoader(yaml.CSafeLoader):
+    """Read YAML as this program writes it."""
 
 
-class HydraLoader(LimitedLoader):
+class HydraLoader(PlainLoader):
     """Read YAML as Hydra does: 1e-3 is a number, a date and 1:30 are text."""
 
 
@@ -67,17 +56,8 @@ HydraLoader.add_implicit_resolver(
 )
 
 
-class FastHydraLoader(yaml.CSafeLoader):
-    """HydraLoader in C."""
-
-    yaml_implicit_resolvers = HydraLoader.yaml_implicit_resolvers
-
-
-IN_C: dict[type, Any] = {HydraLoader: FastHydraLoader, LimitedLoader: yaml.CSafeLoader}
-LARGE_FILE = 1 << 15
-"""characters from which the loader in C is worth it"""
 SAFE_DEPTH = 1000
-"""nesting at which the loader in C, which has no limit, cannot overflow the stack"""
+"""nesting at which the loaders, which have no limit, cannot overflow the stack"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,7 +160,7 @@ def _hint_for_model(option: str, options: list[str]) -> str:
 
 
 def read_conf_file(
-    path: Path, package: str, *, is_global: bool = False, loader: type = HydraLoader
+    path: Path, package: str, *, is_global: bool = False, loader: Any = HydraLoader
 ) -> ConfFile:
     """Read one file; UserError with file:line if it is not a YAML mapping or exceeds the limits.
 
@@ -191,8 +171,8 @@ def read_conf_file(
         if problem is not None:
             raise UserError(problem)
         try:
-            chosen: Any = loader if len(text) < LARGE_FILE else _fastest(loader, text)
-            stream = chosen(text)
+            _check_depth(text)
+            stream = loader(text)
             root = stream.get_single_node()
             if root is not None and not isinstance(root, yaml.MappingNode):
                 raise UserError(f"{display_path(path)}:1: expected `key: value` lines")
@@ -220,22 +200,14 @@ def read_conf_file(
         return ConfFile(path, package, defaults, values, lines, choices)
 
 
-def _fastest(loader: type, text: str) -> Any:
-    """Return the loader in C for a large file that is not nested deeply, else `loader`.
-
-    RecursionError beyond the limit: parsing does not recurse, as composing does.
-    """
-    depth, most = 0, limits().yaml_depth + 1
-    for event in yaml.parse(text, Loader=IN_C[loader]):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > most:
-                raise RecursionError
-            if depth > SAFE_DEPTH:
-                return loader
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-    return IN_C[loader]
+def _check_depth(text: str) -> None:
+    """Raise RecursionError beyond the limit: parsing does not recurse, as composing does."""
+    depth, most = 0, min(limits().yaml_depth + 1, SAFE_DEPTH)
+    for event in yaml.parse(text, Loader=PlainLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > most:
+            raise RecursionError
 
 
 def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:

@@ -23,7 +23,7 @@ import yaml  # type: ignore[import-untyped]
 from app.config.conf_files import (
     CONF,
     ConfFile,
-    LimitedLoader,
+    PlainLoader,
     display_path,
     find_option,
     list_groups,
@@ -39,12 +39,12 @@ from app.config.overrides import (
     words_of,
 )
 from app.config.run_config import experiment_from_run, find_source_run
+from app.config.schema import is_section
 from app.config.validation import (
     Settings,
     Sources,
     describe_shape,
     find_problems,
-    is_section,
     print_note,
 )
 from app.config.verbs import (
@@ -99,15 +99,6 @@ def load_config(verb: str, words: Sequence[str] | Mapping[str, Any], conf: Path 
     return config
 
 
-def load_run_config(folder: Path) -> TrainConfig:
-    """Load a run's config.yaml through the same schemas; UserError with file and key.
-
-    For comparing and showing it: a command inherits settings by `experiment_from_run` alone, since
-    the folder may be somebody else's.
-    """
-    return _read_run(folder)
-
-
 def settings_of(group: str, option: str) -> Any:
     """Return the settings of `group=option`, as defined by its file."""
     file = read_conf_file(find_option(CONF, group, option), package=group)
@@ -132,8 +123,8 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     try:
         choices = [override for override in overrides if override.key in known]
         experiment = _check_options(verb, choices, typed, known, conf)
-        if experiment is None and (run := find_source_run(verb, typed, _read_run)):
-            experiment = experiment_from_run(run, _read_run(run), verb, typed.keys())
+        if experiment is None and (run := find_source_run(verb, typed, load_run_config)):
+            experiment = experiment_from_run(run, load_run_config(run), verb, typed.keys())
         for_hydra += [] if experiment is None else [f"+experiment={EXPERIMENT}"]
         values, options = _compose_values(verb, for_hydra, experiment, conf)
     except UserError as error:
@@ -239,7 +230,7 @@ def _check_options(
             file = find_option(conf, group, option)
             saved = _run_of_saved(file) if is_experiment and file.name == CONFIG_FILE else None
             if saved is not None:
-                experiment = experiment_from_run(saved, _read_run(saved), verb, typed.keys())
+                experiment = experiment_from_run(saved, load_run_config(saved), verb, typed.keys())
                 experiment.values["output"].pop("dir", None)  # a new run
             elif is_experiment:
                 experiment = read_conf_file(file, package="", is_global=True)
@@ -448,8 +439,12 @@ def _give_types(
     return config
 
 
-def _read_run(folder: Path) -> TrainConfig:
-    """Load a run's settings including those that grant trust; cached until its file changes."""
+def load_run_config(folder: Path) -> TrainConfig:
+    """Load a run's config.yaml through the same schemas; UserError with file and key.
+
+    Cached until the file changes. For comparing and showing it: a command inherits settings by
+    `experiment_from_run` alone, since the folder may be somebody else's.
+    """
     file = folder / CONFIG_FILE
     mtime_ns = file.stat().st_mtime_ns if file.is_file() else 0
     config = copy.deepcopy(_read_run_once(file.absolute(), mtime_ns))
@@ -460,7 +455,7 @@ def _read_run(folder: Path) -> TrainConfig:
 @functools.lru_cache(maxsize=4)
 def _read_run_once(path: Path, mtime_ns: int) -> TrainConfig:
     with reading(display_path(path), "copy the run's folder again"):
-        file = read_conf_file(path, package="", loader=LimitedLoader)
+        file = read_conf_file(path, package="", loader=PlainLoader)
         config = _build(TrainConfig, file.values, {}, Sources(lambda: [file]), [])
         assert isinstance(config, TrainConfig)
         return config

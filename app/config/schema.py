@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from common.errors import nearest
 from common.facts import Facts, ResumeRule, facts_of, hints_of, is_optional
@@ -111,10 +111,15 @@ def element_of(hint: Any) -> Any:
     return hint
 
 
+def is_section(hint: Any) -> TypeGuard[type]:
+    """Return whether a setting of this type holds settings of its own."""
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
 def walk(value: Any, hint: Any, key: str, owner: type, field: str) -> Iterator[Leaf | Unknown]:
     """Walk a value along its type; yield each leaf, and each key that does not exist."""
     hint = element_of(hint)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, dict):
+    if is_section(hint) and isinstance(value, dict):
         hints = hints_of(hint)
         for name, part in value.items():
             if name in hints:
@@ -139,7 +144,7 @@ def _schema_in(hint: Any) -> type | None:
     inner = element_of(hint)
     if typing.get_origin(inner) is list:
         (inner,) = typing.get_args(inner)
-    return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
+    return inner if is_section(inner) else None
 
 
 def list_settings(
@@ -245,12 +250,10 @@ def describe_type(hint: Any) -> str:
         text = " or ".join(describe_type(part) for part in typing.get_args(inner))
     elif typing.get_origin(inner) is list:
         element = element_of(typing.get_args(inner)[0])
-        is_schema = isinstance(element, type) and dataclasses.is_dataclass(element)
-        names = ", ".join(hints_of(element)) if is_schema else describe_type(element)
-        text = f"a list of {{{names}}}" if is_schema else f"a list of {names}"
+        text = f"a list of {describe_type(element)}"
     elif typing.get_origin(inner) is dict:
         text = "{name: value, ...}"
-    elif isinstance(inner, type) and dataclasses.is_dataclass(inner):
+    elif is_section(inner):
         text = f"{{{', '.join(hints_of(inner))}}}"
     else:
         text = str(inner)

@@ -12,7 +12,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from app.config import schema
 from app.config.conf_files import CONF, ConfFile, list_groups
@@ -73,7 +73,7 @@ class Settings:
             if takes_value(found):
                 return self._problem_of_choice(found, typed)
             hint = hints_of(found.owner)[found.field]
-            if is_section(hint):
+            if schema.is_section(hint):
                 return describe_shape(found.key, found.value, self.parts.get(found.key, hint))
             return f"{key}={typed}: expected {schema.describe_type(hint)}"
         if (refusal := safety_error(found.key, found.value)) is not None:
@@ -136,11 +136,6 @@ class Settings:
             return None  # bounds are checked together with combinations, in preflight/couplings
         guess = nearest(typed, [str(choice) for choice in facts.choices])
         return f"{leaf.key}={typed}: expected {expected(facts, hint)}{guess}"
-
-
-def is_section(hint: Any) -> TypeGuard[type]:
-    """Return whether a setting of this type holds settings of its own."""
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def describe_shape(key: str, value: Any, section: type) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from app.config import conf_files
-from app.config.conf_files import LimitedLoader, read_conf_file
+from app.config.conf_files import PlainLoader, read_conf_file
 from app.config.overrides import (
     EXPERIMENT,
     FILE_ALONE,
@@ -251,7 +251,7 @@ def load_words(overrides: Sequence[str]) -> Words:
 
 
 def _read_words(file: Path) -> list[str]:
-    saved = read_conf_file(file, package="", loader=LimitedLoader).values.get("words")
+    saved = read_conf_file(file, package="", loader=PlainLoader).values.get("words")
     if not (isinstance(saved, list) and saved and all(isinstance(item, str) for item in saved)):
         raise UserError(
             f"{file}: words: expected a list of overrides; copy the sweep's folder again"

@@ -13,7 +13,7 @@ import yaml
 
 from app import config as door
 from app.config import conf_files, load
-from app.config.validation import is_section
+from app.config.schema import is_section
 from app.config.verbs import PARTS, VERBS
 from app.model.adapter import FullConfig
 from common.errors import UserError

@@ -116,14 +116,17 @@ def test_a_step_is_finished_before_the_program_ends(name: str, environment: dict
     assert "Interrupted" not in stderr and "exited immediately" not in stderr
 
 
-@pytest.mark.parametrize("environment", [{}, A_RANK])
+@pytest.mark.parametrize(
+    ("environment", "signum", "seconds"),
+    [({}, signal.SIGINT, 0.3), (A_RANK, signal.SIGTERM, 2 * signals.SAME_SIGNAL_SECONDS_OF_RANK)],
+)
 def test_a_second_signal_ends_a_step_immediately(
-    environment: dict[str, str],
+    environment: dict[str, str], signum: signal.Signals, seconds: float
 ) -> None:
     process = Process(IN_A_STEP, "time.sleep(30)", environment=environment)
-    process.send(signal.SIGTERM)
+    process.send(signum)
     process.read("received")
-    time.sleep(2 * signals.SAME_SIGNAL_SECONDS_OF_RANK)
+    time.sleep(seconds)
     process.send(signal.SIGINT)
     assert process.end() == (130, "SIGINT: exited immediately (a second signal)\n")
 
@@ -222,15 +225,6 @@ def test_workers_of_a_stuck_process_are_killed() -> None:
     while Path(f"/proc/{worker}").exists():
         assert time.monotonic() - before < ends_within(), "a worker is left"
         time.sleep(0.02)
-
-
-def test_ctrl_c_pressed_twice_ends_a_step_immediately() -> None:
-    process = Process(IN_A_STEP, "time.sleep(30)")
-    process.send(signal.SIGINT)
-    process.read("received")
-    time.sleep(0.3)
-    process.send(signal.SIGINT)
-    assert process.end() == (130, "SIGINT: exited immediately (a second signal)\n")
 
 
 def test_forked_workers_leave_signals_to_their_parent() -> None:
