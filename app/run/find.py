@@ -90,6 +90,11 @@ def checkpoints_of(run: Path) -> CheckpointStore:
     return CheckpointStore(run / CHECKPOINTS)
 
 
+def checkpoint_of_step(run: Path, step: int) -> Checkpoint | None:
+    """Return the checkpoint of a run that was saved at `step`, without reading its weights."""
+    return next((each for each in checkpoints_of(run).checkpoints() if each.step == step), None)
+
+
 def has_checkpoints(run: Path) -> bool:
     """Whether a run has any checkpoint, good or damaged."""
     folder = run / CHECKPOINTS

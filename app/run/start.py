@@ -22,7 +22,14 @@ from app.run.changes import (
     describe_global_batch,
     is_more_patient,
 )
-from app.run.find import AUTO, NEVER, checkpoints_of, has_checkpoints, typed_step
+from app.run.find import (
+    AUTO,
+    NEVER,
+    checkpoint_of_step,
+    checkpoints_of,
+    has_checkpoints,
+    typed_step,
+)
 from app.run.folder import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -34,6 +41,7 @@ from app.run.folder import (
 from app.run.manifest import check_run_id, identity_of, installed_versions, read_manifest
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
 from app.training.checkpoint.documents import check_documents
+from app.training.checkpoint.store import CHECKPOINTS
 from app.training.run_documents import CSV_FILE, read_curves
 from common.errors import UserError
 
@@ -313,11 +321,10 @@ def find_newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def _checkpoint_of_step(folder: Path, step: int) -> Checkpoint:
     """Return the checkpoint that the first rank has verified; raises UserError if not visible."""
-    store = checkpoints_of(folder)
-    for checkpoint in store.checkpoints():
-        if checkpoint.step == step:
-            return checkpoint
+    if (checkpoint := checkpoint_of_step(folder, step)) is not None:
+        return checkpoint
     raise UserError(
         f"the first rank resumes from step {step}, but this rank finds no such checkpoint in "
-        f"{store.folder}: every machine must see the same files; give all of them one output.dir"
+        f"{folder / CHECKPOINTS}: every machine must see the same files; give all of them one "
+        "output.dir"
     )

@@ -223,7 +223,7 @@ IN_NEW_FOLDERS = {
     "app/model/multimodal.py": "the same",
     "app/model/shards.py": "the same",
     "app/push.py": "a temporary folder",
-    "app/config/completion.py": "a file of the shell, of this user",
+    "app/__main__.py": "a file of the shell, of this user",
     "app/process/reporting.py": "the error file that torchrun names",
     "app/strategy/deepspeed_operators.py": "the cache of compiled operators",
     "app/run/remote.py": "an object store",

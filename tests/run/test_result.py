@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.assembly.result import Result
+from app.assembly.finish import Result
 from app.config import load_config
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics
@@ -78,7 +78,7 @@ def test_without_validation_rows_nothing_is_rounded(tmp_path: Path) -> None:
 def test_rounding_within_noise_keeps_the_dtype_of_the_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.assembly.result._compare_losses", lambda *rows: (1e-3, -1e-3))
+    monkeypatch.setattr("app.assembly.finish._compare_losses", lambda *rows: (1e-3, -1e-3))
     run = train_into(tmp_path / "run", *FULL, "trainer.max_steps=1")
     assert ", within noise): saved in bf16" in said(run)
     assert {tensor.dtype for tensor in saved_weights(run).values()} == {torch.bfloat16}
