@@ -7,12 +7,14 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from app.config import load_config
+from app.run.manifest import STARTED, save_manifest
 from app.train import train
 from common.errors import UserError
 from tests.resumed import seal, start
@@ -142,3 +144,13 @@ def test_an_older_run_takes_no_checkpoint_of_one_that_has_an_id(
     change(ours / "manifest.json", lambda manifest: manifest.pop("run"))
     with pytest.raises(UserError, match=re.escape("and this run has no id")):
         start(f"resume={ours}")
+
+
+def test_a_manifest_says_when_the_command_started_and_of_what(tmp_path: Path) -> None:
+    save_manifest(tmp_path, seed=3, base={"path": "x"})
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["started"] == STARTED
+    assert time.strptime(STARTED, "%Y-%m-%dT%H:%M:%S%z") <= time.localtime()
+    assert manifest["versions"]["datasets"]
+    assert (manifest["seed"], manifest["base"]) == (3, {"path": "x"})
+    assert str(Path.cwd()) not in {str(value) for value in manifest.values()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.assembly.finish import Result
+from app.assembly.finish import Result, print_next
 from app.config import load_config
+from app.evaluation.comparison import print_comparison
+from app.run import Run
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics
 from tests.conftest import read_column
@@ -165,3 +168,26 @@ def test_a_monitor_makes_the_best_step_the_result(words: tuple[str, ...], is_bes
 def test_a_result_says_which_step_it_is() -> None:
     assert str(Result(4, 4)) == "step 4, the last"
     assert str(Result(4, 4, "val/loss", 1.5)) == "step 4, the best by val/loss (1.5000)"
+
+
+@pytest.mark.parametrize(
+    ("words", "verbs"),
+    [
+        (("logger=csv",), ["evaluate", "chat", "merge"]),
+        (("logger=csv", "adapter=full"), ["evaluate", "chat"]),
+        (("logger=tensorboard", "adapter=full"), ["evaluate", "chat"]),
+    ],
+)
+def test_a_whole_model_is_not_recommended_for_merging(
+    words: tuple[str, ...], verbs: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = Run(typed_config=load_config("train", small_run(*words)), folder=tmp_path)
+    print_next(run, tmp_path / "model")
+    assert re.findall(r"app\.(\w+) run=", capsys.readouterr().out) == verbs
+
+
+def test_without_figures_there_are_words_and_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    print_comparison({"speed/tokens_per_second": 1.0}, ["lists"])
+    assert "not compared: no rows were held out" in capsys.readouterr().out
+    print_comparison({"tuned/val/loss/lists": 1.0}, ["lists"])
+    assert "base vs tuned" in capsys.readouterr().out

@@ -1,4 +1,7 @@
-"""What a killed merge, push or start leaves never looks whole, and the same command goes on."""
+"""What a killed merge, push or start leaves never looks whole, and the same command goes on.
+
+What a refused one leaves is removed, if it is only its lock and its error.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,16 @@ from typing import Any
 import pytest
 
 from app.config.load import load_config
+from app.process.reporting import REASON_FILE
+from app.process.status import STATUS_FILE
 from app.run.folder import (
+    LOCK_FILE,
     UNFINISHED,
     OutputConfig,
     _has_steps,
     check_output,
     decide_run_dir,
+    discard_unused,
     move_finished,
     open_unfinished,
 )
@@ -97,3 +104,22 @@ def test_a_log_beside_the_lock_is_of_a_run_that_was_killed(tmp_path: Path) -> No
     assert "do not belong to a run: train.log;" in problem
     (tmp_path / "run.lock").write_text("{}")
     assert check_output(config) == check_output(config, resumes=True) == []
+
+
+@pytest.mark.parametrize("more", ["", "metrics.csv"])
+def test_a_folder_of_a_lock_and_an_error_alone_goes(
+    more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = decide_run_dir(OutputConfig(name="refused"))
+    for name in filter(None, (LOCK_FILE, REASON_FILE, STATUS_FILE, more)):
+        (folder / name).write_text("x")
+    discard_unused()
+    assert folder.exists() == bool(more)
+
+
+def test_a_folder_that_was_typed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = decide_run_dir(OutputConfig(dir=str(tmp_path / "mine")))
+    discard_unused()
+    assert folder.exists()
