@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from app.config import ChatConfig, run_verb, save_config
 from app.model.hub import is_offline
-from app.process.environment import configure_libraries, protect_streams
+from app.process.environment import configure_libraries, run_program
 from app.process.logs import print_table
-from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from common.errors import DataError, UserError
 from common.files import write_atomically
@@ -167,6 +166,4 @@ class Session:
 
 
 if __name__ == "__main__":
-    protect_streams()
-    install_signal_handlers()
-    end_process(run_verb("chat", chat))
+    run_program(lambda: run_verb("chat", chat))

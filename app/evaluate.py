@@ -20,10 +20,9 @@ from app.evaluation.judge.grading import Judgement, check_judgement, judge_table
 from app.evaluation.judge.questions import Question
 from app.model.hub import is_offline
 from app.preflight import requested_devices
-from app.process.environment import configure_libraries, protect_streams
+from app.process.environment import configure_libraries, run_program
 from app.process.launch import exit_with_parent, is_child, is_first_rank
 from app.process.logs import print_loading
-from app.process.signals import end_process, install_signal_handlers
 from app.report.run_page import write_page
 from app.run.find import FINAL
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
@@ -265,6 +264,4 @@ def nothing_to_measure(config: EvaluateConfig) -> str:
 
 if __name__ == "__main__":
     exit_with_parent()
-    protect_streams()
-    install_signal_handlers()
-    end_process(run_verb("evaluate", start))
+    run_program(lambda: run_verb("evaluate", start))

@@ -15,10 +15,9 @@ from app.config import MergeConfig, load_run_config, run_verb, save_config, word
 from app.model.adapter import is_adapter, saves_whole_model
 from app.model.gguf import OLLAMA_FILE, convert, find_converter
 from app.model.hub import is_offline
-from app.process.environment import configure_libraries, protect_streams, return_freed_memory
+from app.process.environment import configure_libraries, return_freed_memory, run_program
 from app.process.launch import quote_words
 from app.process.logs import print_loading
-from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import CARD_FILE, render_merged_card
 from app.run.find import FINAL, has_checkpoints
 from app.run.folder import (
@@ -131,7 +130,5 @@ def find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:
 
 
 if __name__ == "__main__":
-    protect_streams()
     return_freed_memory()
-    install_signal_handlers()
-    end_process(run_verb("merge", merge))
+    run_program(lambda: run_verb("merge", merge))

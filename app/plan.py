@@ -36,9 +36,8 @@ from app.planning.planned import (
     read_config_json,
     with_devices_of,
 )
-from app.process.environment import configure_libraries, protect_streams
+from app.process.environment import configure_libraries, run_program
 from app.process.logs import show
-from app.process.signals import end_process, install_signal_handlers
 from app.report.plan import advice_lines, plan_lines, render_plan
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.strategy.settings import ranks_per_row
@@ -179,7 +178,5 @@ def write_best(
 
 
 if __name__ == "__main__":
-    protect_streams()
     configure_libraries(offline=False)  # a plan makes no requests anyway
-    install_signal_handlers()
-    end_process(run_verb("plan", plan))
+    run_program(lambda: run_verb("plan", plan))

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from app.config import PreviewConfig, run_verb, save_config
 from app.model.base import ModelConfig
 from app.model.hub import is_offline
-from app.process.environment import configure_libraries, protect_streams
+from app.process.environment import configure_libraries, run_program
 from app.process.logs import print_loading
-from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.strategy.settings import StrategyConfig, describe_split, ranks_per_row
 from app.training.trainer import TrainerConfig, adapts_to_small_data
@@ -235,6 +234,4 @@ def find_model_spec(
 
 
 if __name__ == "__main__":
-    protect_streams()
-    install_signal_handlers()
-    end_process(run_verb("preview", preview))
+    run_program(lambda: run_verb("preview", preview))

@@ -19,8 +19,7 @@ from app.config import changed_settings, load_config, load_run_config, words_to_
 from app.config.plain import run_plain_verb
 from app.model.adapter.settings import CONFIG_FILE, ORIGIN_FILE, SETTINGS_KEY
 from app.model.hub import is_offline
-from app.process.environment import configure_libraries, protect_streams
-from app.process.signals import end_process, install_signal_handlers
+from app.process.environment import configure_libraries, run_program
 from app.report.model_card import write_card
 from app.report.run_files import read_run_files, refuse_damaged
 from app.report.run_page import PAGE_FILE
@@ -218,6 +217,4 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    protect_streams()
-    install_signal_handlers()
-    end_process(run_plain_verb("push", PushConfig, push))
+    run_program(lambda: run_plain_verb("push", PushConfig, push))

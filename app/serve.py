@@ -24,13 +24,8 @@ from typing import TYPE_CHECKING, Any
 from app.config import ServerConfig, run_verb, save_config
 from app.model.adapter import is_adapter
 from app.model.hub import is_offline
-from app.process.environment import configure_libraries, protect_streams
-from app.process.signals import (
-    defer_signals,
-    end_process,
-    install_signal_handlers,
-    signal_received,
-)
+from app.process.environment import configure_libraries, run_program
+from app.process.signals import defer_signals, signal_received
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.serving.address import KEY_VARIABLE, open_socket, read_key, url_of
 from app.training.run_documents import read_object
@@ -216,6 +211,4 @@ def build_vllm_command(
 
 
 if __name__ == "__main__":
-    protect_streams()
-    install_signal_handlers()
-    end_process(run_verb("serve", serve))
+    run_program(lambda: run_verb("serve", serve))

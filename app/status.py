@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.plain import run_plain_verb
-from app.process.environment import protect_streams
-from app.process.signals import end_process, install_signal_handlers
+from app.process.environment import run_program
 from app.process.status import FAILED, FINISHED, STATUS_FILE, STOPPED, TRAINING
 from app.run.folder import OUTPUTS, expand_home, refuse_special_entries
 from app.run.remote import is_url, open_store, working_folder
@@ -169,6 +168,4 @@ def show(config: StatusConfig) -> None:
 
 
 if __name__ == "__main__":
-    protect_streams()
-    install_signal_handlers()
-    end_process(run_plain_verb("status", StatusConfig, show))
+    run_program(lambda: run_plain_verb("status", StatusConfig, show))

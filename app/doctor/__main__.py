@@ -28,10 +28,9 @@ from app.doctor.bandwidth import (
 from app.doctor.facts import Facts, read_facts, run_folders
 from app.doctor.rows import MALICIOUS, OK, PROBLEM, Row, compare_machines, list_rows
 from app.process.collectives import all_gather
-from app.process.environment import configure_libraries, protect_streams
+from app.process.environment import configure_libraries, run_program
 from app.process.launch import is_first_on_machine, is_first_rank, read_launch
 from app.process.logs import print_table
-from app.process.signals import end_process, install_signal_handlers
 from common.errors import ENVIRONMENT_ERROR
 from common.text import counted, printable
 
@@ -248,7 +247,5 @@ def run_doctor(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    protect_streams()
     configure_libraries(offline=False)  # so that HF_HUB_OFFLINE is reported as the user has set it
-    install_signal_handlers()
-    end_process(run_doctor(sys.argv[1:]))
+    run_program(lambda: run_doctor(sys.argv[1:]))

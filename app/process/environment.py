@@ -14,11 +14,13 @@ import io
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from app.process.gpus import num_device_files
 from app.process.logs import start_logging
+from app.process.signals import end_process, install_signal_handlers
 from common.redaction import redact
 
 DEVICES = Path("/dev")
@@ -89,6 +91,13 @@ def protect_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
     sys.stdout = _open(1, sys.stdout, by_line=os.isatty(1))
     sys.stderr = _open(2, sys.stderr, by_line=True)
+
+
+def run_program(work: Callable[[], int]) -> NoReturn:
+    """Run a verb as the program of this process, which ends with the exit code of `work`."""
+    protect_streams()
+    install_signal_handlers()
+    end_process(work())
 
 
 def _open(descriptor: int, before: TextIO | None, *, by_line: bool) -> io.TextIOWrapper:
