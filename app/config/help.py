@@ -85,7 +85,7 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     settings = list_settings(top, parts)
     if topic is not None:
         return _topic_page(topic, settings)
-    width = _width()
+    width = page_width()
     primary = read_conf_file(conf / f"{verb}.yaml", package="")
     defaults = dict(primary.choices)
     options = list_groups(conf)
@@ -96,12 +96,12 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     if verb in ("train", "preview", "plan", "launch"):
         lines += ["", "complete runs: +experiment=NAME"]
         runs = {name: _what(conf / "experiment" / f"{name}.yaml") for name in options["experiment"]}
-        lines += _two_columns(runs, width)
+        lines += two_columns(runs, width)
     if verb == "train":
         sweeps = {name: _what(conf / "sweep" / f"{name}.yaml") for name in options["sweep"]}
-        lines += ["", "sweeps: -m +experiment=NAME +sweep=NAME", *_two_columns(sweeps, width)]
+        lines += ["", "sweeps: -m +experiment=NAME +sweep=NAME", *two_columns(sweeps, width)]
     lines += ["", "groups: GROUP=OPTION (* is the default)"]
-    lines += _two_columns(
+    lines += two_columns(
         {
             group: _names(names, defaults[group])
             if len(names) <= MAX_OPTIONS
@@ -113,7 +113,7 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     )
     lines += ["", "most used settings: KEY=VALUE (default)"]
     shown = [setting for setting in settings if is_shown(setting, verb)]
-    lines += _two_columns({setting.typed_key: describe(setting) for setting in shown}, width)
+    lines += two_columns({setting.typed_key: describe(setting) for setting in shown}, width)
     element = "data.datasets[]."
     of_datasets = {
         setting.key.removeprefix(element): describe(setting)
@@ -125,7 +125,7 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
             "each data set: 'data.datasets=[{KEY: VALUE, ...}, ...]', also data.val_datasets, "
             "data.test_datasets"
         )
-        lines += ["", heading, *_two_columns(of_datasets, width)]
+        lines += ["", heading, *two_columns(of_datasets, width)]
     groups = ", ".join(each.key for each in settings if each.is_part and "." not in each.key)
     lines += ["", *textwrap.wrap(f"all settings: --help all, or --help and one of {groups}", width)]
     files = f"settings in {conf}"
@@ -155,12 +155,12 @@ def _topic_page(topic: str, settings: Sequence[Setting]) -> str:
         )
     lines: list[str] = []
     if topic in (options := list_groups(CONF)):
-        lines += ["", *_two_columns({f"{topic}=": _names(options[topic], None)}, _width())]
+        lines += ["", *two_columns({f"{topic}=": _names(options[topic], None)}, page_width())]
     for title, members in sections(found):
         rows = {setting.typed_key: describe(setting) for setting in members}
-        if len(title) > _width():
-            title = "\n".join(textwrap.wrap(title.replace("|", " | "), _width()))
-        lines += ["", title, *_two_columns(rows, _width())]
+        if len(title) > page_width():
+            title = "\n".join(textwrap.wrap(title.replace("|", " | "), page_width()))
+        lines += ["", title, *two_columns(rows, page_width())]
     return "\n".join(lines[1:])
 
 
@@ -209,7 +209,8 @@ def values_text(setting: Setting) -> str:
     return describe_values(facts, None)
 
 
-def _width() -> int:
+def page_width() -> int:
+    """Return the characters of a line of help: those of the terminal, at most 120."""
     return min(shutil.get_terminal_size((100, 24)).columns, 120)
 
 
@@ -219,7 +220,8 @@ def _what(path: Path) -> str:
     return " ".join(found[1].replace("#", " ").split()) if found else ""
 
 
-def _two_columns(rows: dict[str, str], width: int) -> list[str]:
+def two_columns(rows: dict[str, str], width: int) -> list[str]:
+    """Lay out names and their texts, wrapped, as lines of `width` characters."""
     left = min(max(map(len, rows)) + 4, width // 3)
     lines = []
     for name, text in rows.items():

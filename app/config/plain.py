@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from app.config.dispatch import run_guarded
 from app.config.overrides import safety_error
-from app.config.schema import docs_of
+from app.config.schema import docs_of, list_settings
 from common.errors import DONE, UserError, nearest
 from common.facts import default_of, facts_of, hints_of
 from common.installation import verb_command
@@ -44,8 +43,8 @@ def read_plain(schema: type[T], words: Sequence[str]) -> T:
 
     UserError lists every problem.
     """
-    fields = {facts_of(field).typed or field.name: field for field in _fields(schema)}
     untyped: Any = schema  # type[T] is not hashable to mypy
+    fields = {facts_of(field).typed or field.name: field for field in dataclasses.fields(untyped)}
     hints, values, problems = hints_of(untyped), dict[str, Any](), []
     for word in words:
         key, equals, value = word.partition("=")
@@ -77,7 +76,8 @@ def read_plain(schema: type[T], words: Sequence[str]) -> T:
         if default_of(field) is dataclasses.MISSING and field.name not in values
     ]
     if not problems:
-        problems = [f"{key}=... is missing: {_doc(schema, fields[key])}" for key in missing]
+        docs = docs_of(untyped)
+        problems = [f"{key}=... is missing: {docs[fields[key].name]}" for key in missing]
     if problems:
         raise UserError(problems)
     return schema(**values)
@@ -85,23 +85,9 @@ def read_plain(schema: type[T], words: Sequence[str]) -> T:
 
 def help_of(verb: str, schema: type) -> str:
     """Return the help page of a verb."""
+    from app.config.help import describe, page_width, two_columns
+
     about = inspect.cleandoc(str(schema.__doc__))
-    lines = [f"usage: {verb_command(verb)} SETTING=VALUE ...", "", about, ""]
-    for field in _fields(schema):
-        default = default_of(field)
-        key = facts_of(field).typed or field.name
-        empty = default in (dataclasses.MISSING, None) or default == []
-        shown = str(default).lower() if isinstance(default, bool) else default
-        lines.append(f"  {key}{'' if empty else f'={shown}'}")
-        indent = " " * 6
-        doc = _doc(schema, field)
-        lines += textwrap.wrap(doc, 90, initial_indent=indent, subsequent_indent=indent)
-    return "\n".join(lines)
-
-
-def _fields(schema: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(schema)
-
-
-def _doc(schema: type, field: dataclasses.Field[Any]) -> str:
-    return docs_of(schema).get(field.name, "")
+    rows = {each.typed_key: describe(each) for each in list_settings(schema)}
+    usage = f"usage: {verb_command(verb)} SETTING=VALUE ..."
+    return "\n".join([usage, "", about, "", *two_columns(rows, page_width())])

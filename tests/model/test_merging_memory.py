@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.process import environment, signals
+from app.process import environment
 from tests.conftest import ROOT
 from tests.processes import LONGEST
 
@@ -52,9 +52,7 @@ def test_the_verb_gives_freed_memory_back(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         environment, "return_freed_memory", lambda: called.append("return_freed_memory")
     )
-    monkeypatch.setattr(environment, "protect_streams", lambda: None)
-    monkeypatch.setattr(signals, "install_signal_handlers", lambda: None)
-    monkeypatch.setattr(signals, "end_process", called.append)
+    monkeypatch.setattr(environment, "run_program", lambda work: called.append(work()))
     monkeypatch.setattr(sys, "argv", ["merge", "--help"])
     runpy.run_path(str(ROOT / "app" / "merge.py"), run_name="__main__")
     assert called == ["return_freed_memory", 0]
