@@ -308,7 +308,7 @@ def make_run_dir(config: OutputConfig, *, resumes: bool = False) -> Path:
 
 def make_new_dir(parent: Path, prefix: str = "") -> Path:
     """Make a folder in `parent` that is named after this second; UserError if a hundred exist."""
-    started = time.strftime(f"{prefix}%Y-%m-%d_%H-%M-%S")
+    started = prefix + time.strftime("%Y-%m-%d_%H-%M-%S")
     for attempt in range(100):
         folder = parent / (f"{started}_{attempt}" if attempt else started)
         with contextlib.suppress(FileExistsError), into_folder(folder):  # of the same second
