@@ -114,7 +114,8 @@ class Launch:
     def num_nodes(self) -> int:
         """Machines on which ranks were started, the same number on each."""
         total = self.num_ranks or 1
-        return total // (self.num_local_ranks or total)
+        # A step of one task in a SLURM job of more has SLURM_NTASKS_PER_NODE of the job.
+        return max(1, total // (self.num_local_ranks or total))
 
     @property
     def starts_own_ranks(self) -> bool:

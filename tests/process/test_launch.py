@@ -116,6 +116,12 @@ def test_ranks_that_were_started_are_those_of_the_settings(tmp_path: Path) -> No
     assert "type trainer.devices=2 trainer.num_nodes=4" in result.stderr
     result = run_command(*words, environment=SRUN | {"SLURM_PROCID": "0"})
     assert "type trainer.devices=2 trainer.num_nodes=2" in result.stderr
+    auto = [*words, "trainer.devices=2", "trainer.num_nodes=auto"]
+    assert run_command(*auto, environment=first | {"WORLD_SIZE": "8"}).code == 0
+    result = run_command(*auto, "trainer.devices=3", environment=first | {"WORLD_SIZE": "8"})
+    assert "devices x trainer.num_nodes is 12; type trainer.devices=2 " in result.stderr
+    alone = SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    assert run_command(*words, "trainer.num_nodes=auto", environment=alone).code == 0
     result = run_command(*words, environment=first, verb="evaluate")
     assert "; type trainer.devices=2\n" in result.stderr
     result = run_command(*words, environment=first, verb="preview")
