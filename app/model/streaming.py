@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,8 @@ ALIGNMENT = 512
 """bytes that each weight is aligned to, as by PyTorch's allocator for GPUs"""
 PINNED_BYTES = 64 << 20
 """bytes of a piece of pinned memory, which PyTorch's allocator rounds up to a power of two"""
+MEASURED_BYTES = 64 << 20
+"""bytes by which the speed of a disk is measured"""
 GIB = 1 << 30
 
 
@@ -66,18 +70,24 @@ def stream_layers(model: Any, source: str, device: torch.device) -> LayerStream:
             f"model.stream={source}: the layers of this {model.config.model_type} model have no "
             "frozen matrices; type model.stream=null"
         )
+    where, rate = "host memory", 0.0
     if source == "disk":
-        _check_mapped(weight for layer in weights for weight in layer)
+        where = _mapped_file(weight for layer in weights for weight in layer)
+        with open(where, "rb", buffering=0) as file:
+            rate = read_mb_per_second(file)
     stream = LayerStream(max(map(_layer_bytes, weights)), device, reads_files=source == "disk")
     for layer, own in zip(layers, weights, strict=True):
         stream.add(layer, own)
         own.clear()  # its memory is free before the next layer is copied
     model.to(device)
+    if rate:
+        seconds = stream.num_bytes / 1e6 / rate
+        where += f" (its disk reads {rate:.0f} MB/s: {seconds:.3g} s a pass, less what is cached)"
     log.info(
         "weights: %.3g GiB of %d layers are streamed from %s, %.3g GiB at a time on %s",
         stream.num_bytes / GIB,
         len(layers),
-        "their files" if source == "disk" else "host memory",
+        where,
         len(stream.slots) * stream.slots[0].buffer.nbytes / GIB,
         device,
     )
@@ -235,22 +245,34 @@ def _frozen_matrices(layer: torch.nn.Module, owners: Counter[int]) -> Iterator[W
                 yield Weight(name, state.absmax, partial(setattr, state, "absmax"))
 
 
-def _check_mapped(weights: Iterator[Weight]) -> None:
-    """Raise UserError unless all weights are in mapped files of the base."""
+def read_mb_per_second(file: FileIO, num_bytes: int = MEASURED_BYTES) -> float:
+    """Return the MB/s at which a disk reads the start of a file, without the page cache."""
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    file.seek(0)
+    start = time.perf_counter()
+    size = file.readinto(bytearray(num_bytes))
+    return size / 1e6 / (time.perf_counter() - start)
+
+
+def _mapped_file(weights: Iterator[Weight]) -> str:
+    """Return the mapped file of the last weight; UserError unless all are in files of the base."""
+    file = ""
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-    mapped = [
-        tuple(int(end, 16) for end in line[0].split("-"))
-        for line in lines
-        if len(line) == 6 and line[5].startswith(os.sep)
-    ]
+    mapped = []
+    for line in lines:
+        if len(line) == 6 and line[5].startswith(os.sep):
+            low, high = (int(end, 16) for end in line[0].split("-"))
+            mapped.append((low, high, line[5]))
     for weight in weights:
         start = weight.values.data_ptr()
-        if not any(low <= start < high for low, high in mapped):
+        file = next((name for low, high, name in mapped if low <= start < high), "")
+        if not file:
             raise UserError(
                 "model.stream=disk reads weights as the files of model.path have them, but those "
                 f"of {weight.name} were converted to {weight.values.dtype} while they were loaded; "
                 "type model.stream=host, or a trainer.precision in the dtype of the files"
             )
+    return file
 
 
 def _empty(num_bytes: int, device: torch.device | None = None) -> Tensor:

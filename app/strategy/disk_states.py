@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from app.model.streaming import MEASURED_BYTES, read_mb_per_second
 from app.process.heartbeat import refresh_liveness
 from app.process.launch import is_first_rank
 from app.strategy.settings import STATE_BLOCK_BYTES
@@ -31,8 +32,6 @@ from common.errors import DiskError
 log = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-MEASURED_BYTES = 64 << 20
-"""bytes by which the speed of a disk is measured"""
 GIB = 1 << 30
 
 
@@ -213,9 +212,5 @@ def measure_disk(folder: Path, num_bytes: int) -> tuple[float, float]:
         start = time.perf_counter()
         file.write(content)
         os.fdatasync(file.fileno())
-        written = time.perf_counter()
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        file.readinto(bytearray(size))
-        seconds = written - start, time.perf_counter() - written
-    return size / 1e6 / seconds[0], size / 1e6 / seconds[1]
+        seconds = time.perf_counter() - start
+        return size / 1e6 / seconds, read_mb_per_second(file, size)

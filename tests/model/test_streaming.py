@@ -19,7 +19,7 @@ from app.model.base import ModelConfig
 from app.model.build import build_model, load_tuned
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from app.model.streaming import LayerStream
+from app.model.streaming import LayerStream, read_mb_per_second
 from common.errors import UserError
 from tests.conftest import ROOT
 from tests.model.test_quantization import save_quantized
@@ -196,6 +196,20 @@ def test_a_base_of_files_in_4_bits_is_streamed_in_its_packed_form(
 def test_what_is_not_in_a_file_is_not_read_from_a_disk(llama: Path) -> None:
     with pytest.raises(UserError, match=r"converted to torch\.float32 .*type model\.stream=host"):
         build(llama, "disk", precision="fp32")
+
+
+def test_the_speed_of_the_disk_is_told_before_the_first_step(
+    llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.model.streaming.read_mb_per_second", lambda file: 20.0)
+    with caplog.at_level("INFO", logger="app.model.streaming"):
+        build(llama, "disk")
+    (line,) = [line for line in caplog.messages if "are streamed from" in line]
+    seconds = LAYERS * LAYER_BYTES["none"] / 20e6
+    assert f"/model.safetensors (its disk reads 20 MB/s: {seconds:.3g} s a pass" in line
+    monkeypatch.undo()
+    with (llama / "model.safetensors").open("rb", buffering=0) as file:
+        assert read_mb_per_second(file) > 0
 
 
 def test_a_whole_trained_model_is_not_streamed(llama: Path) -> None:

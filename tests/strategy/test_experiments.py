@@ -27,7 +27,14 @@ from app.preflight.couplings import conflict
 from app.strategy import fsdp as sharded
 from app.strategy.deepspeed import Zero
 from app.strategy.deepspeed_config import deepspeed_config
-from app.strategy.settings import FsdpConfig, ZeroConfig
+from app.strategy.pipeline import Pipeline
+from app.strategy.settings import (
+    FsdpConfig,
+    PipelineConfig,
+    ZeroConfig,
+    cut_layers,
+    num_stages,
+)
 from tests.in_process import run_command
 from tests.ranks import on_ranks
 
@@ -134,6 +141,49 @@ def test_experiments_are_sharded_by_fsdp(
     here = sum(weight.to_local().numel() for weight in weights.values())
     assert here == pytest.approx(whole / group, rel=1e-3)
     assert whole == sum(weight.numel() for weight in build().parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "stage"), [("llama70b_3d", 8, "first"), ("llama405b_3d", 32, "last")]
+)
+def test_a_meta_model_is_cut_into_stages_of_split_layers(
+    name: str, num_ranks: int, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has its share of the layers and ends that its stages are planned with."""
+    config = load_config("train", [f"+experiment={name}"])
+    assert isinstance(config.strategy, PipelineConfig)
+    rank = 0 if stage == "first" else num_ranks - 1
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
+    size, split = config.strategy.pipeline_parallel_size, num_ranks // 4
+
+    class WithoutNumbers(Pipeline):
+        world_size, num_processes, num_nodes, global_rank = num_ranks, split, 4, rank
+        root_device = torch.device("meta")
+
+        def _init_mesh(self) -> None:
+            names = ("pipe", "replicate", "shard", "tensor")
+            self._device_mesh = init_device_mesh("cpu", (size, 1, 1, split), mesh_dim_names=names)
+
+    for silent in ("broadcast", "broadcast_object_list", "all_gather_object"):
+        monkeypatch.setattr(dist, silent, lambda *args, **kwargs: None)
+    monkeypatch.setattr(sharded, "log_host_memory", lambda *args, **kwargs: None)
+    strategy = WithoutNumbers(config.strategy)
+    try:
+        strategy.build_model(builder_of(config))
+    finally:
+        dist.destroy_process_group()
+    planned = model_from_modules("", builder_of(config)(), {})
+    assert planned is not None
+    bounds = [(own.first, own.stop) for own in strategy.stages.own]
+    every = cut_layers(planned.costs_of_layers(), num_stages(config.strategy))
+    assert bounds == every[rank // split :: size]
+    parts = (part for own in strategy.stages.own for part in strategy.stages.modules_of(own))
+    held = sum(weight.numel() for part in parts for weight in part.parameters())
+    part = planned.part(bounds)
+    # A rank has the whole embedding; norms and one of the matrices of an adapter are small.
+    whole = sum(weight.numel() for weight in part.embedding.values())
+    assert held == pytest.approx((part.num_weights - whole) / split + whole, rel=0.01)
 
 
 def shard_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
