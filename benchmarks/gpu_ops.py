@@ -33,7 +33,7 @@ USABLE_GIB = MEMORY_GIB - 3
 """GiB of an 80 GB card that are usable after driver context, cuBLAS and fragmentation (assumed)"""
 WIDTH = 320
 """width of the table, which is stored as Markdown and not read in a terminal"""
-BARS = {"lora": 16_000.0, "full": 9_500.0, "llama8b": 12_500.0}
+BARS = {"lora": 16_000.0, "full": 9_500.0, "llama8b": 12_500.0, "dpo": 10_500.0}
 """modelled tokens per second on an H100"""
 HOST_BAR = 1.25
 """host time relative to a plain step, which launches twice as many kernels"""
@@ -96,6 +96,11 @@ CASES = [
             model=model,
         )
         for model in ("qwen3_30b_a3b", "gpt_oss_20b")
+    ),
+    # Pairs that fill a pack each; the products of the base's own pass come on top of the ideal.
+    *(
+        Case("dpo", [*words_of("lora"), "objective=dpo", f"recompute={mode}"])
+        for mode in ("none", "full")
     ),
     Case(
         "hybrid",
@@ -184,6 +189,8 @@ def lengths_of(case: Case) -> list[int]:
     """Return the document lengths of a case; for a plain step, the rows of its micro-batch."""
     if case.system == "plain":
         return FULL_PACKS[: 1 if case.method == "full" else 2]
+    if case.method == "dpo":
+        return [SEQUENCE_LEN // 2] * 8
     return real_lengths() if case.is_real else FULL_PACKS
 
 

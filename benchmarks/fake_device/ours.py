@@ -7,7 +7,7 @@ verb would take; only what compares numbers before the fit is left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -108,7 +108,8 @@ def open_run(
     """Prepare what `app.train WORDS` would train, for a model of `architecture`.
 
     All is chosen for the whole model, of which then only `num_layers` are built.
-    Documents have `lengths` tokens, each of which is trained on. `folder` must be empty.
+    Documents have `lengths` tokens, each of which is trained on; with objective=dpo two make a
+    pair, whose prompt has 3. `folder` must be empty.
     """
     from app.config import load_config
 
@@ -116,10 +117,10 @@ def open_run(
     base_folder.mkdir()
     architecture_file = base_folder / "config.json"
     architecture_file.write_text(json.dumps(architecture))
-    # Valid token ids; a unique first token keeps rows from being duplicates.
-    documents = ([index % 256, *[0] * (length - 1)] for index, length in enumerate(lengths))
-    lines = (json.dumps({"input_ids": ids, "labels": ids}) for ids in documents)
-    data_file.write_text("\n".join(lines))
+    is_paired = "objective=dpo" in words
+    rows = _pairs(lengths) if is_paired else _documents(lengths)
+    data_file.write_text("\n".join(map(json.dumps, rows)))
+    row_format = "preference" if is_paired else "pretokenized"
     config: Any = load_config(
         "train",
         [
@@ -127,7 +128,7 @@ def open_run(
             f"model.path={base_folder}",
             f"model.tokenizer_path={TOKENIZER}",
             "model.stop_tokens=[]",
-            f"data.datasets=[{{path: {data_file}, format: pretokenized}}]",
+            f"data.datasets=[{{path: {data_file}, format: {row_format}}}]",
             f"data.cache_dir={folder / 'cache'}",
             "data.val_set_size=0",
             "data.num_workers=0",
@@ -144,6 +145,20 @@ def open_run(
         start_fit(module)
         optimizer = module.build_optimizer(model)
     return Traced(config, module, data, module.trainer, optimizer, fakes)
+
+
+def _documents(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield rows of valid token ids; a unique first token keeps them from being duplicates."""
+    for index, length in enumerate(lengths):
+        ids = [index % 256, *[0] * (length - 1)]
+        yield {"input_ids": ids, "labels": ids}
+
+
+def _pairs(lengths: Sequence[int]) -> Iterator[dict[str, str]]:
+    """Yield pairs of texts; a digit is a token of TOKENIZER, and its end token follows."""
+    for index, (chosen, rejected) in enumerate(zip(lengths[::2], lengths[1::2], strict=True)):
+        answers = {"chosen": "1" * (chosen - 4), "rejected": "2" * (rejected - 4)}
+        yield {"prompt": f"{index:03}", **answers}
 
 
 class FitReached(Exception):

@@ -15,6 +15,7 @@ from torch.nn.functional import (
     logsigmoid,
 )
 
+from app.model.attention.documents import to_device
 from app.training.objective.forward import causal_inputs, document_datasets
 from app.training.objective.objective import Losses, Objective
 from app.training.objective.settings import ClassifyConfig, RewardConfig
@@ -31,9 +32,10 @@ def outputs_of_documents(model: Any, batch: Batch, backend: str) -> Tensor:
     ]
     columns = sorted({column for _, column in ends}) or [0]
     places = [(row, columns.index(column)) for row, column in ends]
-    rows, kept = torch.tensor([*places, (0, 0)]).to(batch.input_ids.device).unbind(1)
+    device = batch.input_ids.device
+    rows, kept = to_device(torch.tensor([*places, (0, 0)]), device).unbind(1)
     inputs = causal_inputs(model, batch, backend)
-    inputs["logits_to_keep"] = torch.tensor(columns).to(batch.input_ids.device)
+    inputs["logits_to_keep"] = to_device(torch.tensor(columns), device)
     logits = model(**inputs).logits.float()
     # The last one is no document: without it, an empty micro-batch would have no graph.
     found: Tensor = logits[rows, kept]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from app.model.attention import attention_inputs, pair_inputs
+from app.model.attention.documents import to_device
 from data_modules import Batch, DecoderInputs
 
 
@@ -61,11 +62,12 @@ def document_numbers(batch: Batch) -> tuple[Tensor, int]:
     first = 0
     for row, lengths in enumerate(rows):
         row_numbers = torch.arange(first, first + len(lengths))
-        whole = row_numbers.repeat_interleave(torch.tensor(lengths).long())
+        repeats = torch.tensor(lengths).long()
+        whole = row_numbers.repeat_interleave(repeats, output_size=sum(lengths))
         own = whole[begin : begin + numbers.shape[1]]
         numbers[row, : len(own)] = own
         first += len(lengths)
-    return numbers.to(batch.labels.device), last
+    return to_device(numbers, batch.labels.device), last
 
 
 def rows_of_positions(batch: Batch, head: HeadInputs) -> Callable[[], tuple[Tensor, int]]:
