@@ -260,16 +260,7 @@ class Activations:
 
 def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activations:
     """Estimate the activations that the layers save, and those their backward pass needs."""
-    # Layers below the lowest trainable one save nothing: the backward pass ends above them.
-    widths, split = replace(run.model.widths, layers=run.model.trained_layers), run.tensor_size
-    if split > 1:  # tensor parallelism splits heads and features over the ranks
-        widths = replace(
-            widths,
-            query=widths.query // split,
-            key_value=widths.key_value // split,
-            feed_forward=widths.feed_forward // split,
-            heads=max(1, widths.heads // split),
-        )
+    widths = _widths_on_rank(run)
     tokens, hidden, stream = run.tokens, widths.hidden, execution.residual_bytes * widths.hidden
     value_bytes, norm_bytes = execution.value_bytes, execution.norm_bytes()
     whole, own = (layer_bytes(widths, execution, mode) for mode in ("none", run.recompute))
@@ -311,11 +302,7 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
         scores = SCORE_TEMPORARIES * value_bytes * widths.heads * execution.sequence_len
         # The backward pass of the feed-forward is finished by then.
         working = max(working, scores - feed_forward_bytes(widths, execution))
-    # FP8 makes a transposed copy of a matrix, the others one in half precision.
-    copied = {"none": 0, "fp8": 1}.get(run.quantization.method, HALF)
-    if run.share_in_fp8:  # a transposed one, and what it is quantized to
-        copied = 1 + (HALF if run.gathers_half else FP32)
-    unpacked = copied * run.model.largest_matrix
+    unpacked = _bytes_of_copy(run) * run.model.largest_matrix
     # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
     shared = (
         BATCH_BYTES * run.tokens + masks + run.model.is_pair * 3 * bias_bytes(widths, execution)
@@ -328,6 +315,27 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
         at_first=tokens * (whole + gathered + working) + unpacked + shared,
         of_stream=float(tokens * stream),
     )
+
+
+def _widths_on_rank(run: PlannedRun) -> Widths:
+    """Return the widths of the layers that save activations, as tensor parallelism splits them."""
+    # Layers below the lowest trainable one save nothing: the backward pass ends above them.
+    widths, split = replace(run.model.widths, layers=run.model.trained_layers), run.tensor_size
+    return replace(
+        widths,
+        query=widths.query // split,
+        key_value=widths.key_value // split,
+        feed_forward=widths.feed_forward // split,
+        heads=max(1, widths.heads // split),
+    )
+
+
+def _bytes_of_copy(run: PlannedRun) -> int:
+    """Return the bytes per weight of the copy of a matrix that a layer makes to compute with it."""
+    if run.share_in_fp8:  # a transposed one, and what it is quantized to
+        return 1 + (HALF if run.gathers_half else FP32)
+    # FP8 makes a transposed copy, the others one in half precision.
+    return {"none": 0, "fp8": 1}.get(run.quantization.method, HALF)
 
 
 def _working(run: PlannedRun, widths: Widths, execution: LayerExecution) -> float:
