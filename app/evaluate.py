@@ -144,7 +144,7 @@ def measure_models(
             base,
             data,
             build_tasks(config.evaluation),
-            build_objective(config.objective, config.model, base.load_teacher),
+            build_objective(config.objective, config.model, base.teacher),
             runner=runner,
             sum_over_ranks=build_sum_over_ranks(runner),
         )

@@ -71,7 +71,9 @@ class Batch:
                      another one; NaN for none
     others           the same prompts with answers of other rows, None without verdicts
     reference        float64, the base's log-probabilities of both answers of pairs [pairs, 2], or
-                     of the answers with a verdict [answers]; None if they are not stored
+                     of the answers with a verdict [answers]; or float32 [trained, 2, k], a
+                     teacher's likeliest tokens and their log-probabilities at each label, in order;
+                     None if nothing is stored
     decoder          the decoder's inputs, for encoder-decoder models: `input_ids`, `position_ids`
                      and `document_lengths` are then the encoder's, and `labels`, `loss_weights`,
                      `dataset_ids` and `trained_columns` [rows, targets] the decoder's
@@ -189,7 +191,11 @@ class Collator:
             whole = [[one for each in pack for one in each] for pack in documents]
             batch = self._collate(whole, step_weight, one_by_row=bool(units))
             if not units:
-                return batch
+                stored = [
+                    one.reference for pack in packs for one in pack if one.reference is not None
+                ]
+                said = torch.from_numpy(np.concatenate(stored)) if stored else None
+                return replace(batch, reference=said)
             return replace(batch, unit_weights=weights, unit_labels=labels, reference=reference)
         own, others = (
             self._collate([[each[side] for each in pack] for pack in documents], step_weight)

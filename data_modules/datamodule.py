@@ -20,9 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import lightning
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -47,7 +49,7 @@ from data_modules.template import ChatTemplate, MaskConfig, Prompt
 from data_modules.tokens.datasets import DataSpec, PreparedData, ReferenceStore, Values, token_spec
 from data_modules.tokens.encode import PAIRED, ChunkEncoder, chunks_of, find_format
 from data_modules.tokens.prepare import encoder_of, hash_of
-from data_modules.tokens.store import Examples
+from data_modules.tokens.store import Examples, TokenValues
 from data_modules.types import BatchSpec
 
 WITHOUT_CHATS = ("pretokenized",)
@@ -400,30 +402,34 @@ class FinetuneDataModule(lightning.LightningDataModule):
         order = [int(row) for batch in batches for pack in batch.packs for row in pack]
         return self._loader(examples, batches), order
 
-    def read_references(self, identity: str) -> bool:
-        """Give each pair its stored log-probabilities of the base; return whether there are any.
+    def read_references(self, identity: str, *, by_token: bool = False) -> bool:
+        """Give each row what is stored of a base or teacher; return whether anything is.
 
-        `identity`: everything besides the tokens that determines them.
+        `identity`: everything besides the tokens that determines it; `by_token` as in
+        `ReferenceStore`.
         """
         root = Path(self._config.cache_dir).expanduser()
-        self._references = ReferenceStore(root, self._ready.datasets, identity)
+        self._references = ReferenceStore(root, self._ready.datasets, identity, by_token=by_token)
         values = self._references.read()
         if values is not None:
             self._take_references(values)
         return values is not None
 
     def referenced_examples(self) -> Examples:
-        """Return all pairs whose log-probabilities `store_references` expects, in its order."""
+        """Return all rows whose values `store_references` expects, in its order."""
         assert self._references is not None
         stores = [ready.data.store for ready in self._ready.datasets]
         return Examples(stores, self._references.places)
 
-    def store_references(self, values: Values) -> None:
-        """Store the base's log-probabilities [pairs, 2] in the cache; each pair gets its own."""
+    def store_references(self, values: npt.NDArray[Any]) -> None:
+        """Store the values of `referenced_examples` in the cache; each row gets its own."""
         assert self._references is not None
-        self._take_references(self._references.write(values))
+        self._references.write(values)
+        stored = self._references.read()
+        assert stored is not None
+        self._take_references(stored)
 
-    def _take_references(self, values: Sequence[Values]) -> None:
+    def _take_references(self, values: Sequence[Values | TokenValues]) -> None:
         for examples in (self.train_examples, self.val_examples):
             examples.take_references(values)
 

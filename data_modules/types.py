@@ -138,8 +138,9 @@ class Example:
     rejected_start: int = 0
     """0 if the example is not a pair"""
     label: float | None = None
-    reference: npt.NDArray[np.float64] | None = None
-    """the base's log-probabilities of both answers of a pair [2]; None if they are not stored"""
+    reference: npt.NDArray[Any] | None = None
+    """the base's log-probabilities of both answers of a pair [2], or what a teacher says at each
+    trained token, float32 [trained, 2, k]; None if nothing is stored"""
 
     @property
     def is_unit(self) -> bool:

@@ -46,7 +46,7 @@ from app.model.tokenizer import (
 from app.preflight import describe_base
 from app.preflight.couplings import has_data
 from app.preflight.files import check_recompute, check_split
-from app.training.objective.distill import LoadTeacher
+from app.training.objective.distill import Teacher
 from app.training.objective.settings import DistillConfig
 from app.training.trainer import Environment
 from common.errors import UserError
@@ -83,7 +83,7 @@ class Base:
     """token ids that end an answer, besides those of the chat template"""
     description: Mapping[str, str | None]
     """path, revision and fingerprints, for the manifest"""
-    load_teacher: LoadTeacher | None = None
+    teacher: Teacher | None = None
     """None unless objective=distill"""
 
     def load(self, device: torch.device | None = None) -> PreTrainedModel:
@@ -171,9 +171,9 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     log.info("device: %s, attention %s", env, attention)
     tokenizer = build_tokenizer(model)
     new_ids = new_token_ids(model, tokenizer, num_rows(architecture))
-    load_teacher = None
+    teacher = None
     if has_data(config) and isinstance(config.objective, DistillConfig):
-        load_teacher = open_teacher(config, config.objective, architecture, tokenizer, env)
+        teacher = open_teacher(config, config.objective, architecture, tokenizer, env)
     return Base(
         config=replace(model, rope_len=rope_len),
         quantization=config.quantization,
@@ -187,7 +187,7 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
         trained_ids=trained_token_ids(tokenizer, model.added_tokens, adapter),
         stop_ids=stop_token_ids(tokenizer, model.stop_tokens),
         description=describe_base(model),
-        load_teacher=load_teacher,
+        teacher=teacher,
     )
 
 
@@ -206,8 +206,8 @@ def open_teacher(
     student: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     env: Environment,
-) -> LoadTeacher:
-    """Return a function that loads the teacher.
+) -> Teacher:
+    """Open the teacher; reads no weights.
 
     UserError unless it reads the student's tokens, and as many of them.
     """
@@ -241,7 +241,9 @@ def open_teacher(
             check_isolation(teacher, backend, device)
         return teacher.requires_grad_(False), backend
 
-    return load
+    parts = [sorted(describe_base(model).items()), model.rope_len, objective.teacher_quantization]
+    identity = repr([*parts, backend, env.precision])
+    return Teacher(load, num_rows(architecture), identity)
 
 
 def _longest_sequence(config: TrainConfig | TunedConfig) -> int | None:

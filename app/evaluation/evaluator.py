@@ -240,7 +240,7 @@ class Evaluator:
         examples.references = measure_references(
             loader,
             order,
-            len(examples),
+            [1] * len(examples),
             lambda batch: base_log_probs(base, batch.to(base.device), self.backend),
             self.sum_over_ranks if ranks > 1 else None,
         )

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ from data_modules.tokens.encode import (
     unread_in_first_rows,
 )
 from data_modules.tokens.prepare import REJECTED_FILE, Prepared, TokenSpec, hash_of, prepare_dataset
-from data_modules.tokens.store import Examples
+from data_modules.tokens.store import Examples, TokenValues
 from data_modules.types import BatchSpec, Item, ModelSpec, Tokens
 
 if TYPE_CHECKING:
@@ -418,14 +418,17 @@ class PreparedData:
 
 
 class ReferenceStore:
-    """Log-probabilities of a base for each data set's pairs, in the cache beside their tokens.
+    """What a base or a teacher says of each data set's rows, in the cache beside their tokens.
 
+    Of a pair two log-probabilities of a base; with `by_token` values of each trained token.
     `identity`: everything besides the tokens that determines them. NaN for rows beyond `max_rows`,
     which no run with these settings reads.
     """
 
-    def __init__(self, root: Path, datasets: Sequence[ReadyDataset], identity: str) -> None:
-        self._root, self._datasets = root, datasets
+    def __init__(
+        self, root: Path, datasets: Sequence[ReadyDataset], identity: str, *, by_token: bool
+    ) -> None:
+        self._root, self._datasets, self._by_token = root, datasets, by_token
         self.places = [_places(ready) for ready in datasets]
         """documents of each data set, int64 [pairs]"""
         self._keys = [
@@ -433,32 +436,40 @@ class ReferenceStore:
             for ready, places in zip(datasets, self.places, strict=True)
         ]
 
-    def read(self) -> list[Values] | None:
+    def read(self) -> list[Values | TokenValues] | None:
         """Return the values of each data set; None unless all are stored."""
         folders = [self._root / key.name for key in self._keys]
         if not all(map(is_whole, folders)):
             return None
-        return [np.load(folder / REFERENCE_FILE, allow_pickle=False) for folder in folders]
+        files = [folder / REFERENCE_FILE for folder in folders]
+        if not self._by_token:
+            return [np.load(file, allow_pickle=False) for file in files]
+        stores = [ready.data.store for ready in self._datasets]
+        return [TokenValues(file, each.trained) for file, each in zip(files, stores, strict=True)]
 
-    def write(self, values: Values) -> list[Values]:
-        """Store the values of all `places` [pairs, 2]; return those of each data set.
+    def write(self, values: npt.NDArray[Any]) -> None:
+        """Store the values of all `places` [pairs, 2], or [trained tokens, ...].
 
         Raises DataError if the cache cannot be written.
         """
-        borders = np.cumsum([len(places) for places in self.places])[:-1]
-        found = []
-        for ready, key, places, own in zip(
-            self._datasets, self._keys, self.places, np.split(values, borders), strict=True
+        counts = [
+            ready.data.store.trained if self._by_token else np.ones(len(ready.data.store), np.int64)
+            for ready in self._datasets
+        ]
+        named = zip(counts, self.places, strict=True)
+        borders = np.cumsum([own[places].sum() for own, places in named])[:-1]
+        for rows, key, places, own in zip(
+            counts, self._keys, self.places, np.split(values, borders), strict=True
         ):
-            whole = np.full((len(ready.data.store), 2), np.nan)
-            whole[places] = own
+            whole = np.full((rows.sum(), *values.shape[1:]), np.nan, values.dtype)
+            is_read = np.zeros(len(rows), np.bool_)
+            is_read[places] = True
+            whole[np.repeat(is_read, rows)] = own
 
-            def make(folder: Path, whole: Values = whole) -> None:
+            def make(folder: Path, whole: npt.NDArray[Any] = whole) -> None:
                 np.save(folder / REFERENCE_FILE, whole)
 
             open_or_make(self._root, key, make)
-            found.append(whole)
-        return found
 
 
 def _places(ready: ReadyDataset) -> npt.NDArray[np.int64]:

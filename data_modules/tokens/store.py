@@ -264,6 +264,30 @@ class _Part:
             self.lengths = np.maximum(self.lengths, np.diff(self.target_ids.offsets))
 
 
+class TokenValues:
+    """Values of each trained token of a store's documents, memory-mapped.
+
+    `trained`: int64 [documents], trained labels of each; `[document]` is an array [trained, ...].
+    """
+
+    def __init__(self, file: Path, trained: npt.NDArray[np.int64]) -> None:
+        import numpy as np
+
+        self._file, self._trained = file, trained
+        self._values = np.load(file, mmap_mode="r", allow_pickle=False)
+        self._ends = np.cumsum(trained)
+
+    # As of a TokenStore: the workers of a loader open the file again.
+    def __reduce__(self) -> tuple[type[TokenValues], tuple[Any, ...]]:
+        return TokenValues, (self._file, self._trained)
+
+    def __getitem__(self, document: int) -> Any:
+        import numpy as np
+
+        end = self._ends[document]
+        return np.array(self._values[end - self._trained[document] : end])
+
+
 class Examples(Sequence[Example]):
     """Selected documents of several data sets as one sequence, with their columns.
 
@@ -295,14 +319,24 @@ class Examples(Sequence[Example]):
         self.row_labels = column("row_labels", np.float64)
         self.references: npt.NDArray[np.float64] | None = None
         """the base's log-probabilities of the answers of each pair [n, 2], None if not stored"""
+        self._of_tokens: Sequence[TokenValues] | None = None
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether what a base or a teacher says of the examples is stored."""
+        return self.references is not None or self._of_tokens is not None
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def take_references(self, values: Sequence[npt.NDArray[np.float64]]) -> None:
-        """Set `references` from those of each store's documents, each [documents, 2]."""
+    def take_references(self, values: Sequence[npt.NDArray[np.float64] | TokenValues]) -> None:
+        """Take what is stored of each store's documents: `references` [documents, 2], or tokens."""
         import numpy as np
 
+        of_tokens = [each for each in values if isinstance(each, TokenValues)]
+        if of_tokens:
+            self._of_tokens = of_tokens
+            return
         self.references = np.empty((len(self), 2))
         for number, of_store in enumerate(values):
             own = self.datasets == number
@@ -317,6 +351,8 @@ class Examples(Sequence[Example]):
             return [self[i] for i in range(*index.indices(len(self)))]
         place, dataset = int(self._places[index]), int(self.datasets[index])
         example = self._stores[dataset].example(place, dataset)
+        if self._of_tokens is not None:
+            return replace(example, reference=self._of_tokens[dataset][place])
         if self.references is None:
             return example
         return replace(example, reference=self.references[index])

@@ -450,6 +450,12 @@ CONFLICTS = [
     (0, "objective=distill objective.teacher=a/b strategy=tp trainer.devices=2",
      "objective=distill objective.teacher=a/b strategy=fsdp trainer.devices=2",
      ["objective=distill compares whole distributions; type strategy=fsdp, zero2 or ddp"]),
+    (0, "objective=distill objective.teacher=a/b objective.teacher_logits=cached "
+     "objective.direction=reverse", "objective=distill objective.teacher=a/b "
+     "objective.direction=reverse", ["objective.teacher_logits=cached stores the likeliest ones"]),
+    (0, "objective=distill objective.teacher=a/b objective.teacher_logits=cached "
+     "data.streaming=true trainer.max_steps=5", "objective=distill objective.teacher=a/b "
+     "data.streaming=true trainer.max_steps=5", ["does not know its rows before the first step"]),
     (0, "objective=distill objective.teacher=a/b trainer.compile=true",
      "objective=distill objective.teacher=a/b",
      ["trainer.compile=true and objective=distill", "type trainer.compile=false"]),
@@ -533,6 +539,8 @@ UNUSED = [
      "strategy.tensor_parallel_size=1"),
     ("logger.name=csv logger.details=true", "logger.name=tensorboard"),
     ("evaluation.harness_dir=tasks", "evaluation.harness=[arc_easy]"),
+    ("objective=distill objective.teacher=a/b objective.teacher_top_k=9",
+     "objective.teacher_logits=cached"),
     ("strategy.offload_dir=/var/tmp", "strategy.offload_optimizer=disk"),
     ("evaluation.task_dir=tasks", None),
     ("evaluation.during_rows=9", "evaluation.every_steps=2 evaluation.exact_match=true"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from app.model import chunks
 from app.model.attention import attention_implementation
 from app.model.head import fuse_head
 from app.training.objective.build import build_objective
+from app.training.objective.distill import Teacher
 from app.training.objective.objective import batch_loss
 from app.training.objective.settings import DistillConfig
 from app.training.objective.sums import DatasetSums, losses_by_dataset
@@ -58,6 +60,10 @@ def build(make: Any, *, fuses: bool = True, seed: int = 0) -> Any:
     if fuses:
         fuse_head(model)
     return model.train()
+
+
+def source_of(teacher: Any) -> Teacher:
+    return Teacher(lambda device: (teacher, "eager"), teacher.config.get_text_config().vocab_size)
 
 
 def batch_of() -> Batch:
@@ -107,7 +113,7 @@ def test_loss_gradients_and_figures_are_those_of_whole_logits(
     total.backward()
     plain = {name: weight.grad.clone() for name, weight in model.named_parameters()}
     objective, sums = (
-        build_objective(config, load_teacher=lambda device: (teacher, "eager")),
+        build_objective(config, teacher=source_of(teacher)),
         DatasetSums(3),
     )
     model.zero_grad()
@@ -130,11 +136,60 @@ def test_loss_gradients_and_figures_are_those_of_whole_logits(
 def test_a_teacher_that_is_the_student_teaches_nothing(direction: str) -> None:
     model = build(tiny_llama)
     config = DistillConfig(teacher="itself", direction=direction)
-    objective = build_objective(config, load_teacher=lambda device: (build(tiny_llama), "eager"))
+    objective = build_objective(config, teacher=source_of(build(tiny_llama)))
     loss = batch_loss(objective, model, batch_of(), "eager", DatasetSums(3))
     loss.backward()
     assert abs(loss.item()) < 1e-5
     assert max(weight.grad.abs().max().item() for weight in model.parameters()) < 1e-5
+
+
+class OnlyBest(torch.nn.Module):
+    """A head whose five highest logits are left."""
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight = head.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = torch.nn.functional.linear(hidden, self.weight)
+        return logits.masked_fill(logits < logits.topk(5).values[..., -1:], -1e4)
+
+
+@pytest.mark.parametrize("teacher", ["larger", "smaller"])
+@pytest.mark.parametrize("top_k", [1000, 5])
+def test_stored_tokens_of_a_teacher_teach_what_the_live_one_does(
+    teacher: str, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * 64)  # several chunks
+    shared = {"teacher": teacher, "temperature": 2.5, "sft_weight": 0.3}
+    made, batch = build(TEACHERS[teacher], seed=1), batch_of()
+    cached = DistillConfig(**shared, teacher_logits="cached", teacher_top_k=top_k)
+    asked = build_objective(cached, teacher=source_of(made))
+    stored = asked.likeliest(batch)
+    assert stored.shape == (7, 2, min(top_k, made.config.vocab_size))
+    found = []
+    for config, own in (
+        (DistillConfig(**shared), batch),
+        (cached, replace(batch, reference=stored)),
+        (cached, batch),
+    ):
+        model = build(tiny_llama)
+        objective = build_objective(config, teacher=source_of(made))
+        loss = batch_loss(objective, model, own, "eager", DatasetSums(3))
+        loss.backward()
+        found.append((loss.item(), {n: w.grad for n, w in model.named_parameters()}))
+        assert (objective.teacher is None) == (own is not batch)
+    live, from_batch, asked_now = found
+    assert from_batch[0] == asked_now[0]
+    if top_k > 64:
+        assert from_batch[0] == pytest.approx(live[0], rel=1e-6)
+        for name, grad in live[1].items():
+            assert (from_batch[1][name] - grad).norm() <= 1e-5 * grad.norm() + 1e-7, name
+    elif teacher == "smaller":  # all tokens but five are impossible
+        made.lm_head = OnlyBest(made.lm_head)
+        expected = by_hand(build(tiny_llama, fuses=False), made, batch, cached)
+        total = sum(weight * (2.5**2 * kl + 0.3 * ce) for _, weight, kl, ce in expected)
+        assert from_batch[0] == pytest.approx(total.item(), rel=1e-5)
 
 
 def test_the_whole_logits_of_neither_model_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +203,7 @@ def test_the_whole_logits_of_neither_model_are_held(monkeypatch: pytest.MonkeyPa
     model.model.layers[0].requires_grad_(True)
     objective = build_objective(
         DistillConfig(teacher="tiny", sft_weight=1.0),
-        load_teacher=lambda device: (teacher, "eager"),
+        teacher=source_of(teacher),
     )
     ids = random_ids(tokens=positions)[0].tolist()
     batch = make_batch([ids], [[0.0] + [1.0] * (positions - 1)], [0])
@@ -174,7 +229,7 @@ def test_a_micro_batch_without_trained_tokens_has_a_loss_and_gradients_of_zero()
     batch.loss_weights.zero_()
     config = DistillConfig(teacher="larger", sft_weight=1.0)
     teacher = build(TEACHERS["larger"])
-    objective = build_objective(config, load_teacher=lambda device: (teacher, "eager"))
+    objective = build_objective(config, teacher=source_of(teacher))
     loss = batch_loss(objective, model, batch, "eager", sums)
     loss.backward()
     assert loss.item() == 0.0

@@ -75,6 +75,31 @@ def test_a_killed_run_goes_on_bit_for_bit(whole: Path, shell: Shell, tmp_path: P
 
 
 @pytest.mark.slow
+def test_what_a_teacher_says_is_stored_once_and_trains_as_the_live_one(
+    whole: Path, shell: Shell, tmp_path: Path
+) -> None:
+    stored = ["objective.teacher_logits=cached", "objective.teacher_top_k=100000"]
+    stored += ["objective.sft_weight=0.5", f"data.cache_dir={tmp_path / 'cache'}"]
+    words = words_of(*stored, "trainer.checkpoint.every_steps=1", "resume=auto")
+    said = shell.train_into(tmp_path / "killed", *words, "faults=[rank_killed@3]", code=-9)
+    assert "objective.teacher_logits=cached: computed for" in said
+    assert "hold 100.00 % of the teacher's probability" in said
+    said = shell.train_into(tmp_path / "killed", *words)
+    assert "objective.teacher_logits=cached: found in the cache" in said
+    shell.train_into(tmp_path / "whole", *words)
+    shell.train_into(
+        *(tmp_path / "ddp", *words_of(*stored), "trainer.gradient_accumulation_steps=1"),
+        *("trainer.devices=2", "strategy=ddp", f"data.cache_dir={tmp_path / 'other'}"),
+    )
+    for column in COLUMNS:
+        by_run = {each: read_column(tmp_path / each, column) for each in ("killed", "whole", "ddp")}
+        assert by_run["killed"][4] == by_run["whole"][4], column
+        expected = read_column(whole, column)
+        assert by_run["whole"] == pytest.approx(expected, rel=1e-5, abs=1e-5), column
+        assert by_run["ddp"] == pytest.approx(expected, rel=1e-5, abs=1e-5), column
+
+
+@pytest.mark.slow
 def test_a_run_is_evaluated_against_its_teacher_which_may_be_quantized(
     whole: Path, shell: Shell, tmp_path: Path
 ) -> None:

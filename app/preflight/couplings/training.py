@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from app.model.adapter import Ia3Config, LoraConfig, continued_from, saves_whole_model
 from app.preflight.couplings import conflict
@@ -150,6 +150,19 @@ def _of_teacher(config: TrainConfig | EvaluateConfig, devices: Devices) -> Itera
         yield Conflict(
             "objective=distill learns from a teacher, and none is named",
             "objective.teacher=FOLDER_OR_HUB_ID",
+        )
+    objective = cast("Any", config.objective)
+    if objective.teacher_logits == "cached" and objective.direction == "reverse":
+        yield Conflict(
+            "objective.direction=reverse needs the teacher's probability of every token, and "
+            "objective.teacher_logits=cached stores the likeliest ones",
+            "objective.direction=forward, or objective.teacher_logits=live",
+        )
+    if objective.teacher_logits == "cached" and config.data.streaming:
+        yield Conflict(
+            "data.streaming=true does not know its rows before the first step, when "
+            "objective.teacher_logits=cached computes what the teacher says of them",
+            "data.streaming=false, or objective.teacher_logits=live",
         )
     if not is_training(config):
         return

@@ -44,6 +44,8 @@ def _measures_nothing(config: TrainConfig) -> bool:
 
 
 IN_TRAINING = (
+    _Unused("objective.teacher_top_k", lambda c: c.objective.teacher_logits == "live",
+            "with objective.teacher_logits=live", "objective.teacher_logits=cached, too"),
     _Unused("adapter.lora_plus_weight_decay", lambda c: c.adapter.lora_plus_ratio is None,
             "without adapter.lora_plus_ratio", "adapter.lora_plus_ratio=16, too"),
     _Unused("quantization.double_quant", lambda c: c.quantization.method != "nf4",

@@ -7,7 +7,7 @@ from typing import Any
 
 from app.model.base import ModelConfig
 from app.training.objective.classify import Classify, Reward
-from app.training.objective.distill import Distill, LoadTeacher
+from app.training.objective.distill import Distill, Teacher
 from app.training.objective.dpo import Dpo
 from app.training.objective.ipo import Ipo
 from app.training.objective.kto import Kto
@@ -34,18 +34,18 @@ OTHERS: dict[str, Callable[[Any], Objective]] = {
 def build_objective(
     config: ObjectiveConfig,
     model: ModelConfig | None = None,
-    load_teacher: LoadTeacher | None = None,
+    teacher: Teacher | None = None,
 ) -> Objective:
     """Build the objective that `config` chooses.
 
-    `model`: names the outputs of a head for classes; `load_teacher`: for objective=distill.
+    `model`: names the outputs of a head for classes; `teacher`: for objective=distill.
     """
     if isinstance(config, ClassifyConfig):
         assert model is not None
         return Classify(config, model.labels, is_multi_label=model.multi_label)
     if isinstance(config, DistillConfig):
-        assert load_teacher is not None
-        return Distill(config, load_teacher)
+        assert teacher is not None
+        return Distill(config, teacher)
     if config.name in PAIR_LOSSES:
         return PairObjective(PAIR_LOSSES[config.name](config), config.reference_source)
     return OTHERS[config.name](config)

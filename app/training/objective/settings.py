@@ -226,6 +226,12 @@ class DistillConfig(ObjectiveConfig):
     """folder or hub id of the teacher, which has the vocabulary of the base"""
     teacher_quantization: str = setting("none", choices=("none", "nf4"))
     """precision of the teacher's weights: none (that of frozen weights), or nf4"""
+    teacher_logits: str = setting("live", choices=("live", "cached"))
+    """what the teacher says: live (a forward pass in each step); cached (its likeliest next tokens
+    at each trained token, computed once before the first step and stored in data.cache_dir)"""
+    teacher_top_k: int = setting(64, ge=1, le=2**20)
+    """number of the teacher's likeliest tokens that are stored, 8 bytes each; the others count as
+    impossible"""
     direction: str = setting("forward", choices=("forward", "reverse"))
     """KL divergence: forward (learn everything that the teacher may say), or reverse (learn what it
     says most, as small models do better)"""
