@@ -103,9 +103,6 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Return whether a batch row holds several documents."""
         return self._spec.packing.method != "none"
 
-    def prepare_data(self) -> None:
-        """Do nothing: `setup` prepares into a shared cache, one rank at a time."""
-
     def setup(self, stage: str | None = None) -> None:
         """Tokenize the data sets, or find them in the cache, and split them; raises DataError."""
         if self._data is not None:

@@ -30,6 +30,7 @@ from data_modules.tokens.encode import Rejected, chunks_of, find_format, read_ch
 from data_modules.types import Conversation, Document, Item, Tokens
 from tests.bad_input.opened import at_most
 from tests.bad_input.prepared import chat, named, prepare
+from tests.data_modules.conftest import zst
 
 pytestmark = pytest.mark.slow
 
@@ -95,12 +96,6 @@ def cells(mark: str) -> bytes:
     quoted = [[f'"{value}"'.replace('one "', 'one ""') for value in row.values()] for row in ALPACA]
     table = [list(ALPACA[0]), *quoted]
     return "\n".join(mark.join(row) for row in table).encode()
-
-
-def zst(data: bytes) -> bytes:
-    """Return `data` as one zstd frame."""
-    packed: bytes = pyarrow.compress(data, codec="zstd", asbytes=True)
-    return packed
 
 
 def parquet(rows: list[dict[str, Any]], **settings: Any) -> bytes:

@@ -19,6 +19,7 @@ from common.errors import DataError
 from data_modules import DataConfig, check_datasets, open_regular
 from data_modules.source import Limits, fingerprint, opening, read_chunks, tables
 from tests.bad_input.prepared import named, prepare, problems_of
+from tests.data_modules.conftest import zst
 
 GOOD = {"instruction": "q", "output": "one"}
 LINE = json.dumps(GOOD) + "\n"
@@ -84,12 +85,6 @@ def test_what_was_opened_is_what_is_checked(
     monkeypatch.setattr(opening.os, "open", swap_first)
     with pytest.raises(DataError, match="is a named pipe"):
         open_regular(file)
-
-
-def zst(data: bytes) -> bytes:
-    """Return `data` as one zstd frame."""
-    packed: bytes = pyarrow.compress(data, codec="zstd", asbytes=True)
-    return packed
 
 
 @pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".zst", zst)])

@@ -51,6 +51,14 @@ def build_tokenizer(
     )
 
 
+def zst(data: bytes) -> bytes:
+    """Return `data` as one zstd frame."""
+    import pyarrow
+
+    packed: bytes = pyarrow.compress(data, codec="zstd", asbytes=True)
+    return packed
+
+
 def read_rows(
     path: str,
     split: str = "train",

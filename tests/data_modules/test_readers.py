@@ -23,14 +23,9 @@ from data_modules.source.opening import BadRow, Budget, Chunk, ReadOptions
 from data_modules.source.source import count_rows, read_file
 from data_modules.source.tables import arrow_errors
 from data_modules.types import Row
+from tests.data_modules.conftest import zst
 
 ROWS = [{"a": "first"}, {"a": "a second, with é"}, {"a": "third"}]
-
-
-def zst(data: bytes) -> bytes:
-    """Return `data` as one zstd frame."""
-    packed: bytes = pyarrow.compress(data, codec="zstd", asbytes=True)
-    return packed
 
 
 def arrow_bytes(rows: list[dict[str, Any]], new: Callable[..., Any]) -> bytes:
