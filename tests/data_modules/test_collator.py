@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,7 +81,9 @@ def test_examples_are_not_modified() -> None:
 
 def test_all_tensors_of_a_batch_are_moved() -> None:
     batch = Collator(0, packed=True)([[FIRST]], 1.5)
+    batch = replace(batch, others=batch)
     moved = batch.to(torch.device("meta"), non_blocking=True)
+    assert moved.others is not None and moved.others.labels.device.type == "meta"
     assert moved.input_ids.device.type == moved.trained_columns.device.type == "meta"
     assert moved.document_lengths == [[3]] and moved.step_weight == 1.5
     assert batch.input_ids.device.type == "cpu"
@@ -139,8 +142,9 @@ def test_decoder_inputs_are_labels_shifted_by_a_start_token(packed: bool) -> Non
         assert decoder.input_ids.tolist() == [[99, 8, 0], [99, 3, 2]]
         assert batch.document_lengths == [[3], [1]] and decoder.document_lengths == [[2], [3]]
     assert batch.num_tokens == 9 and batch.step_weight == 4.0
-    moved = batch.to("cpu")
-    assert moved.decoder is not None and torch.equal(moved.decoder.input_ids, decoder.input_ids)
+    moved = batch.to("meta").decoder
+    assert moved is not None and moved.document_lengths == decoder.document_lengths
+    assert moved.input_ids.device.type == moved.position_ids.device.type == "meta"
 
 
 def test_an_empty_pack_of_pairs_is_padding() -> None:
