@@ -467,6 +467,22 @@ def test_a_plan_lists_shared_rows_where_they_are_worth_it() -> None:
     assert ("strategy.context_parallel_size=2", "recompute=offload") in fitting
 
 
+def test_a_plan_leaves_out_split_experts_that_are_slower() -> None:
+    """With more packs in a micro-batch, weights are gathered less often, for more tokens."""
+    words = ["model=qwen3_30b_a3b", "data=dolly", "strategy=fsdp", "hardware=8xl40s"]
+
+    def sizes(*typed: str) -> set[int]:
+        config: Any = load_config("plan", [*words, *typed])
+        hardware, numbers = on_hardware(config, config.hardware), config.model.architecture
+        run, _ = plan_run(config, hardware, numbers, strategies=STRATEGIES)
+        known = {"fsdp": STRATEGIES["fsdp"]}
+        found = list_candidates(config, hardware, numbers, run.model, known)
+        return {each.run.expert_size for each in found if each.fits}
+
+    assert sizes() == {1}
+    assert sizes("strategy.expert_parallel_size=8") == {8}
+
+
 def test_chunks_of_feed_forwards_nearly_halve_a_recomputed_layer() -> None:
     words = "model=llama8b quantization=nf4 hardware=h100 strategy=single recompute=offload"
     run = replace(planned(words), sequence_len=350_000, accumulation=1)
