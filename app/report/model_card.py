@@ -62,8 +62,9 @@ def render_run_card(
     base, revision = str(model.get("path") or ""), model.get("revision")
     is_local = Path(base).is_absolute() or Path(base).is_dir()
     loaded_base = Path(base).name if is_local else base
-    is_encoder_decoder = _is_encoder_decoder(saved)
-    front = _front_matter("peft" if is_adapter else "transformers", is_encoder_decoder)
+    task = _task(_is_encoder_decoder(saved), num_outputs := len(model.get("labels") or ()))
+    front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
+    front["pipeline_tag"] = task
     if base and not is_local:
         front["base_model"] = base
     if (license := license_of(base, is_local=is_local)) is not None:
@@ -72,15 +73,12 @@ def render_run_card(
     if hub_ids := sorted({path for row in datasets if is_hub_id(path := str(row.get("path")))}):
         front["datasets"] = hub_ids
     kind = str(adapter.get("name") or "adapter")
-    front["tags"] = ["loft", "sft", *([kind] if is_adapter else [])]
+    objective = str((run.config.get("objective") or {}).get("name") or "sft")
+    front["tags"] = ["loft", objective, *([kind] if is_adapter else [])]
     name = Path(base).name or "A model from random weights"
     numbers = ", ".join(f"{key} {adapter[key]:g}" for key in ("r", "alpha") if adapter.get(key))
-    hyperparameters = f" ({numbers})" if numbers else ""
-    what = (
-        f"A {cell(kind)} adapter{hyperparameters} for"
-        if is_adapter
-        else "All weights, trained from"
-    )
+    kind_of = f"{cell(kind)} adapter{f' ({numbers})' if numbers else ''}"
+    what = f"A {kind_of} for" if is_adapter else "All weights, trained from"
     at_revision = f" (revision {cell(revision)})" if revision else ""
     body = [
         f"# {cell(name)}, fine-tuned",
@@ -92,7 +90,8 @@ def render_run_card(
         *([] if repo else ["In the folder of the run, and with the path of a local base:", ""]),
         *_snippet(
             repo or saved.name,
-            is_encoder_decoder=is_encoder_decoder,
+            task,
+            num_outputs=num_outputs,
             adapter_base=loaded_base if is_adapter else None,
             revision=revision,
         ),
@@ -122,8 +121,8 @@ def render_merged_card(
     metrics: Mapping[str, float],
 ) -> str:
     """Return the card of a merged model as Markdown, with the hub's metadata in front."""
-    is_encoder_decoder = tuned.base.architecture.is_encoder_decoder
-    front = _front_matter("transformers", is_encoder_decoder)
+    task = _task(tuned.base.architecture.is_encoder_decoder, len(config.model.labels))
+    front = {"library_name": "transformers", "pipeline_tag": task}
     base = str(config.model.path)
     if Path(base).is_absolute():
         base = Path(base).name  # where it is on this machine is nobody else's business
@@ -154,7 +153,7 @@ def render_merged_card(
         *(f"- {sentence}" for sentence in how),
         f"- An answer ends with {' or '.join(f'`{token}`' for token in stop_tokens)}.",
         "",
-        *_snippet("THIS_FOLDER", is_encoder_decoder=is_encoder_decoder),
+        *_snippet("THIS_FOLDER", task),
     ]
     if datasets := manifest.get("data", ()):
         body += ["", "## Trained on", ""]
@@ -174,9 +173,19 @@ def render_merged_card(
     return _join(front, [*body, ""])
 
 
-def _front_matter(library: str, is_encoder_decoder: bool) -> dict[str, Any]:
-    task = "text2text-generation" if is_encoder_decoder else "text-generation"
-    return {"library_name": library, "pipeline_tag": task}
+def _task(is_encoder_decoder: bool, num_outputs: int) -> str:
+    """Return the hub's name of what a model does; `num_outputs` of a head for classes, or 0."""
+    if num_outputs:
+        return "text-classification"
+    return "text2text-generation" if is_encoder_decoder else "text-generation"
+
+
+AUTO_CLASSES = {
+    "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+    "text-classification": "AutoModelForSequenceClassification",
+}
+"""the hub's name of what a model does -> the class of transformers that opens it"""
 
 
 def _join(front: Mapping[str, Any], body: Sequence[str]) -> str:
@@ -186,13 +195,15 @@ def _join(front: Mapping[str, Any], body: Sequence[str]) -> str:
 
 def _snippet(
     saved: str,
+    task: str,
     *,
-    is_encoder_decoder: bool,
+    num_outputs: int = 0,
     adapter_base: str | None = None,
     revision: str | None = None,
 ) -> list[str]:
     """Return code that loads and runs the saved model, or the saved adapter of `adapter_base`."""
-    kind = "AutoModelForSeq2SeqLM" if is_encoder_decoder else "AutoModelForCausalLM"
+    kind, is_classifier = AUTO_CLASSES[task], task == "text-classification"
+    outputs = f", num_labels={num_outputs}" if num_outputs else ""
     lines = ["```python"]
     if adapter_base is not None:
         at_revision = f", revision={revision!r}" if revision else ""
@@ -200,7 +211,7 @@ def _snippet(
             "from peft import PeftModel",
             f"from transformers import {kind}, AutoTokenizer",
             "",
-            f'base = {kind}.from_pretrained({adapter_base!r}{at_revision}, dtype="auto")',
+            f'base = {kind}.from_pretrained({adapter_base!r}{at_revision}{outputs}, dtype="auto")',
             f"model = PeftModel.from_pretrained(base, {saved!r})",
         ]
     else:
@@ -209,13 +220,22 @@ def _snippet(
             "",
             f'model = {kind}.from_pretrained({saved!r}, dtype="auto")',
         ]
+    lines.append(f"tokenizer = AutoTokenizer.from_pretrained({saved!r})")
+    if is_classifier:
+        return [
+            *lines,
+            'text = "..."  # a text or a chat as in training, up to its last stop token',
+            'inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)',
+            "print(model(**inputs).logits)",
+            "```",
+        ]
+    special = task == "text2text-generation"
     return [
         *lines,
-        f"tokenizer = AutoTokenizer.from_pretrained({saved!r})",
         'messages = [{"role": "user", "content": "..."}]',
         "text = tokenizer.apply_chat_template("
         "messages, add_generation_prompt=True, tokenize=False)",
-        f'inputs = tokenizer(text, return_tensors="pt", add_special_tokens={is_encoder_decoder})',
+        f'inputs = tokenizer(text, return_tensors="pt", add_special_tokens={special})',
         "answer = model.generate(**inputs, max_new_tokens=64)",
         "print(tokenizer.decode(answer[0], skip_special_tokens=True))",
         "```",

@@ -280,6 +280,19 @@ def test_no_folder_of_this_machine_is_passed_on(
     assert json.loads(hub.files["base.json"])["path"] == "gone"
 
 
+def test_the_card_of_a_reward_model_opens_its_head(run: Path) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"]["labels"], config["objective"] = ["reward"], {"name": "reward"}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    write_card(run / "adapter", run, [])
+    text = (run / "adapter/README.md").read_text()
+    data = ModelCard(text).data.to_dict()
+    assert data["pipeline_tag"] == "text-classification"
+    assert data["tags"] == ["loft", "reward", "lora"]
+    assert "AutoModelForSequenceClassification.from_pretrained('tiny_base', num_labels=1" in text
+    assert "generate" not in text and "AutoModelForCausalLM" not in text
+
+
 def test_names_of_folders_are_text_in_cards_and_pages(run: Path, tmp_path: Path) -> None:
     """A received base, run or data set may be named like a tag, or hold terminal sequences."""
     base = tmp_path / "<img src=x onerror=alert(1)>`<b>"
