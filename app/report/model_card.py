@@ -73,8 +73,9 @@ def render_run_card(
     if hub_ids := sorted({path for row in datasets if is_hub_id(path := str(row.get("path")))}):
         front["datasets"] = hub_ids
     kind = str(adapter.get("name") or "adapter")
-    objective = str((run.config.get("objective") or {}).get("name") or "sft")
-    front["tags"] = ["loft", objective, *([kind] if is_adapter else [])]
+    objective = run.config.get("objective") or {}
+    learned, beta = str(objective.get("name") or "sft"), objective.get("beta")
+    front["tags"] = ["loft", learned, *([kind] if is_adapter else [])]
     name = Path(base).name or "A model from random weights"
     numbers = ", ".join(f"{key} {adapter[key]:g}" for key in ("r", "alpha") if adapter.get(key))
     kind_of = f"{cell(kind)} adapter{f' ({numbers})' if numbers else ''}"
@@ -83,7 +84,8 @@ def render_run_card(
     body = [
         f"# {cell(name)}, fine-tuned",
         "",
-        f"{what} `{cell(Path(base).name if is_local else base)}`{at_revision}.",
+        f"{what} `{cell(Path(base).name if is_local else base)}`{at_revision}, by "
+        f"objective={cell(learned)}{'' if beta is None else cell(f' (beta {beta})')}.",
         "",
         "## Use",
         "",

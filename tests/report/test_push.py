@@ -282,13 +282,15 @@ def test_no_folder_of_this_machine_is_passed_on(
 
 def test_the_card_of_a_reward_model_opens_its_head(run: Path) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
-    config["model"]["labels"], config["objective"] = ["reward"], {"name": "reward"}
+    config["model"]["labels"] = ["reward"]
+    config["objective"] = {"name": "reward", "beta": 0.1}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     write_card(run / "adapter", run, [])
     text = (run / "adapter/README.md").read_text()
     data = ModelCard(text).data.to_dict()
     assert data["pipeline_tag"] == "text-classification"
     assert data["tags"] == ["loft", "reward", "lora"]
+    assert "for `tiny_base`, by objective=reward (beta 0.1)." in text
     assert "AutoModelForSequenceClassification.from_pretrained('tiny_base', num_labels=1" in text
     assert "generate" not in text and "AutoModelForCausalLM" not in text
 
