@@ -253,10 +253,9 @@ def leaves_of(
         if field.name in skip:
             continue
         value, key = getattr(config, field.name), f"{prefix}.{field.name}".removeprefix(".")
-        if is_settings(value):
-            yield from leaves_of(value, key)
-        elif isinstance(value, list) and value and is_settings(value[0]):
-            for index, part in enumerate(value):
-                yield from leaves_of(part, f"{key}[{index}]")
-        else:
+        parts = value if isinstance(value, list) and value else [value]
+        if not dataclasses.is_dataclass(parts[0]):
             yield key, config, field, value
+            continue
+        for index, part in enumerate(parts):
+            yield from leaves_of(part, f"{key}[{index}]" if part is not value else key)

@@ -171,7 +171,13 @@ def read_conf_file(
         if problem is not None:
             raise UserError(problem)
         try:
-            _check_depth(text)
+            # Parsing does not recurse, as composing does.
+            depth, most = 0, min(limits().yaml_depth + 1, SAFE_DEPTH)
+            for event in yaml.parse(text, Loader=PlainLoader):
+                depth += isinstance(event, yaml.CollectionStartEvent)
+                depth -= isinstance(event, yaml.CollectionEndEvent)
+                if depth > most:
+                    raise RecursionError
             stream = loader(text)
             root = stream.get_single_node()
             if root is not None and not isinstance(root, yaml.MappingNode):
@@ -198,16 +204,6 @@ def read_conf_file(
             raise UserError(f"{display_path(path)}:1: the first line must be `# @package _global_`")
         values = python_keys("", values) if is_global else values
         return ConfFile(path, package, defaults, values, lines, choices)
-
-
-def _check_depth(text: str) -> None:
-    """Raise RecursionError beyond the limit: parsing does not recurse, as composing does."""
-    depth, most = 0, min(limits().yaml_depth + 1, SAFE_DEPTH)
-    for event in yaml.parse(text, Loader=PlainLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > most:
-            raise RecursionError
 
 
 def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:

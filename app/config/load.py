@@ -350,8 +350,18 @@ def _build(
 
     `options`: group -> chosen option; a group without one is identified by its `name`.
     `replaced`: groups whose option the command line chose, overriding an experiment's choice.
+    A data set given as a bare path is {path: PATH}.
     """
-    values = with_dataset_paths(values)
+    if isinstance(data := values.get("data"), dict):
+        bare = {}
+        for key in ("datasets", "val_datasets", "test_datasets"):
+            given = data.get(key)
+            entries = [given] if isinstance(given, str) and not given.startswith("${") else given
+            if isinstance(entries, list):
+                bare[key] = [
+                    {"path": entry} if isinstance(entry, str) else entry for entry in entries
+                ]
+        values = {**values, "data": {**data, **bare}}
     names, parts = {}, {}
     for group in PARTS.keys() & {field.name for field in dataclasses.fields(schema)}:
         part = values.get(group)
@@ -370,21 +380,6 @@ def _build(
     if problems or found:
         raise UserError([*problems, *found])
     return _give_types(schema, parts, values, names, sources)
-
-
-def with_dataset_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Return composed values with each data set given as a bare path expanded to {path: PATH}."""
-    if not isinstance(data := values.get("data"), dict):
-        return values
-    changed = {}
-    for name in ("datasets", "val_datasets", "test_datasets"):
-        value = data.get(name)
-        entries = [value] if isinstance(value, str) and not value.startswith("${") else value
-        if isinstance(entries, list) and any(isinstance(entry, str) for entry in entries):
-            changed[name] = [
-                {"path": entry} if isinstance(entry, str) else entry for entry in entries
-            ]
-    return {**values, "data": {**data, **changed}} if changed else values
 
 
 def _give_types(

@@ -297,8 +297,12 @@ def build_planned_run(
 
 
 def plan_teacher(objective: ObjectiveConfig, precision: str) -> PlannedModel | None:
-    """Return the teacher of a run; None without one, or if its sizes are not known here."""
-    if (path := objective.teacher_path) is None:
+    """Return the teacher of a run's steps; None without one, or if its sizes are not known here.
+
+    One whose log-probabilities are cached is gone before the first step.
+    """
+    is_cached = isinstance(objective, DistillConfig) and objective.teacher_logits == "cached"
+    if (path := objective.teacher_path) is None or is_cached:
         return None
     teacher = None
     try:

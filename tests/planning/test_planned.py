@@ -23,6 +23,7 @@ from app.planning.planned import NOT_PLANNED, on_hardware, plan_run
 from app.planning.speed import estimate_speed
 from app.strategy.settings import FAMILIES, STATE_BLOCK_BYTES, DdpConfig
 from common.errors import UserError
+from tests.conftest import ROOT
 
 STRATEGIES = {name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED}
 
@@ -272,3 +273,14 @@ def test_the_peak_of_a_real_step() -> None:
 
     case = Case("llama", "lora", "none", (512,), 1, "fp32")
     assert predict(case) == pytest.approx(measure(case), rel=0.03)
+
+
+@pytest.mark.parametrize(("source", "is_planned"), [("live", True), ("cached", False)])
+def test_a_teacher_whose_logits_are_cached_is_not_in_the_steps(
+    source: str, is_planned: bool
+) -> None:
+    teacher = f"objective.teacher={ROOT / 'data_modules/samples/tiny_base'}"
+    run, _ = run_of(
+        "model=llama1b", "objective=distill", teacher, f"objective.teacher_logits={source}"
+    )
+    assert (estimate_gpu_memory(run).teacher > 0) == is_planned

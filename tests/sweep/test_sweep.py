@@ -335,7 +335,7 @@ def test_secrets_are_not_written_to_the_sweep_folder(
 def test_sweeps_started_in_the_same_second_get_different_folders(
     overrides: list[str], commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.run.folder.time.strftime", lambda _: "sweep-now")
+    monkeypatch.setattr("app.run.folder.time.strftime", lambda _: "now")
     for name in ("sweep-now", "sweep-now_1"):
         result = sweep(*overrides, "adapter.r=2,4")
         assert result.code == 0, result.stderr
