@@ -271,7 +271,7 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     if run.recompute == "selective":
         own += (run.context_size - 1) * share * value_bytes * (widths.query + 2 * widths.key_value)
     keys = masks = 0.0
-    if gather_reason(widths.heads, widths.key_heads, run.context_size):
+    if is_shared and gather_reason(widths.heads, widths.key_heads, run.context_size):
         keys = (run.context_size - 1) * 2.0 * value_bytes * widths.key_value
         # The last of the ranks adds masks, which its layers share, to the scores of all keys.
         before = (1 - 0.5 / run.context_size) * execution.sequence_len

@@ -120,7 +120,7 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(tmp_path: Path, stall: 
     )
     folder = tmp_path / "run"
     code, seconds, output = stall(
-        *(folder, "train", "app.evaluation.tasks.measure:score", "sleeps", 1),  # after step 2
+        *(folder, "train", "app.evaluation.likelihood:score", "sleeps", 1),  # after step 2
         [*measured, f"output.dir={folder / 'out'}"],
     )
     assert (code, seconds < ends_within()) == (143, True), (seconds, output)

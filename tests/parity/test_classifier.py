@@ -19,7 +19,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from app import load_config, train
+from app.config import load_config
+from app.python import train
 from data_modules import Batch
 from tests.conftest import ROOT
 from tests.tiny import TINY_BASE

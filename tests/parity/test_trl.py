@@ -23,7 +23,8 @@ from transformers import (
     TrainerCallback,
 )
 
-from app import load_config, train
+from app.config import load_config
+from app.python import train
 from tests.conftest import ROOT
 from tests.tiny import TINY_BASE
 

@@ -65,8 +65,10 @@ def test_slices_give_the_loss_and_gradients_of_whole_rows(size: int, cases: list
 @pytest.mark.slow
 def test_a_long_document_takes_little_over_half_the_memory_on_each_of_two_ranks() -> None:
     """Of 740 MiB for 65,536 tokens on one rank, 419 and 472 on two (2026-11-29, AMD EPYC)."""
-    (whole,), slices = (on_ranks(size, peak_of_a_document, 16384) for size in (1, 2))
-    assert max(slices) < 0.7 * whole
+    whole, sliced = (  # the lower of two: other allocations only add to a peak
+        min(max(on_ranks(size, peak_of_a_document, 16384)) for _ in range(2)) for size in (1, 2)
+    )
+    assert sliced < 0.7 * whole
 
 
 def sent_by_layer(size: int, *, is_odd: bool) -> tuple[int, int]:

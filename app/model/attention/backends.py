@@ -123,11 +123,18 @@ def attention_implementation(backend: str) -> str:
 
 
 def key_repeats(heads: int, key_heads: int, size: int) -> int:
-    """Return how often each key head is repeated so that `size` ranks get equally many of them."""
+    """Return how often each key head is repeated so that `size` ranks get equally many of them.
+
+    Where they do not divide `heads`, as the mean of unlike layers in a plan, nearly once a head.
+    """
+    most = heads // key_heads
     return next(
-        times
-        for times in range(1, heads // key_heads + 1)
-        if key_heads * times % size == 0 and heads % (key_heads * times) == 0
+        (
+            times
+            for times in range(1, most + 1)
+            if key_heads * times % size == 0 and heads % (key_heads * times) == 0
+        ),
+        most,
     )
 
 
