@@ -9,7 +9,7 @@ import pytest
 
 from app.assembly.base import open_base
 from app.config import load_config
-from app.model.attention import gather_reason
+from app.model.attention import gather_reason, key_repeats
 from app.model.description import BaseDescription
 from app.preflight.files import check_split
 from app.strategy.settings import DdpConfig
@@ -87,6 +87,7 @@ def test_the_way_is_chosen_by_heads_and_bytes() -> None:
     assert "(1) to share: 2 heads to send instead of 34" in str(gather_reason(32, 1, 2))
     assert gather_reason(32, 8, 16) is None  # 48 heads instead of 128
     assert gather_reason(8, 2, 4) is None  # 12 instead of 8, by the fastest kernel
+    assert key_repeats(16, 6, 2) == 2  # the mean of Gemma 4's layers, in a plan
 
 
 def test_layers_without_exchange_are_refused_and_routers_balance_whole_documents() -> None:
