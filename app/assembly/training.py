@@ -201,16 +201,15 @@ def build_module(
     )
 
 
-def _first_loss(
-    config: TrainConfig, base: Base, env: Environment, objective: Objective
-) -> FirstLoss | None:
+def _first_loss(config: TrainConfig, base: Base, env: Environment) -> FirstLoss | None:
     """Return the loss that the first step must have; None if the base or noise decide it."""
     settings = base.architecture.get_text_config().to_dict()
     has_dropout = any(settings[name] for name in settings if name.endswith(DROPOUTS))
-    if objective.first_loss is None or config.adapter.neftune_alpha or has_dropout:
+    known = config.objective.first_loss
+    if known is None or config.adapter.neftune_alpha or has_dropout:
         return None
     return FirstLoss(
-        value=objective.first_loss,
+        value=known,
         tolerance=1e-4 if env.precision == "fp32" else 0.05,
         of=f"objective={config.objective.name}",
     )
@@ -240,7 +239,7 @@ def _build_metrics(
         watch,
         settings.checkpoint.monitor,
         objective.figures,
-        _first_loss(config, base, env, objective),
+        _first_loss(config, base, env),
     )
     metrics.add_measurements([] if evaluation is None else evaluation.names)
     return metrics

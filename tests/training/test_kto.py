@@ -106,8 +106,8 @@ def test_a_new_adapter_has_the_loss_that_the_first_step_is_checked_for(model: An
     objective.begin(model, [batch], "sdpa", CPU)
     batch_loss(objective, model, batch, "sdpa", sums)
     found = losses_by_dataset(sums.take()[:3], ["a", "b"], "train")
-    assert objective.first_loss == 0.5 == pytest.approx(found["train/loss"], rel=1e-6)
-    assert build_objective(KtoConfig(desirable_weight=2.0)).first_loss is None
+    assert KtoConfig().first_loss == 0.5 == pytest.approx(found["train/loss"], rel=1e-6)
+    assert KtoConfig(desirable_weight=2.0).first_loss is None
 
 
 def test_a_micro_batch_without_rows_has_a_loss_and_gradients_of_zero(model: Any) -> None:

@@ -1,1 +1,1 @@
-"""What a run minimizes: one objective a file, and the exact sums of their losses."""
+"""What a run minimizes: the objectives, and the exact sums of their losses."""

@@ -8,22 +8,13 @@ from typing import Any
 from app.model.base import ModelConfig
 from app.training.objective.classify import Classify, Reward
 from app.training.objective.distill import Distill, Teacher
-from app.training.objective.dpo import Dpo
-from app.training.objective.ipo import Ipo
 from app.training.objective.kto import Kto
 from app.training.objective.objective import Objective
-from app.training.objective.orpo import Orpo
+from app.training.objective.pair_losses import PAIR_LOSSES
 from app.training.objective.pairs import PairObjective
 from app.training.objective.settings import ClassifyConfig, DistillConfig, ObjectiveConfig
 from app.training.objective.sft import Sft
-from app.training.objective.simpo import Simpo
 
-PAIR_LOSSES: dict[str, Callable[[Any], Any]] = {
-    "dpo": Dpo,
-    "ipo": Ipo,
-    "orpo": Orpo,
-    "simpo": Simpo,
-}
 OTHERS: dict[str, Callable[[Any], Objective]] = {
     "sft": lambda _: Sft(),
     "kto": Kto,
@@ -47,5 +38,5 @@ def build_objective(
         assert teacher is not None
         return Distill(config, teacher)
     if config.name in PAIR_LOSSES:
-        return PairObjective(PAIR_LOSSES[config.name](config), config.reference_source)
+        return PairObjective(config, PAIR_LOSSES[config.name])
     return OTHERS[config.name](config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +15,13 @@ from torch.nn.functional import (
 )
 
 from app.model.attention.documents import to_device
-from app.training.objective.forward import causal_inputs, document_datasets
-from app.training.objective.objective import Losses, Objective
+from app.training.objective.forward import causal_inputs
+from app.training.objective.objective import (
+    Losses,
+    Objective,
+    labels_of_units,
+    losses_of_units,
+)
 from app.training.objective.settings import ClassifyConfig, RewardConfig
 from data_modules import Batch
 
@@ -50,7 +54,6 @@ class Classify(Objective):
     """
 
     is_likelihood = False
-    first_loss: float | None = None
 
     def __init__(
         self, config: ClassifyConfig, labels: Sequence[str], *, is_multi_label: bool = False
@@ -66,7 +69,7 @@ class Classify(Objective):
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         """Return the losses of the documents of a micro-batch."""
         outputs = outputs_of_documents(model, batch, backend)
-        labels, weights = _of_units(batch, outputs)
+        labels, weights = labels_of_units(batch, outputs)
         if not self.classes:
             differences = outputs[:, 0] - labels
             losses, figures = differences.square(), [differences.detach().abs()]
@@ -81,8 +84,8 @@ class Classify(Objective):
                 losses = cross_entropy(outputs, own, reduction="none") * scale[own]
                 of, guessed = own[:, None] == numbers, outputs.argmax(1)[:, None] == numbers
             figures = _figures(of, guessed)
-        found = _losses(losses, weights, batch, figures)
-        return replace(found, outputs=outputs.detach()) if self.classes else found
+        said = outputs.detach() if self.classes else None
+        return losses_of_units(losses, weights, batch, figures, outputs=said)
 
 
 class Reward(Objective):
@@ -94,7 +97,6 @@ class Reward(Objective):
 
     figures: tuple[str, ...] = ("accuracy", "margin", "chosen_reward", "rejected_reward")
     is_likelihood = False
-    first_loss: float | None = None
 
     def __init__(self, config: RewardConfig) -> None:
         self.centering = config.centering
@@ -103,12 +105,13 @@ class Reward(Objective):
         """Return the losses of the pairs of a micro-batch."""
         outputs = outputs_of_documents(model, batch, backend)
         chosen, rejected = outputs[:, 0].view(-1, 2).unbind(1)
-        labels, weights = _of_units(batch, outputs)
+        labels, weights = labels_of_units(batch, outputs)
         margins = chosen - rejected
         losses = -logsigmoid(margins - labels.nan_to_num())
         losses = losses + self.centering * (chosen + rejected).square()
         figures = [each.detach() for each in (margins, chosen, rejected)]
-        return _losses(losses, weights, batch, [(margins.detach() > 0).float(), *figures])
+        figures.insert(0, (figures[0] > 0).float())
+        return losses_of_units(losses, weights, batch, figures)
 
 
 def _figures(of: Tensor, guessed: Tensor) -> list[Tensor]:
@@ -121,23 +124,3 @@ def _figures(of: Tensor, guessed: Tensor) -> list[Tensor]:
         is_right = (each & guess).float()
         figures += [torch.where(those, is_right, torch.nan) for those in (each, guess)]
     return figures
-
-
-def _of_units(batch: Batch, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return labels and weights [units], empty for a micro-batch without any."""
-    nothing = outputs.new_zeros(0)
-    labels, weights = batch.unit_labels, batch.unit_weights
-    return (nothing if labels is None else labels, nothing if weights is None else weights)
-
-
-def _losses(losses: Tensor, weights: Tensor, batch: Batch, figures: list[Tensor]) -> Losses:
-    datasets = document_datasets(batch)
-    step = max(1, len(datasets) // max(1, len(losses)))  # two documents a pair
-    return Losses(
-        (losses * weights).sum(),
-        losses.detach(),
-        weights,
-        datasets[::step],
-        lambda: (torch.arange(len(losses), device=losses.device), len(losses)),
-        figures=figures,
-    )

@@ -45,7 +45,6 @@ class Distill(Objective):
 
     figures: tuple[str, ...] = ("kl", "cross_entropy")
     is_likelihood = False
-    first_loss: float | None = None
 
     def __init__(self, config: DistillConfig, source: Teacher) -> None:
         """`source` is loaded when it is first needed."""

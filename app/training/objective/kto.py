@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.model.adapter import adapter_disabled
 from app.model.eval_mode import eval_mode
-from app.training.objective.forward import document_datasets
-from app.training.objective.objective import Losses, Objective
-from app.training.objective.pairs import document_log_probs
+from app.training.objective.objective import (
+    Losses,
+    Objective,
+    labels_of_units,
+    losses_of_units,
+)
+from app.training.objective.pairs import document_log_probs, reference_log_probs
 from app.training.objective.settings import KtoConfig
 from data_modules import Batch
 
@@ -42,7 +45,6 @@ class Kto(Objective):
     def __init__(self, config: KtoConfig) -> None:
         self.beta, self.source = config.beta, config.reference
         self.weights = config.undesirable_weight, config.desirable_weight
-        self.first_loss = self.weights[0] / 2 if len(set(self.weights)) == 1 else None
         self.kl: Tensor | None = None
 
     def begin(
@@ -71,29 +73,20 @@ class Kto(Objective):
     def reference(self, model: Any, batch: Batch, backend: str) -> Tensor:
         """Return the base's log-probabilities of the answers [answers], without their graph.
 
-        They are those of the batch if they are stored. RuntimeError if they should be, and are not.
+        They are those of the batch if they are stored.
         """
-        if batch.reference is not None:
-            return batch.reference
-        if self.source == "cached":
-            # No pass for a batch without answers: ranks that shard the weights have it in common.
-            if not any(batch.document_lengths):
-                return torch.zeros(0, dtype=torch.float64, device=batch.input_ids.device)
-            raise RuntimeError("objective.reference=cached: nothing is stored for these answers")
-        with eval_mode(model), adapter_disabled(model):
-            return document_log_probs(model, batch, backend)[0]
+        return reference_log_probs(self.source, model, batch, backend)
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         """Return the losses of the answers of a micro-batch; `reference` as from the method."""
         log_probs, num_tokens = document_log_probs(model, batch, backend)
-        assert reference is not None and batch.unit_labels is not None
-        assert batch.unit_weights is not None
-        gains, is_wanted = log_probs - reference, batch.unit_labels > 0
+        assert reference is not None
+        labels, weights = labels_of_units(batch, log_probs)
+        gains, is_wanted = log_probs - reference, labels > 0
         kl = gains.new_zeros(()) if self.kl is None else self.kl
         advantage = torch.where(is_wanted, gains - kl, kl - gains)
         scale = torch.where(is_wanted, self.weights[1], self.weights[0])
         losses = scale * (1 - torch.sigmoid(self.beta * advantage))
-        weights = batch.unit_weights
         detached = [self.beta * gains.detach(), log_probs.detach(), num_tokens]
         detached.append(gains.detach() / num_tokens.clamp_min(1))
         of_kind = [
@@ -101,12 +94,5 @@ class Kto(Objective):
             for values in detached
             for wanted in (True, False)
         ]
-        return Losses(
-            (losses * weights).sum(),
-            losses.detach(),
-            weights,
-            document_datasets(batch),
-            lambda: (torch.arange(len(losses), device=losses.device), len(losses)),
-            num_tokens.long(),
-            [(advantage.detach() > 0).to(gains), self.beta * kl.expand_as(gains), *of_kind],
-        )
+        figures = [(advantage.detach() > 0).to(gains), self.beta * kl.expand_as(gains), *of_kind]
+        return losses_of_units(losses, weights, batch, figures, tokens=num_tokens.long())

@@ -17,6 +17,7 @@ from app.model.attention import check_isolation, check_padded_rows
 from app.model.classifier import hidden_as_logits
 from app.model.head import check_head_loss
 from app.model.quantization import quantize_tokens_independently
+from app.training.objective.forward import document_datasets
 from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
 from data_modules import Batch
 
@@ -45,6 +46,36 @@ class Losses:
     """what a head for classes says of each unit [units, classes], detached"""
 
 
+def losses_of_units(
+    losses: Tensor,
+    weights: Tensor,
+    batch: Batch,
+    figures: Sequence[Tensor],
+    *,
+    tokens: Tensor | None = None,
+    outputs: Tensor | None = None,
+) -> Losses:
+    """Return the losses of documents, or of pairs of two documents each; arguments as `Losses`."""
+    datasets = document_datasets(batch)
+    return Losses(
+        (losses * weights).sum(),
+        losses.detach(),
+        weights,
+        datasets[:: max(1, len(datasets) // max(1, len(losses)))],
+        lambda: (torch.arange(len(losses), device=losses.device), len(losses)),
+        tokens,
+        figures,
+        outputs,
+    )
+
+
+def labels_of_units(batch: Batch, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return labels and weights [units], empty and `like` another for a micro-batch without any."""
+    nothing = like.new_zeros(0)
+    labels, weights = batch.unit_labels, batch.unit_weights
+    return (nothing if labels is None else labels, nothing if weights is None else weights)
+
+
 class Objective(Protocol):
     """What a run minimizes."""
 
@@ -56,8 +87,6 @@ class Objective(Protocol):
     """whether a text may have several of them, or none: bits of its label"""
     is_likelihood: bool
     """whether its loss is a mean of -log p, of which a perplexity can be told"""
-    first_loss: float | None
-    """its loss as long as the model equals the base; None if that is not known beforehand"""
 
     def begin(
         self,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,14 @@ from torch import Tensor
 from app.model.adapter import adapter_disabled
 from app.model.eval_mode import eval_mode
 from app.model.head import head_log_probs
-from app.training.objective.forward import document_datasets, document_numbers, head_inputs
-from app.training.objective.objective import Losses, Objective
+from app.training.objective.forward import document_numbers, head_inputs
+from app.training.objective.objective import (
+    Losses,
+    Objective,
+    labels_of_units,
+    losses_of_units,
+)
+from app.training.objective.settings import ObjectiveConfig
 from data_modules import Batch
 
 FALLS = 3
@@ -52,16 +58,6 @@ class Pairs:
         return self.gains / self.num_tokens.clamp_min(1)
 
 
-class PairLoss(Protocol):
-    """The loss of a pair."""
-
-    first_loss: float | None
-    """the loss as long as the model equals the base; None if it depends on the base"""
-
-    def losses(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Return the rewards of the answers [pairs, 2], and the losses of the pairs [pairs]."""
-
-
 class PairObjective(Objective):
     """The mean over pairs of a loss of both answers.
 
@@ -83,47 +79,57 @@ class PairObjective(Objective):
     )
     is_likelihood = False
 
-    def __init__(self, loss: PairLoss, source: str = "none") -> None:
-        """`source`: where the base's log-probabilities come from, as `objective.reference`."""
-        self.loss, self.source = loss, source
-        self.first_loss = loss.first_loss
-        if source != "none":
+    def __init__(
+        self,
+        config: ObjectiveConfig,
+        compute: Callable[[Any, Pairs], tuple[Tensor, Tensor]],
+    ) -> None:
+        """`compute`: a function of `pair_losses.py`, which takes `config` and pairs."""
+        self.config, self.compute = config, compute
+        if config.compares_with_base:
             self.figures += ("chosen_log_ratio", "rejected_log_ratio")
 
     def reference(self, model: Any, batch: Batch, backend: str) -> Tensor | None:
         """Return the base's log-probabilities of the answers [pairs, 2], without their graph.
 
-        They are those of the batch if they are stored. RuntimeError if they should be, and are not.
+        They are those of the batch if they are stored.
         """
-        if self.source == "none" or batch.reference is not None:
-            return batch.reference
-        if self.source == "cached":
-            # No pass for a batch without pairs: ranks that shard the weights have passes in common.
-            if batch.unit_weights is None:
-                return None
-            raise RuntimeError("objective.reference=cached: nothing is stored for these pairs")
-        return base_log_probs(model, batch, backend)
+        return reference_log_probs(self.config.reference_source, model, batch, backend)
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         """Return the losses of the pairs of a micro-batch; `reference` as from the method."""
-        pairs = answers_of(model, batch, backend, reference)
-        rewards, losses = self.loss.losses(pairs)
-        weights = losses.new_zeros(0) if batch.unit_weights is None else batch.unit_weights
+        log_probs, num_tokens = (
+            each.view(-1, 2) for each in document_log_probs(model, batch, backend)
+        )
+        if reference is not None:
+            reference = reference.view_as(log_probs)
+        pairs = Pairs(log_probs, num_tokens, reference)
+        rewards, losses = self.compute(self.config, pairs)
+        _, weights = labels_of_units(batch, losses)
         chosen, rejected = rewards.detach().unbind(1)
         margins = chosen - rejected
         figures = [(margins > 0).to(margins), margins, chosen, rejected]
         figures += [*pairs.log_probs.detach().unbind(1), *pairs.num_tokens.unbind(1)]
-        if self.source != "none":
+        if self.config.compares_with_base:
             figures += pairs.gains_per_token.detach().unbind(1)
-        return Losses(
-            (losses * weights).sum(),
-            losses.detach(),
-            weights,
-            document_datasets(batch)[::2],
-            lambda: (torch.arange(len(losses), device=losses.device), len(losses)),
-            pairs.num_tokens.sum(1).long(),
-            figures,
-        )
+        tokens = num_tokens.sum(1).long()
+        return losses_of_units(losses, weights, batch, figures, tokens=tokens)
+
+
+def reference_log_probs(source: str, model: Any, batch: Batch, backend: str) -> Tensor | None:
+    """Return the base's log-probabilities of the answers, without their graph, fp64 [answers].
+
+    Those of the batch, [answers] or [pairs, 2], if they are stored. `source`: as
+    `objective.reference`; None for none. RuntimeError if they should be stored, and are not.
+    """
+    if source == "none" or batch.reference is not None:
+        return batch.reference
+    if source == "base":
+        return _without_adapter(model, batch, backend)
+    # No pass for a batch without answers: ranks that shard the weights have passes in common.
+    if any(batch.document_lengths):
+        raise RuntimeError("objective.reference=cached: nothing is stored for these answers")
+    return torch.zeros(0, dtype=torch.float64, device=batch.input_ids.device)
 
 
 def base_log_probs(model: Any, batch: Batch, backend: str) -> Tensor:
@@ -131,17 +137,15 @@ def base_log_probs(model: Any, batch: Batch, backend: str) -> Tensor:
 
     Of rows with a verdict, those of their answers and of the other rows' answers to their prompts.
     """
+    if batch.others is None:
+        return _without_adapter(model, batch, backend).view(-1, 2)
+    both = [_without_adapter(model, each, backend) for each in (batch, batch.others)]
+    return torch.stack(both, dim=1)
+
+
+def _without_adapter(model: Any, batch: Batch, backend: str) -> Tensor:
     with eval_mode(model), adapter_disabled(model):
-        if batch.others is None:
-            return answers_of(model, batch, backend).log_probs
-        both = [document_log_probs(model, each, backend)[0] for each in (batch, batch.others)]
-        return torch.stack(both, dim=1)
-
-
-def answers_of(model: Any, batch: Batch, backend: str, reference: Tensor | None = None) -> Pairs:
-    """Compute both answers of each pair of a micro-batch."""
-    log_probs, num_tokens = document_log_probs(model, batch, backend)
-    return Pairs(log_probs.view(-1, 2), num_tokens.view(-1, 2), reference)
+        return document_log_probs(model, batch, backend)[0]
 
 
 def document_log_probs(model: Any, batch: Batch, backend: str) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from common.facts import setting
 
@@ -15,30 +17,27 @@ class ObjectiveConfig:
     """objective: sft (answers); distill (answers, by a teacher's probabilities); dpo, ipo, orpo,
     simpo, reward (pairs of answers); kto (answers with a verdict); classify (texts with a class)"""
 
-    @property
-    def row_format(self) -> str | None:
-        """The format of the rows that it needs; None for any of single answers."""
-        return None
-
-    @property
-    def lr_ratio(self) -> float:
-        """Ratio of its usual learning rate to that of sft."""
-        return 1.0
-
-    @property
-    def compares_with_base(self) -> bool:
-        """Whether it needs the base beside the trained model."""
-        return False
+    row_format: ClassVar[str | None] = None
+    """format of the rows that it needs; None for any of single answers"""
+    lr_ratio: ClassVar[float] = 1.0
+    """ratio of its usual learning rate to that of sft"""
+    has_own_head: ClassVar[bool] = False
+    """whether the model has a head of its own in place of the language model's"""
 
     @property
     def reference_source(self) -> str:
         """Where the base's log-probabilities come from: base, cached or none."""
-        return "base" if self.compares_with_base else "none"
+        return "none"
 
     @property
-    def has_own_head(self) -> bool:
-        """Whether the model has a head of its own in place of the language model's."""
-        return False
+    def compares_with_base(self) -> bool:
+        """Whether log-probabilities count relative to those of the base."""
+        return self.reference_source != "none"
+
+    @property
+    def first_loss(self) -> float | None:
+        """The loss as long as the model equals the base; None if it is not known beforehand."""
+        return None
 
     @property
     def teacher_path(self) -> str | None:
@@ -50,20 +49,8 @@ class ObjectiveConfig:
 class PairConfig(ObjectiveConfig):
     """What the objectives of preference pairs share."""
 
-    @property
-    def row_format(self) -> str:
-        """Rows are preference pairs."""
-        return "preference"
-
-    @property
-    def lr_ratio(self) -> float:
-        """A tenth: the sum over an answer has larger gradients than the mean over tokens."""
-        return 0.1
-
-    @property
-    def compares_with_base(self) -> bool:
-        """Whether log-probabilities count relative to those of the model without its adapter."""
-        return True
+    row_format: ClassVar[str | None] = "preference"
+    lr_ratio: ClassVar[float] = 0.1  # a sum over an answer has larger gradients than a token mean
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,11 +61,6 @@ class ReferencedConfig(PairConfig):
     """log-probabilities of the base: base (the adapter switched off, a forward pass at each step);
     cached (computed once before the first step and stored in data.cache_dir, also for
     adapter=full); none (they count as 0)"""
-
-    @property
-    def compares_with_base(self) -> bool:
-        """Whether log-probabilities count relative to those of the base."""
-        return self.reference != "none"
 
     @property
     def reference_source(self) -> str:
@@ -100,6 +82,11 @@ class DpoConfig(ReferencedConfig):
     sft_weight: float = setting(0.0, ge=0, le=100, note="0.1 to 1 is usual")
     """weight of the chosen answer's cross-entropy per token, which keeps it likely (RPO)"""
 
+    @property
+    def first_loss(self) -> float | None:
+        """That of a margin of 0."""
+        return math.log(2) if self.compares_with_base and not self.sft_weight else None
+
 
 @dataclass(kw_only=True, slots=True)
 class IpoConfig(ReferencedConfig):
@@ -113,6 +100,11 @@ class IpoConfig(ReferencedConfig):
     length_normalized: bool = True
     """compare log-probabilities per token"""
 
+    @property
+    def first_loss(self) -> float | None:
+        """That of a difference of 0."""
+        return (0.5 / self.beta) ** 2 if self.compares_with_base else None
+
 
 @dataclass(kw_only=True, slots=True)
 class OrpoConfig(PairConfig):
@@ -123,11 +115,6 @@ class OrpoConfig(PairConfig):
     name: str = "orpo"
     beta: float = setting(0.1, gt=0, le=100, note="0.05 to 0.3 is usual")
     """weight of the odds ratio beside the chosen answer's cross-entropy (lambda in the paper)"""
-
-    @property
-    def compares_with_base(self) -> bool:
-        """No: odds are those of the model."""
-        return False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,11 +128,6 @@ class SimpoConfig(PairConfig):
     """scale of the difference of log-probabilities per token"""
     margin: float = setting(1.0, ge=0, le=100, note="0.5 to 1.6 with beta=2 is usual")
     """by how much the chosen answer's must be larger, after that scale (gamma in the paper)"""
-
-    @property
-    def compares_with_base(self) -> bool:
-        """No: log-probabilities are those of the model."""
-        return False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -165,11 +147,13 @@ class KtoConfig(ReferencedConfig):
     """weight of the losses of answers that are wanted"""
     undesirable_weight: float = setting(1.0, ge=0, le=100)
     """weight of the others; both weights times their numbers of rows should be about equal"""
+    row_format: ClassVar[str | None] = "kto"
 
     @property
-    def row_format(self) -> str:
-        """Rows are answers with a verdict."""
-        return "kto"
+    def first_loss(self) -> float | None:
+        """That of an advantage of 0, if wanted and other answers weigh the same."""
+        is_even = self.desirable_weight == self.undesirable_weight
+        return self.desirable_weight / 2 if is_even else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -179,21 +163,8 @@ class RewardConfig(PairConfig):
     name: str = "reward"
     centering: float = setting(0.0, ge=0, le=10, note="0.01 is usual")
     """weight of the square of both rewards' sum, which keeps their mean near 0"""
-
-    @property
-    def lr_ratio(self) -> float:
-        """That of sft: the loss does not grow with the length of an answer."""
-        return 1.0
-
-    @property
-    def compares_with_base(self) -> bool:
-        """No: the base has no rewards."""
-        return False
-
-    @property
-    def has_own_head(self) -> bool:
-        """A head with one output."""
-        return True
+    lr_ratio: ClassVar[float] = 1.0  # the loss does not grow with the length of an answer
+    has_own_head: ClassVar[bool] = True
 
 
 @dataclass(kw_only=True, slots=True)
@@ -203,16 +174,8 @@ class ClassifyConfig(ObjectiveConfig):
     name: str = "classify"
     class_weights: list[float] = setting(default_factory=list)
     """weights of the losses of each class, in the order of model.labels; none = 1 for all"""
-
-    @property
-    def row_format(self) -> str:
-        """Rows are texts with a label."""
-        return "classification"
-
-    @property
-    def has_own_head(self) -> bool:
-        """A head with an output for each of model.labels."""
-        return True
+    row_format: ClassVar[str | None] = "classification"
+    has_own_head: ClassVar[bool] = True
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,6 @@ class Sft(Objective):
 
     figures: tuple[str, ...] = ()
     is_likelihood = True
-    first_loss: float | None = None
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         """Return the losses of the trained columns of a micro-batch."""
