@@ -73,7 +73,7 @@ def resolve_auto(
     config = replace(config, strategy=resolve_strategy(config, base, env, plan))
     env, plan = env.under(config.strategy), plan and plan.under(config.strategy)
     data.set_batching(batch_spec(config, env))
-    env = resolve_micro_batch(config, data, env, run, plan)
+    config, env = resolve_micro_batch(config, data, env, run, plan)
     plan = plan and plan.with_micro_batch(env.micro_batch_size)
     config = resolve_recompute(config, env, plan)
     if plan is None:
@@ -154,14 +154,15 @@ def resolve_micro_batch(
     env: Environment,
     run: Run,
     plan: PlannedRun | None,
-) -> Environment:
+) -> tuple[TrainConfig, Environment]:
     """Resolve trainer.micro_batch_size=auto: set it in `data`, and return `env` with it.
 
-    A resumed run keeps its size. On a GPU the size is estimated from the plan, and probed before
-    the first step if possible. The packs of a step stay the same. `plan` has the run's strategy.
+    A resumed run keeps its size. On a GPU the size is estimated from the plan, together with
+    recompute=auto in `config`, and probed before the first step if possible. The packs of a step
+    stay the same. `plan` has the run's strategy.
     """
     if config.trainer.micro_batch_size != "auto":
-        return env
+        return config, env
     is_tried = False
     if (before := run.global_batch(env.num_data_ranks)) is not None:
         choice = MicroBatchChoice(before["micro_batch_size"], "as in the resumed run")
@@ -173,29 +174,28 @@ def resolve_micro_batch(
         choice = MicroBatchChoice(1, "the sizes of the model's layers are unknown")
     else:
         is_tried = can_probe_micro_batch(plan.strategy)
-        if config.recompute.mode == "auto":  # the mode that a micro-batch of 1 needs
-            mode, _ = choose_recompute(plan, compiles=config.trainer.compile)
-            plan = replace(plan, recompute=mode.name)
-        choice, _ = choose_micro_batch(plan)
+        config = resolve_recompute(config, env, plan, has_micro_batch=False)
+        choice = choose_micro_batch(replace(plan, recompute=config.recompute.mode))
     if is_first_rank():
         log.log(logging.INFO if is_tried else logging.DEBUG, "micro-batch: %s", choice)
     data.set_micro_batch_size(choice.size)
     env = env.with_micro_batch(choice.size)
-    return replace(env, probes_micro_batch=is_tried and choice.size > 1)
+    return config, replace(env, probes_micro_batch=is_tried and choice.size > 1)
 
 
 def resolve_recompute(
-    config: TrainConfig, env: Environment, plan: PlannedRun | None
+    config: TrainConfig, env: Environment, plan: PlannedRun | None, *, has_micro_batch: bool = True
 ) -> TrainConfig:
     """Return `config` with recompute=auto resolved by what fits a GPU; unchanged on a CPU.
 
-    `plan` has the run's strategy and micro-batch size.
+    `plan` has the run's strategy, and with `has_micro_batch` its micro-batch size.
     """
     if config.recompute.mode != "auto" or env.accelerator == "cpu":
         return config
     choice = Choice("full", "the memory of this run cannot be planned")
     if plan is not None:
-        choice, _ = choose_recompute(plan, compiles=config.trainer.compile)
+        compiles = config.trainer.compile
+        choice = choose_recompute(plan, compiles=compiles, has_micro_batch=has_micro_batch)
     if is_first_rank():
         log.info("recompute: %s", choice)
     return replace(config, recompute=replace(config.recompute, mode=choice.name))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MODES = ("none", "full", "selective", "offload")
 BY_SPEED = ("none", "selective", "full", "offload")
-"""modes that `auto` tries, fastest first; offload is full recompute plus copies to the host"""
+"""modes by speed with equal micro-batches; offload is full recompute plus copies to the host"""
 WHOLE_LAYERS = ("full", "offload")
 """modes that compute layers twice"""
 

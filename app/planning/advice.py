@@ -14,7 +14,7 @@ from app.model.recompute import BY_SPEED
 from app.planning.choose import (
     SPLITTING,
     choose_micro_batch,
-    is_worth_splitting,
+    is_clearly_faster,
     splits_of,
 )
 from app.planning.hardware import HardwareConfig
@@ -92,8 +92,9 @@ def list_candidates(
     for base, overrides in _shardings(config, hardware, strategies, model.expert_layers > 0):
         if check_planned(base, hardware, config_json):
             continue
+        typed = replace(base, recompute=replace(base.recompute, mode=BY_SPEED[0]))  # not `auto`
         try:
-            run, _ = plan_run(base, hardware, config_json, model=model, strategies=strategies)
+            run, _ = plan_run(typed, hardware, config_json, model=model, strategies=strategies)
         except UserError:
             continue
         size = run.size
@@ -122,7 +123,7 @@ def _worth_splitting(found: list[Candidate], typed: StrategyConfig) -> list[Cand
         each
         for each in found
         if (each.run.context_size, each.run.expert_size) == sizes
-        or is_worth_splitting(speed([each]), speed(whole[each.kind]))
+        or is_clearly_faster(speed([each]), speed(whole[each.kind]))
     ]
 
 
@@ -172,8 +173,8 @@ def _of_micro_batches(
     run = replace(run, recompute=mode)
     base = replace(base, recompute=replace(config.recompute, mode=mode))
     if config.trainer.micro_batch_size == "auto":
-        choice, _ = choose_micro_batch(run)
-        return [_candidate(base, run.with_micro_batch(choice.size), size, overrides)]
+        number = choose_micro_batch(run).size
+        return [_candidate(base, run.with_micro_batch(number), size, overrides)]
     best: Candidate | None = None
     as_typed: list[Candidate] = []
     for number in MICRO_BATCHES:

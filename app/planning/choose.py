@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from app.model.recompute import BY_SPEED, WHOLE_LAYERS
-from app.planning.hardware import FAST_NETWORK, HardwareConfig, known_card
+from app.planning.hardware import FAST_NETWORK, HardwareConfig
 from app.planning.memory import (
     GIB,
     GpuMemory,
@@ -71,7 +71,7 @@ class MicroBatchChoice:
 
 
 def recompute_modes(typed: str, *, compiles: bool) -> list[str]:
-    """Return the modes that the setting `typed` allows, fastest first.
+    """Return the modes that the setting `typed` allows, fastest first with equal micro-batches.
 
     Compiled layers do not support `selective`.
     """
@@ -104,7 +104,7 @@ def choose_strategy(
         return whole
     expected = partial(_expected, modes=modes, has_micro_batch=has_micro_batch)
     without = expected(run.under(whole.strategy))
-    if without is not None and known_card(run.hardware.name, run.hardware.memory_gib) is None:
+    if without is not None and not run.hardware.has_known_rates:
         return whole  # nobody knows what would be faster
     # Sharing rows takes the place of computing layers twice; the others, of sending weights.
     shares_rows = without is None or without.recompute in WHOLE_LAYERS
@@ -119,7 +119,7 @@ def choose_strategy(
         and (split := expected(under)) is not None
     ]
     best = max(splits, key=_tokens_per_second, default=None)
-    if not is_worth_splitting(_tokens_per_second(best), _tokens_per_second(without)):
+    if not is_clearly_faster(_tokens_per_second(best), _tokens_per_second(without)):
         return whole
     assert best is not None
     size = _describe_unsharded(replace(run, strategy=strategies["ddp"], recompute=modes[-1]))
@@ -163,24 +163,33 @@ def splits_of(
                 yield replace(strategy, expert_parallel_size=size)
 
 
-def is_worth_splitting(speed: float, whole: float) -> bool:
-    """Return whether a split run is faster by more than the error of an estimate.
+def is_clearly_faster(speed: float, other: float) -> bool:
+    """Return whether a speed is above another by more than the error of an estimate.
 
-    `whole`: the speed without the split, 0 if that does not fit.
+    `other`: 0 if that does not fit.
     """
-    return speed > (1 + KERNEL_ERROR) * whole
+    return speed > (1 + KERNEL_ERROR) * other
 
 
 def _expected(run: PlannedRun, modes: Sequence[str], has_micro_batch: bool) -> PlannedRun | None:
-    """Return the run with the mode and the micro-batch that `auto` will take; None if none fits."""
-    size = run.size
+    """Return the run with the mode and the micro-batch that `auto` will take; None if none fits.
+
+    The first mode that fits, or a later one if its larger micro-batches make it faster: weights are
+    then gathered less often.
+    """
+    size, best = run.size, None
     for mode in modes:
         each = replace(run, recompute=mode)
-        if fits(each, estimate_gpu_memory(each, size), size):
-            if has_micro_batch:
-                return each
-            return each.with_micro_batch(choose_micro_batch(each)[0].size)
-    return None
+        if not fits(each, estimate_gpu_memory(each, size), size):
+            continue
+        if has_micro_batch:
+            return each
+        each = each.with_micro_batch(choose_micro_batch(each).size)
+        if not run.hardware.has_known_rates:
+            return each
+        if best is None or is_clearly_faster(_tokens_per_second(each), _tokens_per_second(best)):
+            best = each
+    return best
 
 
 def _choose_whole(
@@ -260,35 +269,40 @@ def _describe_unsharded(run: PlannedRun) -> str:
     )
 
 
-def choose_recompute(run: PlannedRun, *, compiles: bool = False) -> tuple[Choice, bool]:
+def choose_recompute(
+    run: PlannedRun, *, compiles: bool = False, has_micro_batch: bool = True
+) -> Choice:
     """Choose the fastest mode that fits, else the mode with the least memory.
 
-    Also returns whether the chosen mode fits.
+    Without `has_micro_batch`, a mode's speed is that with the micro-batches it leaves room for.
     """
-    size = run.size
     modes = recompute_modes("auto", compiles=compiles)
-    needs = {mode: _Need.of(replace(run, recompute=mode), size) for mode in modes}
-    chosen = next((mode for mode, need in needs.items() if need.fits), None)
-    need = needs[chosen or modes[-1]]
+    first = _expected(run, modes, has_micro_batch=True)
+    best = _expected(run, modes, has_micro_batch) or replace(run, recompute=modes[-1])
+    need, whole = (_Need.of(each, run.size) for each in (best, replace(best, recompute="none")))
     rest = (
         f"plus {need.rest:.1f} for everything else on a GPU of {run.hardware.memory_gib:.0f} GiB, "
-        f"with {run.tokens:,} tokens per micro-batch; estimated"
+        f"with {best.tokens:,} tokens per micro-batch; estimated"
     )
-    if chosen == "none":
-        return Choice("none", f"all activations fit: {need.activations:.1f} GiB {rest}"), True
-    if chosen is None:
-        reason = f"no mode fits; this one takes the least: {need.activations:.1f} GiB activations"
-        return Choice(modes[-1], f"{reason} {rest}"), False
-    reason = f"{need.activations:.1f} GiB activations instead of {needs['none'].activations:.1f}"
-    return Choice(chosen, f"the fastest mode that fits: {reason} {rest}"), True
+    if best.recompute == "none":
+        return Choice("none", f"all activations fit: {need.activations:.1f} GiB {rest}")
+    if first is None:
+        why = f"no mode fits; this one takes the least: {need.activations:.1f} GiB activations"
+        return Choice(best.recompute, f"{why} {rest}")
+    why = "the fastest mode that fits"
+    if best.recompute != first.recompute:
+        other = _expected(run, [first.recompute], has_micro_batch)
+        factor = _tokens_per_second(best) / _tokens_per_second(other)
+        why = f"its larger micro-batches make it {factor:.1f} x as fast as {first.recompute}"
+    saved = f"{need.activations:.1f} GiB activations instead of {whole.activations:.1f}"
+    return Choice(best.recompute, f"{why}: {saved} {rest}")
 
 
-def choose_micro_batch(run: PlannedRun) -> tuple[MicroBatchChoice, bool]:
-    """Choose how many of a rank's packs form a micro-batch; also return whether it fits.
+def choose_micro_batch(run: PlannedRun) -> MicroBatchChoice:
+    """Choose how many of a rank's packs form a micro-batch, with the run's recompute mode.
 
     The largest divisor of a step's packs that fits. If no micro-batch will be tried on the device
-    before the run, some memory is left free. The recompute mode is not changed: a larger
-    micro-batch does not make up for computing layers twice.
+    before the run, some memory is left free.
     """
     packs, size = run.micro_batch_size * run.accumulation, run.size
     share = 1.0 if can_probe_micro_batch(run.strategy) else UNTRIED_SHARE
@@ -312,7 +326,7 @@ def choose_micro_batch(run: PlannedRun) -> tuple[MicroBatchChoice, bool]:
     elif larger := [other for other in needs if other > number]:
         other = larger[-1]
         reason += f"; {other}, the next divisor, would take {needs[other].activations:.1f}"
-    return MicroBatchChoice(number, reason), chosen.fits
+    return MicroBatchChoice(number, reason)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -86,6 +86,11 @@ class HardwareConfig:
         """Number of GPUs of all nodes."""
         return self.num_nodes * self.gpus_per_node
 
+    @property
+    def has_known_rates(self) -> bool:
+        """Whether it is a card of conf/hardware, so that the speed of a run can be estimated."""
+        return known_card(self.name, self.memory_gib) is not None
+
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} nodes of " if self.num_nodes > 1 else ""
         return f"{nodes}{self.gpus_per_node} x {self.name} ({self.memory_gib:.1f} GiB)"

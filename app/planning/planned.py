@@ -206,6 +206,7 @@ def plan_run(
     run = replace(run, accumulation=max(1, config.trainer.accumulation(run.num_data_ranks)))
     lines: list[str] = []
     compiles, mode = config.trainer.compile, config.recompute.mode
+    has_micro_batch = config.trainer.micro_batch_size != "auto"
 
     def conflicts(under: PlannedRun) -> list[str]:
         return check_planned(with_strategy_of(under, config), hardware, config_json)
@@ -216,7 +217,7 @@ def plan_run(
             strategies,
             recompute_modes(mode, compiles=compiles),
             is_stored=is_stored_quantized(config_json),
-            has_micro_batch=config.trainer.micro_batch_size != "auto",
+            has_micro_batch=has_micro_batch,
             allows=lambda split: not conflicts(split),
         )
         run = run.under(choice.strategy)
@@ -224,11 +225,11 @@ def plan_run(
         if problems := conflicts(run):
             raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in problems])
     if mode == "auto":
-        chosen, _ = choose_recompute(run, compiles=compiles)
+        chosen = choose_recompute(run, compiles=compiles, has_micro_batch=has_micro_batch)
         run = replace(run, recompute=chosen.name)
         lines.append(f"recompute: {chosen}")
-    if config.trainer.micro_batch_size == "auto":
-        packs, _ = choose_micro_batch(run)
+    if not has_micro_batch:
+        packs = choose_micro_batch(run)
         run = run.with_micro_batch(packs.size)
         lines.append(f"micro-batch: {packs}")
     return run, lines

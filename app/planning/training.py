@@ -273,8 +273,7 @@ def estimate_training(run: PlannedRun) -> Estimate:
     memory = estimate_gpu_memory(run, size)
     if not run.is_on_gpu:
         memory = replace(memory, overhead=float(host_bytes("VmRSS")))
-    has_rates = known_card(run.hardware.name, run.hardware.memory_gib) is not None
-    widths, has_speed = run.model.widths, run.is_on_gpu and has_rates
+    widths, has_speed = run.model.widths, run.is_on_gpu and run.hardware.has_known_rates
     return Estimate(
         memory=memory,
         is_on_gpu=run.is_on_gpu,
@@ -349,7 +348,7 @@ def suggest_overrides(
     )
     shorter = [overrides for overrides in others if not overrides.startswith("hardware=")]
     suggestions = [f"type {overrides}" for overrides in shorter]
-    if known_card(run.hardware.name, run.hardware.memory_gib) is not None:
+    if run.hardware.has_known_rates:
         for overrides in others:
             if overrides not in shorter:
                 hardware = overrides.split()[0].removeprefix("hardware=")

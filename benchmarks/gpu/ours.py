@@ -123,8 +123,7 @@ def resolve_recompute(task: Task, part: Part, adapter: AdapterConfig, env: Envir
         drops_inputs=getattr(adapter, "dropout", 0.0) > 0,
         fuses_norm_and_gate=part.is_compiled or find_spec("liger_kernel") is not None,
     )
-    choice, _ = choose_recompute(run, compiles=part.is_compiled)
-    return choice.name
+    return choose_recompute(run, compiles=part.is_compiled).name
 
 
 def build(

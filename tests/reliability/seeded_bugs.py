@@ -869,9 +869,16 @@ BUGS = [
     Bug(
         name="auto splits rows that are as fast whole",
         file="app/planning/choose.py",
-        right="return speed > (1 + KERNEL_ERROR) * whole",
+        right="return speed > (1 + KERNEL_ERROR) * other",
         wrong="return True",
         test="tests/planning/test_choose.py::test_the_strategy_with_the_least_communication_that_fits",
+    ),
+    Bug(
+        name="auto takes the first mode that fits",
+        file="app/planning/choose.py",
+        right="        if not run.hardware.has_known_rates:\n",
+        wrong="        if run.is_on_gpu:\n",
+        test="tests/planning/test_choose.py::test_a_mode_is_chosen_with_the_micro_batch_that_it_leaves_room_for",
     ),
     Bug(
         name="ties of an AUC count as right",

@@ -65,9 +65,9 @@ class LimitedDevice:
 def choose_micro_batch(monkeypatch: pytest.MonkeyPatch, packs: int, limit: int) -> LimitedDevice:
     """Make the next run probe micro-batches of `packs`, with room for `limit` tokens."""
 
-    def resolve(config: Any, data: Any, env: Environment, *_: Any) -> Environment:
+    def resolve(config: Any, data: Any, env: Environment, *_: Any) -> tuple[Any, Environment]:
         data.set_micro_batch_size(packs)
-        return replace(env.with_micro_batch(packs), probes_micro_batch=True)
+        return config, replace(env.with_micro_batch(packs), probes_micro_batch=True)
 
     device = LimitedDevice(limit)
     monkeypatch.setattr(app.assembly.auto, "resolve_micro_batch", resolve)
