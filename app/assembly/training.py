@@ -241,5 +241,5 @@ def _build_metrics(
         objective.figures,
         _first_loss(config, base, env),
     )
-    metrics.add_measurements([] if evaluation is None else evaluation.names)
+    metrics.add_columns([] if evaluation is None else evaluation.names)
     return metrics

@@ -19,7 +19,6 @@ from app.process.launch import is_first_rank
 from app.report.chart import COLORS, Chart, Series, draw_png, draw_svg, format_number, frame_of
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
 from app.report.template import render_template
-from app.training.logger import finish_loggers
 from app.training.machine import LOST
 from app.training.run_documents import MEASURES, OTHER, measure_of
 from common.files import write_atomically
@@ -126,11 +125,13 @@ def end_loggers(
     is_done: bool = True,
 ) -> None:
     """Report the outcome of a run to its loggers, with its config file and its page."""
-    from app.training.log_files import RunSummary
+    from app.training.log_files import RunLogger, RunSummary
 
     files = [file for name in ("config.yaml", PAGE_FILE) if (file := folder / name).is_file()]
     summary = RunSummary(metrics=metrics, settings=settings, files=files, is_done=is_done)
-    finish_loggers(loggers, summary)
+    for logger in loggers:
+        if isinstance(logger, RunLogger):
+            logger.finish(summary)
 
 
 def write_page(

@@ -1,4 +1,4 @@
-"""Optimizers beyond torch's: Adafactor, Muon with AdamW, schedule-free AdamW.
+"""Optimizers beyond torch's: Muon with AdamW, schedule-free AdamW.
 
 Their own `state_dict` is never used: `checkpoint/optimizer_state.py` saves and restores by name.
 """
@@ -10,26 +10,6 @@ from typing import Any
 
 import schedulefree
 import torch
-
-
-def build_adafactor(
-    groups: list[dict[str, Any]], *, beta2_decay: float, clip_threshold: float
-) -> torch.optim.Optimizer:
-    """Build Adafactor over parameter groups, with an absolute `lr` as AdamW's.
-
-    Not torch's: its learning rate is relative to each weight's norm, so that LoRA's B, which starts
-    at zero, hardly moves, and it reads the norm of every weight on the host in every step.
-    """
-    # Imported here: it imports peft, and with that bitsandbytes.
-    from transformers.optimization import Adafactor
-
-    return Adafactor(
-        groups,
-        decay_rate=beta2_decay,
-        clip_threshold=clip_threshold,
-        scale_parameter=False,
-        relative_step=False,
-    )
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

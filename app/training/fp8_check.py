@@ -18,7 +18,6 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from app.model.adapter import drop_pending_outputs
 from app.model.fp8 import Fp8Linear, Fp8TrainedLinear, quantize_weight, without_rounding
 from app.process.launch import is_first_rank
 from common.errors import UserError
@@ -110,9 +109,7 @@ def compare_passes(module: FinetuneModule, batch: Batch) -> Tensor:
             g, h = before.to(gradient.device).float(), gradient.float()
             products = [(a * b).sum(dtype=torch.float64) for a, b in ((g, h), (g, g), (h, h))]
             sums += torch.stack(products).to(sums.device)
-    module.zero_grad()
     module.reset_step()
-    drop_pending_outputs(module.model)
     return torch.cat([torch.stack([exact, rounded]).double(), sums])
 
 

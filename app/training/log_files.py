@@ -55,8 +55,32 @@ def columns(dataset_names: list[str]) -> list[str]:
     return ["step", "train/loss", "val/loss", *by_dataset, *rest]
 
 
-class CsvLogger(Logger):
+class RunLogger(Logger):
+    """What the loggers of a run have in common: settings are in config.yaml, names are fixed."""
+
+    kind = ""
+
+    @property
+    def name(self) -> str:
+        """Name of this logger."""
+        return self.kind
+
+    @property
+    def version(self) -> str:
+        """Empty: a run has one file or folder of a logger, and a tracker has its own run ids."""
+        return ""
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def finish(self, summary: RunSummary) -> None:
+        """Log the final metrics and files, and close the logger: here nothing."""
+
+
+class CsvLogger(RunLogger):
     """Write metrics.csv: a row per optimizer step and per validation, at full precision."""
+
+    kind = "csv"
 
     def __init__(self, path: Path, dataset_names: list[str]) -> None:
         super().__init__()
@@ -84,16 +108,6 @@ class CsvLogger(Logger):
                     break
                 end += len(line)
             file.truncate(end)
-
-    @property
-    def name(self) -> str:
-        """Name of this logger."""
-        return "csv"
-
-    @property
-    def version(self) -> str:
-        """Empty: a run has one file."""
-        return ""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -149,11 +163,8 @@ class CsvLogger(Logger):
             f"then type {resume_words(folder)}"
         )
 
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: settings are in config.yaml."""
 
-
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(RunLogger):
     """Write TensorBoard event files, opened at the first row.
 
     Lightning's own logger imports tensorboard before training. Events after `last_step`, from which
@@ -162,6 +173,8 @@ class TensorBoardLogger(Logger):
     a data set in one chart, "text" the command and config.yaml, "hparams" the settings with the
     final metrics.
     """
+
+    kind = "tensorboard"
 
     def __init__(
         self,
@@ -177,16 +190,6 @@ class TensorBoardLogger(Logger):
         self._writer: Any = None
         self._has_failed = False
 
-    @property
-    def name(self) -> str:
-        """Name of this logger."""
-        return "tensorboard"
-
-    @property
-    def version(self) -> str:
-        """Empty: a run has one folder of events."""
-        return ""
-
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write one scalar per metric."""
@@ -197,9 +200,6 @@ class TensorBoardLogger(Logger):
         """Flush the events to the file."""
         if self._writer is not None:
             self._guarded(self._writer.flush)
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: settings are in config.yaml."""
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

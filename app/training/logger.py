@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +10,6 @@ from common.facts import setting
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
-
-    from app.training.log_files import RunSummary
 
 KINDS = ("tensorboard", "csv", "wandb", "mlflow")
 TRACKERS = ("wandb", "mlflow")
@@ -56,14 +53,6 @@ def build_loggers(
 
         loggers += [Tracker(kind, folder, details=config.details) for kind in trackers]
     return loggers
-
-
-def finish_loggers(loggers: Sequence[Logger], summary: RunSummary) -> None:
-    """Log the final metrics and files, and close the loggers."""
-    for logger in loggers:
-        finish = getattr(logger, "finish", None)
-        if finish is not None:
-            finish(summary)
 
 
 def drop_rows_after(last_step: int | None, loggers: list[Logger]) -> None:

@@ -146,7 +146,7 @@ class Metrics:
         self._block_started: float | None = None
         self.expert_load: ExpertLoad | None = None
         self.machine: MachineStats | None = None
-        self._add_columns(
+        self.add_columns(
             [
                 "/".join(filter(None, (phase, figure, name)))
                 for phase in ("train", "val")
@@ -158,18 +158,15 @@ class Metrics:
     def add_machine(self, machine: MachineStats) -> None:
         """Log the machine's statistics in the last row of each block."""
         self.machine = machine
-        self._add_columns(machine.names)
+        self.add_columns(machine.names)
 
     def add_experts(self, load: ExpertLoad) -> None:
         """Log the expert load in the row of each step."""
         self.expert_load = load
-        self._add_columns(load.names)
+        self.add_columns(load.names)
 
-    def add_measurements(self, names: Sequence[str]) -> None:
-        """Log metrics of tasks and generations in the rows of validations."""
-        self._add_columns(names)
-
-    def _add_columns(self, names: Sequence[str]) -> None:
+    def add_columns(self, names: Sequence[str]) -> None:
+        """Give metrics.csv columns of these names."""
         for logger in self.loggers:
             if isinstance(logger, CsvLogger):
                 logger.columns += names

@@ -74,14 +74,10 @@ def _probe_all_ranks(
     """Return an error on every rank if any rank runs out of memory; None if `batch` fits."""
     import torch
 
-    from app.model.adapter import drop_pending_outputs
-
     strategy = module.strategy
     part = strategy.shard_batch(batch).to(strategy.root_device)
     failure = _probe(module, part, optimizer)
-    module.zero_grad()
     module.reset_step()
-    drop_pending_outputs(module.model)
     gc.collect()
     if strategy.root_device.type == "cuda":
         torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from app.model.adapter import ungroup_adapters
+from app.model.adapter import drop_pending_outputs, ungroup_adapters
 from app.model.attention import restore_kernel
 from app.model.fp8 import restore_trained_layers
 from app.model.kernels import unfuse_layers
@@ -36,7 +36,7 @@ from app.training.objective.sums import DatasetSums, RowSums
 from app.training.optimizers import base_lr
 from app.training.parameter_table import print_parameter_table
 from app.training.prepare import prepare_model
-from app.training.resume import Resume, run_pending_validation
+from app.training.resume import Resume
 from app.training.routing import ExpertLoad, RouterBalance
 from app.training.schedule import ScheduleConfig, build_schedule
 from data_modules import Batch
@@ -155,8 +155,7 @@ class FinetuneModule(L.LightningModule):
             self.resume.restore_at_first_batch(batches)
             self.resume = None
             if self.has_pending_validation:
-                self.has_pending_validation = False
-                run_pending_validation(self.trainer)
+                self._validate_pending()
                 if self.trainer.should_stop:
                     return -1
         use_training_weights(self.optimizer)
@@ -168,14 +167,26 @@ class FinetuneModule(L.LightningModule):
         The validation of the last step comes first, if a signal had interrupted it.
         """
         if self.has_pending_validation:
-            self.has_pending_validation = False
-            run_pending_validation(self.trainer)
+            self._validate_pending()
         use_averaged_weights(self.optimizer)
         self.strategy.load_averaged_weights()
         restore_kernel(self.backend)
         unfuse_layers(self.model)
         restore_trained_layers(self.model)
         ungroup_adapters(self.model)
+
+    def _validate_pending(self) -> None:
+        """Run the validation that a signal interrupted, before the next step.
+
+        Lightning 2.6 has no public way to validate between two batches; this does what its loop
+        does.
+        """
+        self.has_pending_validation, trainer = False, self.trainer
+        results = trainer._logger_connector
+        is_first = results._first_loop_iter
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training, results._first_loop_iter = True, is_first
 
     def release_optimizer(self) -> None:
         """Free gradients and optimizer states; call it after the last checkpoint."""
@@ -357,7 +368,9 @@ class FinetuneModule(L.LightningModule):
         return model_state(self.model, self.strategy), optimizer_tensors
 
     def reset_step(self) -> None:
-        """Discard the sums of the current step."""
+        """Discard gradients, sums and pending outputs of passes that belong to no step."""
+        self.zero_grad()
+        drop_pending_outputs(self.model)
         if self.train_sums.sums is not None:
             self.train_sums.take()
         if self.expert_load is not None:

@@ -156,11 +156,19 @@ def _build(
     fused: bool,
     states_folder: Path | None,
 ) -> torch.optim.Optimizer:
-    from app.training.algorithms import build_adafactor, build_schedule_free
+    from app.training.algorithms import build_schedule_free
 
     if isinstance(config, AdafactorConfig):
-        return build_adafactor(
-            groups, beta2_decay=config.beta2_decay, clip_threshold=config.clip_threshold
+        from transformers.optimization import Adafactor
+
+        # Not torch's: its learning rate is relative to each weight's norm, so that LoRA's B, which
+        # starts at zero, hardly moves, and it reads the norm of every weight on the host.
+        return Adafactor(
+            groups,
+            decay_rate=config.beta2_decay,
+            clip_threshold=config.clip_threshold,
+            scale_parameter=False,
+            relative_step=False,
         )
     assert isinstance(config, AdamWConfig)
     betas = (config.beta1, config.beta2)

@@ -157,17 +157,14 @@ def groups_table(optimizer: torch.optim.Optimizer) -> Table:
     """Build a table of the optimizer's groups, before a schedule is built."""
     from rich.box import SIMPLE_HEAD
 
-    cells, total = [["group", "tensors", "params", "share", "lr", "decay"]], num_grouped(optimizer)
-    for group in optimizer.param_groups:
-        size = _size(sum(p.numel() for p in group["params"]), total)
+    cells = [["group", "tensors", "params", "share", "lr", "decay"]]
+    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+    for group, num_weights in zip(optimizer.param_groups, sizes, strict=True):
+        size = _size(num_weights, sum(sizes))
         settings = format_lr(group["lr"]), f"{group['weight_decay']:g}"
         cells.append([group["name"], f"{len(group['params']):,}", *size, *settings])
     title = f"parameter groups of {type(optimizer).__name__}"
     return text_table(cells, title, box=SIMPLE_HEAD)
-
-
-def num_grouped(optimizer: torch.optim.Optimizer) -> int:
-    return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
 
 def describe_parameters(report: TrainableReport) -> list[str]:
@@ -186,20 +183,11 @@ def describe_parameters(report: TrainableReport) -> list[str]:
 
 
 def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Print the trainable parameters, and log every pattern, shape and group of the optimizer.
-
-    ValueError if the groups do not hold all trainable parameters.
-    """
-    report = report_trainable(model)
-    if (grouped := num_grouped(optimizer)) != report.num_trainable:
-        raise ValueError(
-            f"the optimizer's groups hold {grouped:,} weights, but {report.num_trainable:,} are "
-            "trainable"
-        )
+    """Print the trainable parameters, and log every pattern, shape and group of the optimizer."""
     patterns = trained_patterns(model, optimizer)
     for table in (trainable_table(patterns), groups_table(optimizer)):
         log.debug("%s", laid_out(table))
-    trainable, memory = describe_parameters(report)
+    trainable, memory = describe_parameters(report_trainable(model))
     shared = shared_settings(patterns)
     texts = [
         SHORT_DTYPES.get(text, text) if name == "dtype" else f"{name} {text}"

@@ -155,18 +155,6 @@ def check_same_step(trainer: L.Trainer, resume: Resume | None) -> None:
         )
 
 
-def run_pending_validation(trainer: L.Trainer) -> None:
-    """Run the validation that a signal interrupted, before the next step.
-
-    Lightning 2.6 has no public way to validate between two batches; this does what its loop does.
-    """
-    results = trainer._logger_connector
-    is_first = results._first_loop_iter
-    trainer.validating = True
-    trainer.fit_loop.epoch_loop.val_loop.run()
-    trainer.training, results._first_loop_iter = True, is_first
-
-
 def _rebuild_buckets(module: FinetuneModule, batch: Batch) -> None:
     """Run a backward pass and discard its gradients, so that DDP's buckets are those of the save.
 
@@ -175,7 +163,6 @@ def _rebuild_buckets(module: FinetuneModule, batch: Batch) -> None:
     gradients are added, which changes the last bits with three or more ranks.
     """
     module.strategy.run_micro_batches([batch], module.micro_batch_loss)
-    module.zero_grad()
     module.reset_step()
 
 

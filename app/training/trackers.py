@@ -22,10 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from app.training.log_files import RunSummary, is_detail
+from app.training.log_files import RunLogger, RunSummary, is_detail
 from common.files import write_atomically
 from common.redaction import redact
 from common.text import printable
@@ -80,7 +79,7 @@ def build_mlflow(folder: Path, name: str, run_id: str | None) -> Any:
 BUILDERS: dict[str, Build] = {"wandb": build_wandb, "mlflow": build_mlflow}
 
 
-class Tracker(Logger):
+class Tracker(RunLogger):
     """Log metrics, settings and files to a tracker in a separate thread."""
 
     def __init__(
@@ -92,15 +91,6 @@ class Tracker(Logger):
         self._queue: queue.Queue[Callable[[Any], None] | None] = queue.Queue(MAX_QUEUED)
         self._thread: threading.Thread | None = None
         self._is_abandoned = False
-
-    @property
-    def name(self) -> str:
-        return self.kind
-
-    @property
-    def version(self) -> str:
-        """Empty: the tracker has its own run ids."""
-        return ""
 
     @rank_zero_only
     def forget(self) -> None:

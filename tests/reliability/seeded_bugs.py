@@ -247,7 +247,7 @@ BUGS = [
     ),
     Bug(
         name="an asynchronous save writes the live weights instead of a copy",
-        file="app/training/checkpoint/checkpoint_io.py",
+        file="app/training/checkpoint/saving.py",
         right="copies[key] = copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)",
         wrong="copies[key] = tensor.detach()",
         test="tests/training/checkpoint/test_background.py"

@@ -113,7 +113,7 @@ def test_a_single_pack_that_does_not_fit_ends_the_run(
 ) -> None:
     choose_micro_batch(monkeypatch, packs=2, limit=1)
     released: list[Any] = []
-    monkeypatch.setattr(app.model.adapter, "drop_pending_outputs", released.append)
+    monkeypatch.setattr("app.training.module.drop_pending_outputs", released.append)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         train_run(*OVERRIDES)
     assert len(released) == 2  # after 2 packs, and after 1
@@ -144,7 +144,6 @@ def test_all_ranks_use_the_size_that_fits_on_every_rank() -> None:
         strategy=SimpleNamespace(root_device=torch.device("cpu"), shard_batch=lambda batch: batch),
         global_rank=0,
         loss=lambda batch: weight.sum(),
-        zero_grad=lambda: None,
         reset_step=lambda: None,
     )
     probe_micro_batch(module, "adamw")

@@ -177,25 +177,15 @@ def check_documents(checkpoint: Checkpoint) -> None:
 
 def read_training(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the state of Lightning, optimizer and metrics; UserError names each wrong key."""
-    training = _read(checkpoint, TRAINING)
-    problems = list(differences(training, TRAINING_STATE, ""))
-    problems = problems or list(_disagreements(training, checkpoint))
-    if problems:
-        raise unusable_checkpoint(
-            checkpoint.folder, [f"{TRAINING}.json: {problem}" for problem in problems]
-        )
+    training = _read(checkpoint, TRAINING, TRAINING_STATE)
+    if problems := [f"{TRAINING}.json: {one}" for one in _disagreements(training, checkpoint)]:
+        raise unusable_checkpoint(checkpoint.folder, problems)
     return training
 
 
 def read_random_state(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     """Return the random state of a rank; UserError names each wrong key."""
-    name = random_state_name(rank)
-    state = _read(checkpoint, name)
-    if problems := list(differences(state, RANDOM_STATE, "")):
-        raise unusable_checkpoint(
-            checkpoint.folder, [f"{name}.json: {problem}" for problem in problems]
-        )
-    return state
+    return _read(checkpoint, random_state_name(rank), RANDOM_STATE)
 
 
 def unusable_checkpoint(folder: Path, problems: Iterable[str]) -> UserError:
@@ -224,15 +214,18 @@ def _fix(folder: Path) -> str:
     return f"type resume={typed} to resume from an earlier checkpoint, or {new_run}"
 
 
-def _read(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+def _read(checkpoint: Checkpoint, name: str, schema: Keys) -> dict[str, Any]:
     try:
         document: dict[str, Any] = checkpoint.document(name)
+        problems = [f": {problem}" for problem in differences(document, schema, "")]
     except KeyError:
-        raise unusable_checkpoint(checkpoint.folder, [f"{name}.json is missing"]) from None
+        problems = [" is missing"]
     except OSError as error:
-        raise unusable_checkpoint(checkpoint.folder, [f"{name}.json: {error.strerror}"]) from None
+        problems = [f": {error.strerror}"]
     except ValueError as error:
-        raise unusable_checkpoint(checkpoint.folder, [f"{name}.json: {error}"]) from None
+        problems = [f": {error}"]
+    if problems:
+        raise unusable_checkpoint(checkpoint.folder, [f"{name}.json{one}" for one in problems])
     return document
 
 

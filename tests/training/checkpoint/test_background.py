@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.training.checkpoint import checkpoint_io
-from app.training.checkpoint.checkpoint_io import BackgroundWriter
+from app.training.checkpoint import saving
+from app.training.checkpoint.saving import BackgroundWriter
 from app.training.checkpoint.store import CheckpointStore
 from app.training.checkpoint.tensors import read_tensors, write_tensors
 from common.installation import ROOT
@@ -86,13 +86,13 @@ def test_room_made_beforehand_is_what_a_snapshot_uses(
 ) -> None:
     state = {"a": torch.ones(70, dtype=torch.bfloat16), "b": torch.ones(3), "c": torch.tensor(2.0)}
     made_in = []
-    plain = checkpoint_io._new_buffer
+    plain = saving._new_buffer
 
     def new_buffer(num_bytes: int, is_pinned: bool) -> torch.Tensor:
         made_in.append(threading.current_thread() is threading.main_thread())
         return plain(num_bytes, is_pinned)
 
-    monkeypatch.setattr(checkpoint_io, "_new_buffer", new_buffer)
+    monkeypatch.setattr(saving, "_new_buffer", new_buffer)
     writer.reserve({"model": state, "optimizer": dict(list(state.items())[:2])})
     found = writer.snapshot("model", state)
     writer.snapshot("optimizer", dict(list(state.items())[:2]))
@@ -158,7 +158,7 @@ def test_a_process_that_ends_by_an_error_ends_the_last_save_first(tmp_path: Path
 import time
 from pathlib import Path
 import torch
-from app.training.checkpoint.checkpoint_io import BackgroundWriter
+from app.training.checkpoint.saving import BackgroundWriter
 from app.training.checkpoint.tensors import write_tensors
 writer = BackgroundWriter()
 state = writer.snapshot("model", {{"a": torch.ones(3)}})

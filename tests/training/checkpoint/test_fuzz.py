@@ -24,7 +24,6 @@ from torch import Tensor
 from app.model.adapter import FullConfig, LoraConfig
 from app.run import find_newest_good
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.checkpoint.checkpoint_io import StoredCheckpoints
 from app.training.checkpoint.documents import (
     MODEL,
     OPTIMIZER,
@@ -34,6 +33,7 @@ from app.training.checkpoint.documents import (
     read_random_state,
 )
 from app.training.checkpoint.optimizer_state import optimizer_state, restore_optimizer
+from app.training.checkpoint.saving import StoredCheckpoints
 from app.training.checkpoint.state import (
     check_random_state,
     model_state,

@@ -22,7 +22,7 @@ from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CheckpointStore
 from app.training.module import FinetuneModule
-from app.training.resume import Resume, run_pending_validation
+from app.training.resume import Resume
 from app.training.stopping import SignalSync
 from common.errors import Interrupted
 from tests.resumed import contents
@@ -364,9 +364,11 @@ def test_a_signal_interrupts_a_validation_which_is_repeated_before_the_next_step
     assert (newest.step, newest.metric) == (3, None)
     monkeypatch.undo()
     seen: list[str] = []
+    validate = FinetuneModule._validate_pending
     monkeypatch.setattr(
-        "app.training.module.run_pending_validation",
-        lambda trainer: seen.append("validates") or run_pending_validation(trainer),
+        FinetuneModule,
+        "_validate_pending",
+        lambda module: seen.append("validates") or validate(module),
     )
     monkeypatch.setattr(
         faults, "fault_point", lambda point, step=None: seen.append(f"{point} {step}")

@@ -21,9 +21,14 @@ import torch
 from app.process import heartbeat
 from app.process.signals import DataStalled, MeasurementInterrupted
 from app.training.checkpoint import saving
-from app.training.checkpoint.checkpoint_io import BackgroundWriter, StoredCheckpoints
 from app.training.checkpoint.disk import SaveError, write_file
-from app.training.checkpoint.saving import CheckpointSaver, build_checkpoints, build_saver
+from app.training.checkpoint.saving import (
+    BackgroundWriter,
+    CheckpointSaver,
+    StoredCheckpoints,
+    build_checkpoints,
+    build_saver,
+)
 from app.training.checkpoint.store import CheckpointStore
 from app.training.log_files import CsvLogger
 from app.training.metrics import Metrics
@@ -180,7 +185,7 @@ import resource, sys, torch
 from pathlib import Path
 from signal import SIGTERM
 from app.model.adapter import FullConfig
-from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.saving import StoredCheckpoints
 from app.training.checkpoint.optimizer_state import optimizer_state
 from app.training.checkpoint.state import model_state
 from app.training.checkpoint.store import CheckpointStore
