@@ -102,7 +102,8 @@ def training_document(step: int) -> dict[str, Any]:
     """Return the counters of a run without a validation."""
     return {
         "step": step,
-        "optimizer": {"class": "AdamW", "groups": [], "numbers": {}, "on_host": []},
+        "optimizer": {"class": "AdamW", "numbers": {}}
+        | {name: [] for name in ("groups", "on_host", "without_state")},
         "curves": {
             "dataset_names": ["one"],
             "latest": {"train/loss": 2.5},
@@ -113,6 +114,10 @@ def training_document(step: int) -> dict[str, Any]:
             "num_tokens": 20 * step,
             "train_seconds": 0.5,
             "skipped_steps": 0,
+            "row_losses": [[], []],
+            "monitored": [],
+            "best": [],
+            "num_worse": 0,
         },
         "owes_validation": False,
         "lightning": {"callbacks": {}},

@@ -86,7 +86,6 @@ class WriteMetadata(L.Callback):
         self._batching: BatchSpec | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        """Write the metadata of a new run."""
         if self.run.checkpoint is None:
             self._write(trainer)
 
@@ -132,11 +131,9 @@ class LivePage(L.Callback):
         self.run, self.next_write = run, 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Start the clock of the first page."""
         self.next_write = time.monotonic() + PAGE_SECONDS
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Write the page if it is time."""
         if not trainer.is_global_zero or (started := time.monotonic()) < self.next_write:
             return
         settings = changed_settings(self.run.typed_config)

@@ -22,7 +22,6 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):
     """
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings of one parameter of a group."""
         config: dict[str, Any] = super().get_config(gindex, pindex, group)
         config["optim_bits"] = group["optim_bits"]
         return config

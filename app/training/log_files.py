@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """The result of a run, for the loggers."""
-
     metrics: Mapping[str, float] = field(default_factory=dict)
     """metrics of the whole run"""
     settings: Sequence[tuple[str, str, str]] = ()
@@ -62,7 +60,6 @@ class RunLogger(Logger):
 
     @property
     def name(self) -> str:
-        """Name of this logger."""
         return self.kind
 
     @property
@@ -192,12 +189,10 @@ class TensorBoardLogger(RunLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Write one scalar per metric."""
         self._guarded(lambda: self._write(metrics, step))
 
     @rank_zero_only
     def save(self) -> None:
-        """Flush the events to the file."""
         if self._writer is not None:
             self._guarded(self._writer.flush)
 

@@ -166,7 +166,6 @@ class Metrics:
         self.add_columns(load.names)
 
     def add_columns(self, names: Sequence[str]) -> None:
-        """Give metrics.csv columns of these names."""
         for logger in self.loggers:
             if isinstance(logger, CsvLogger):
                 logger.columns += names
@@ -256,7 +255,6 @@ class Metrics:
             )
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one row to every logger."""
         # Only finite values: checkpoints save them as JSON.
         self.latest |= {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.latest_step = step
@@ -320,8 +318,8 @@ class Metrics:
                 "data.datasets=[{name: ...}], or start a new run with resume=never"
             )
         for name in STATE_KEYS:
-            if name in state:  # an earlier version did not save all of them
-                setattr(self, name, state[name])
+            setattr(self, name, state[name])
         self.watch.num_skipped = state["skipped_steps"]
-        rows = state.get("row_losses", [[], []])  # an earlier version did not save them
-        self.row_losses = [torch.tensor(row, dtype=torch.double) if row else None for row in rows]
+        self.row_losses = [
+            torch.tensor(row, dtype=torch.double) if row else None for row in state["row_losses"]
+        ]

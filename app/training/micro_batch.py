@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors of `number`, in ascending order."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 

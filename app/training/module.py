@@ -22,7 +22,7 @@ from app.strategy.disk_states import AdamWOnDisk
 from app.strategy.mixin import StrategyMixin
 from app.training.algorithms import use_averaged_weights, use_training_weights
 from app.training.checkpoint.optimizer_state import optimizer_state
-from app.training.checkpoint.state import model_state, restore_model
+from app.training.checkpoint.state import loop_state_after, model_state, restore_model
 from app.training.metrics import Metrics, StepRecord
 from app.training.nonfinite import (
     StepSkipped,
@@ -119,7 +119,6 @@ class FinetuneModule(L.LightningModule):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that `build_optimizer` returned."""
         return self.optimizers(use_pl_optimizer=False)
 
     def configure_model(self) -> None:
@@ -261,7 +260,6 @@ class FinetuneModule(L.LightningModule):
         skip_nonfinite_step(optimizer, self.grad_norm, is_scaled=self.is_scaled)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any) -> None:
-        """Run the optimizer step, then add its row to the metrics."""
         lr = base_lr(optimizer)
         with suppress(StepSkipped):
             super().optimizer_step(epoch, batch_idx, optimizer, *args)
@@ -310,7 +308,6 @@ class FinetuneModule(L.LightningModule):
             )
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add a micro-batch to the validation sums."""
         rows = None if self._row_losses_index is None else self.val_rows
         batch_loss(self.objective, self.model, batch, self.backend, self.val_sums, rows)
 
@@ -349,7 +346,6 @@ class FinetuneModule(L.LightningModule):
         return -1 if is_last else None
 
     def on_train_end(self) -> None:
-        """Write the last steps."""
         self.metrics.flush(self.sum_over_ranks)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
@@ -363,7 +359,6 @@ class FinetuneModule(L.LightningModule):
         return total / copies
 
     def checkpoint_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the model's and the optimizer's tensors of a checkpoint."""
         optimizer_tensors, _ = optimizer_state(self.model, self.optimizer, self.strategy)
         return model_state(self.model, self.strategy), optimizer_tensors
 
@@ -410,7 +405,7 @@ class FinetuneModule(L.LightningModule):
         state = checkpoint["training"]
         self.resume = Resume(self, checkpoint["source"], state)
         self.metrics.load_state_dict(state["curves"])
-        self.has_pending_validation = state.get("owes_validation", False)
+        self.has_pending_validation = state["owes_validation"]
         # The run had stopped early, and was interrupted after its last checkpoint.
         if self.stops_early and self.metrics.validated_step == state["step"]:
             log.info(
@@ -419,4 +414,4 @@ class FinetuneModule(L.LightningModule):
                 *(state["step"], self.metrics.monitor, self.patience),
             )
             self.trainer.should_stop = True
-        checkpoint["loops"] = self.resume.loop_state()
+        checkpoint["loops"] = {"fit_loop": loop_state_after(self.trainer.fit_loop, state["step"])}

@@ -112,8 +112,9 @@ def check_finite(step: int, *parts: Mapping[str, Tensor]) -> None:
         found = torch.stack(ranges).isfinite().all(1).tolist()
         bad = [name for name, is_finite in zip(tensors, found, strict=True) if not is_finite]
         if bad:
+            more = f", and so have {len(bad) - 1:,} more tensors" if len(bad) > 1 else ""
             raise TrainingFault(
-                f"step {step}: {bad[0]} has non-finite values{_and_more(bad)}; no checkpoint "
+                f"step {step}: {bad[0]} has non-finite values{more}; no checkpoint "
                 "is saved, earlier ones are kept; lower optimizer.lr and resume "
                 "from the last one with resume=auto 'resume_allow=[lr]'"
             )
@@ -128,14 +129,6 @@ def nonfinite_metrics(metrics: Mapping[str, float], prefix: str) -> list[str]:
     ]
 
 
-def _and_more(names: list[str]) -> str:
-    return f", and so have {len(names) - 1:,} more tensors" if len(names) > 1 else ""
-
-
-def _no_rows(step: int) -> Iterable[StepRow]:
-    return ()
-
-
 class StepWatch:
     """Check steps as they are written: warn of skipped steps, loss spikes and a loss that does not
     change, and stop the run after too many skipped steps.
@@ -147,7 +140,7 @@ class StepWatch:
     def __init__(
         self,
         max_skipped_steps: int = 0,
-        rows_of: Callable[[int], Iterable[StepRow]] = _no_rows,
+        rows_of: Callable[[int], Iterable[StepRow]] = lambda step: (),
         *,
         total_steps: int = 0,
         vocab_size: int = 0,

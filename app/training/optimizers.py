@@ -249,8 +249,6 @@ def base_lr(optimizer: torch.optim.Optimizer) -> float:
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """A group's settings before any pattern."""
-
     name: str
     weight_decay: float
     lr_ratio: float = 1.0
@@ -321,7 +319,6 @@ def make_groups(
 
 
 def first_match(weight: TrainableWeight, patterns: Iterable[LrPattern]) -> LrPattern | None:
-    """Return the first pattern that matches a weight's full name."""
     return next((each for each in patterns if by_wildcard(each.pattern, [weight.name])), None)
 
 

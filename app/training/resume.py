@@ -31,7 +31,6 @@ from app.training.checkpoint.state import (
     StateError,
     check_finite_values,
     check_random_state,
-    loop_state_after,
     restore_model,
     restore_random_state,
     restore_schedule,
@@ -55,11 +54,6 @@ class Resume:
         self, module: FinetuneModule, source: Checkpoint, state: Mapping[str, Any]
     ) -> None:
         self.module, self.source, self.state = module, source, state
-
-    def loop_state(self) -> dict[str, Any]:
-        """Return the state of Lightning's loops after the last step."""
-        trainer = self.module.trainer
-        return {"fit_loop": loop_state_after(trainer.fit_loop, self.state["step"])}
 
     def restore_model(self, state_dict: Mapping[str, Any]) -> None:
         """Copy `state_dict` into the model; UserError unless it fits completely."""

@@ -32,22 +32,18 @@ from common.untrusted import parse_json, read_json_object, read_text
 
 CSV_FILE = "metrics.csv"
 AGAIN = "copy the folder again, or restore the file"
-MAX_FIGURE = 1e300
-"""larger integers cannot be formatted as the floats that figures are"""
 
 
 def or_null(kind: Kind) -> Kind:
-    """Return the kind of the same values and null."""
     return Kind(f"{kind.description}, or null", lambda value: value is None or kind.accepts(value))
-
-
-def _is_figure(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < MAX_FIGURE)
 
 
 ANYTHING = Kind("anything", lambda _: True)
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-FIGURE = Kind("a number", _is_figure)
+FIGURE = Kind(
+    "a number", lambda value: type(value) is float or (type(value) is int and abs(value) < 1e300)
+)
+"""larger integers cannot be formatted as the floats that figures are"""
 NULLABLE_TEXT, NULLABLE_COUNT = or_null(TEXT), or_null(COUNT)
 _BASE = ("path", "revision", "fingerprint", "weights")
 _BASE_FORM = {"weights_form": NULLABLE_TEXT}

@@ -51,7 +51,6 @@ class ScheduleConfig:
 def build_schedule(
     optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Build the schedule over `total_steps` optimizer steps."""
     import torch
 
     return torch.optim.lr_scheduler.LambdaLR(

@@ -71,14 +71,12 @@ class FetchProfiler(PassThroughProfiler):
         self._fetch_started: float | None = None
 
     def start(self, action_name: str) -> None:
-        """Mark the start of a fetch."""
         if action_name.endswith("_next"):
             mark_waiting_for_data(True)
             if "train" in action_name:
                 self._fetch_started = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
-        """Mark the end of a fetch."""
         if action_name.endswith("_next"):
             if self._fetch_started is not None:
                 self.seconds += time.perf_counter() - self._fetch_started

@@ -200,7 +200,6 @@ class Environment:
 
     @property
     def packs_of_rank(self) -> int:
-        """Packs per rank and optimizer step."""
         return self.micro_batch_size * self.accumulation
 
     def with_micro_batch(self, size: int) -> Environment:

@@ -193,22 +193,6 @@ def test_a_nonfinite_validation_ends_the_run_and_is_named(
     assert not list(tmp_path.glob("run/checkpoints/step-*"))
 
 
-def test_a_nonfinite_step_ends_the_run_and_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*small_run(*TOO_MUCH, "trainer.log_every_steps=10")]
-    words += ["trainer.validate_every_steps=4", "logger=csv", f"output.dir={tmp_path / 'run'}"]
-    code = run_verb("train", train, words=words)
-    stderr = capsys.readouterr().err
-    assert code == 4
-    assert "step 2: loss nan (of lists, orders), gradient norm nan; rows " in stderr
-    assert "optimizer.lr" in stderr
-    rows = train_rows(tmp_path / "run")
-    assert [int(row["step"]) for row in rows] == [1, 2]
-    assert math.isfinite(float(rows[0]["train/loss"]))
-    assert not (tmp_path / "run" / "metrics.json").exists()
-
-
 class RowLogger:
     """A logger that keeps its rows."""
 

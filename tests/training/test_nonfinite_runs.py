@@ -156,9 +156,3 @@ def test_a_nonfinite_value_on_one_rank_stops_both_with_one_message(
         first_line in output and f"{SAMPLES}" in output.partition("error (training stopped): ")[2]
     )
     assert saved_steps(tmp_path / "run") == [2]
-
-
-def test_the_ordinary_command_ends_with_code_4(shell: Shell, tmp_path: Path) -> None:
-    output = shell.train_into(tmp_path / "run", *small_run(*RUN), "faults=[inf@2]", code=4)
-    assert "error (training stopped): step 2: loss inf (of " in output
-    assert "Traceback" not in output

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-from app.model.adapter import FullConfig, Ia3Config, LoraConfig, apply_adapter
+from app.model.adapter import FullConfig, Ia3Config, LoraConfig
 from app.training.algorithms import MuonWithAdamW
 from app.training.optimizers import (
     AdamWConfig,
@@ -37,15 +37,6 @@ def test_vectors_never_decay() -> None:
         assert decay[id(parameter)] == (0.0 if is_vector else 0.1), name
         seen.add(is_vector)
     assert seen == {True, False}
-
-
-def test_an_adapter_has_matrices_only_and_so_one_group() -> None:
-    model = apply_adapter(tiny_llama(), LoraConfig(r=4), half_precision=False)
-    optimizer = optimizer_of(model, AdamWConfig(weight_decay=0.1))
-    (group,) = optimizer.param_groups
-    assert group["weight_decay"] == 0.1
-    trained = [id(p) for name, p in model.named_parameters() if "lora_" in name]
-    assert sorted(ids_of([group])) == sorted(trained)
 
 
 def named_groups(optimizer: Any) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from app.training.optimizers import (
 )
 from common.errors import UserError
 from tests.conftest import TrainRun
-from tests.tiny import TINY_BASE, small_run, tiny_bart, tiny_llama
+from tests.tiny import TINY_BASE, small_run, tiny_llama
 
 A_AND_B = ("q_proj.lora_A.weight", "q_proj.lora_B.weight")
 
@@ -138,13 +138,6 @@ def test_a_pattern_shadowed_by_an_earlier_one_is_refused() -> None:
     first, second = caught.value.problems
     assert "*.layers.0.* an earlier pattern matches the same weights" in first
     assert "nothing matches no trainable parameter" in second
-
-
-def test_names_of_an_encoder_decoder_are_fit_alike() -> None:
-    model = tiny_bart()
-    rates = rates_of(model, build(model, {"model.encoder.*": 0.25}))
-    assert {ratio for name, (ratio, _) in rates.items() if ".encoder." in name} == {0.25}
-    assert {ratio for name, (ratio, _) in rates.items() if ".decoder." in name} == {1.0}
 
 
 def test_groups_with_missing_repeated_or_unknown_weights_are_refused() -> None:

@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from app.config import load_config, load_run_config
 from app.evaluate import evaluate
 from app.model.adapter import LoraConfig, probe_logits
-from app.run.folder import OutputConfig, decide_run_dir
 from app.run.manifest import git_state
 from app.train import train
 from app.training.run_documents import CSV_FILE, read_curves
@@ -214,20 +213,6 @@ def test_the_last_lines_show_table_folder_and_next_commands(run: Run) -> None:
 
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_two_runs_in_one_second_get_two_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("app.run.folder.time.strftime", lambda form: "2026-01-01_00-00-00")
-    folders = []
-    for _ in range(3):
-        monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
-        folders.append(decide_run_dir(OutputConfig(name="mine")))
-    monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
-    assert len(set(folders)) == 3
-    assert all(folder.is_dir() and folder.parent == Path("outputs/mine") for folder in folders)
 
 
 def test_a_file_is_on_the_disk_before_it_takes_the_old_one_s_name(

@@ -117,7 +117,6 @@ class ProgressBar(L.Callback):
         self._close("done" if step >= total else "stopped")
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Close the bar before an error is printed."""
         self._close("stopped")
 
     def _write(self, line: str) -> None:
@@ -170,7 +169,6 @@ class StatusFile(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the first steps, then at most every MIN_SECONDS."""
         is_first = trainer.global_step <= self.first_step + 1
         if is_first or time.monotonic() - self.written >= MIN_SECONDS:
             self._write(trainer, pl_module, TRAINING)
@@ -181,7 +179,6 @@ class StatusFile(L.Callback):
     on_fit_end = on_validation_start  # the trained model is compared with its base next
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-        """Show that a long validation proceeds."""
         if time.monotonic() - self.written >= MIN_SECONDS:
             self._write(trainer, pl_module, EVALUATING)
 
@@ -227,7 +224,6 @@ class Heartbeat(L.Callback):
         self.peers = peers
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        """Start to watch the other ranks before the weights are loaded."""
         if self.peers is not None:
             start_peers(self.peers)
 
@@ -259,7 +255,6 @@ class Heartbeat(L.Callback):
             self.peers.mark_failed()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Stop: no steps follow."""
         send_to_supervisor(ENDED)
         if self.peers is not None:
             self.peers.mark_done()
@@ -276,7 +271,6 @@ class MachineStatsMonitor(L.Callback):
         self.folder, self.peak_tokens_per_second = folder, peak_tokens_per_second
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Start before the first row of metrics is written."""
         if not trainer.is_global_zero:
             return
         profiler: Any = trainer.profiler

@@ -96,7 +96,6 @@ class Checkpoint:
         return read_json(_small_file(self._file(name + DOCUMENT)))
 
     def _files_of(self, name: str) -> list[Path]:
-        """Return the files of `name`, rank 0's first."""
         pattern = re.compile(rf"{re.escape(name)}-rank-\d+")
         others = [other for other in self.names() if pattern.fullmatch(other)]
         return [self._file(each + TENSORS) for each in (name, *others)]
@@ -117,10 +116,17 @@ def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
     if step not in (None, manifest["step"]):
         raise DamageError([f"{MANIFEST} belongs to step {manifest['step']}"])
     files = {name: disk.WrittenFile(**written) for name, written in manifest["files"].items()}
-    damages = [f"{name!r} is not a valid file name" for name in files if not _is_valid(name)]
+    damages = [
+        f"{name!r} is not a valid file name"
+        for name in files
+        if not (FILE_NAME.fullmatch(name) and name.endswith((TENSORS, DOCUMENT)))
+    ]
     present = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
     unknown = sorted(present - {*files, MANIFEST, MARKER})
-    damages += [f"{_printable(name)} is not in the manifest" for name in unknown]
+    damages += [
+        f"{name if FILE_NAME.fullmatch(name) else ascii(name)} is not in the manifest"
+        for name in unknown
+    ]
     damages = damages or [
         damage for name in files for damage in _check_size(folder / name, files[name])
     ]
@@ -151,7 +157,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def marker_of(manifest_sha256: str) -> bytes:
-    """Return the content of a checkpoint's marker file."""
     return f"{manifest_sha256}\n".encode()
 
 
@@ -182,10 +187,6 @@ def _is_manifest(manifest: Mapping[str, Any]) -> bool:
             for file in files.values()
         )
     )
-
-
-def _printable(name: str) -> str:
-    return name if FILE_NAME.fullmatch(name) else ascii(name)
 
 
 def _small_file(file: Path) -> bytes:
@@ -240,10 +241,6 @@ def _check_content(file: Path, expected: disk.WrittenFile) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def _is_valid(name: str) -> bool:
-    return FILE_NAME.fullmatch(name) is not None and name.endswith((TENSORS, DOCUMENT))
 
 
 @functools.cache

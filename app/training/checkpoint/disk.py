@@ -57,7 +57,6 @@ def write_file(file: Path, blocks: Iterable[bytes | memoryview]) -> WrittenFile:
 
 
 def read_hash(file: Path) -> str:
-    """Return the sha256 of a file's bytes."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(BLOCK_BYTES))
     with file.open("rb", buffering=0) as stream:
         while num_bytes := stream.readinto(buffer):
@@ -66,7 +65,6 @@ def read_hash(file: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the entries of a folder to disk."""
     faults.fault_point("disk.fsync")
     files.sync_folder(folder)
 
@@ -78,7 +76,6 @@ def replace(source: Path, target: Path) -> None:
 
 
 def remove_file(file: Path) -> None:
-    """Remove one file."""
     faults.fault_point("disk.unlink")
     file.unlink()
 
@@ -151,6 +148,5 @@ def free_bytes(folder: Path) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Format a size in bytes as GiB or MiB."""
     gibibytes = num_bytes / (1 << 30)
     return f"{gibibytes:.1f} GiB" if gibibytes >= 1 else f"{num_bytes / MEBIBYTE:.1f} MiB"

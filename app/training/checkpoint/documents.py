@@ -111,7 +111,6 @@ SCALER = Keys(
 GROUP = Keys(
     {"name": TEXT},
     {"train_mode": FLAG, "k": COUNT, "weight_sum": AMOUNT, "lr_max": NUMBER},
-    allows_others=True,  # earlier versions saved more
 )
 TRAINING_STATE = Keys(
     {
@@ -122,8 +121,9 @@ TRAINING_STATE = Keys(
                 "groups": ListOf(GROUP),
                 "numbers": MapOf(MapOf(NUMBER)),
                 "on_host": ListOf(TEXT),
+                "without_state": ListOf(TEXT),
             },
-            {"without_state": ListOf(TEXT)},
+            {},
         ),
         "curves": Keys(
             {
@@ -136,17 +136,17 @@ TRAINING_STATE = Keys(
                 "num_tokens": COUNT,
                 "train_seconds": AMOUNT,
                 "skipped_steps": COUNT,
-            },
-            {
                 "row_losses": ListOf(ListOf(ListOf(AMOUNT)), 2),
                 "monitored": ListOf(NUMBER),
                 "best": ListOf(NUMBER),
                 "num_worse": COUNT,
             },
+            {},
         ),
         "lightning": Keys({"callbacks": NOTHING}, {"MixedPrecision": SCALER}),
+        "owes_validation": FLAG,
     },
-    {"owes_validation": FLAG},
+    {},
 )
 
 
@@ -283,7 +283,7 @@ def _disagreements(training: Mapping[str, Any], checkpoint: Checkpoint) -> Itera
             f"curves.trained_tokens has {len(counted)} numbers; expected {len(names)}, one for "
             "each data set"
         )
-    for index, sums in enumerate(curves.get("row_losses", [])):
+    for index, sums in enumerate(curves["row_losses"]):
         if sums and (len(sums) != 2 or len(sums[0]) != len(sums[1])):
             lengths = ", ".join(str(len(numbers)) for numbers in sums)
             yield (
@@ -296,9 +296,7 @@ def _disagreements(training: Mapping[str, Any], checkpoint: Checkpoint) -> Itera
             f"{len(curves['validations'])} elements"
         )
     elif curves["validations"] and curves["validated_step"] == step:
-        loss = curves["validations"][-1].get("val/loss")
-        # Earlier versions always ranked checkpoints by the validation loss.
-        monitored = next(iter(curves.get("monitored", [loss])), None)
+        monitored = next(iter(curves["monitored"]), None)
         if monitored != checkpoint.metric:
             yield (
                 f"curves.validations ends with the loss {format_value(monitored)}; expected "

@@ -187,7 +187,7 @@ def _check_states(
 ) -> None:
     """Raise StateError if names, shapes or dtypes differ from those of the optimizer."""
     saved_tensors, numbers = _by_weight(tensors), document["numbers"]
-    without_state = set(document.get("without_state", ()))
+    without_state = set(document["without_state"])
     expected: dict[Any, Mapping[str, Any]] = {}
     problems = list(_missing_group_keys(optimizer, document["groups"]))
     weights = trainable_parameters(model)

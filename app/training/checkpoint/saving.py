@@ -99,7 +99,6 @@ class CheckpointSaver(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Finish an optimizer step that no validation follows."""
         if not self.validates_after(trainer.global_step):
             self._finish_step(trainer, pl_module)
 
@@ -114,7 +113,6 @@ class CheckpointSaver(L.Callback):
             self._interrupt(trainer, signum)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Finish a step with its validation."""
         if not trainer.sanity_checking:
             self._finish_step(trainer, pl_module)
 

@@ -44,8 +44,6 @@ class MapOf:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """An object with the given keys, each with its schema."""
-
     required: Mapping[str, Any]
     optional: Mapping[str, Any]
     allows_others: bool = False
@@ -123,11 +121,9 @@ def format_value(value: Any) -> str:
 
 
 def printable(name: str) -> str:
-    """Format a name from a file for a message."""
     return name if re.fullmatch(r"[\w./\[\]-]{1,200}", name, re.ASCII) else format_value(name)
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Format names from a file for a message."""
     more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
     return ", ".join(map(printable, names[:MAX_NAMES])) + more

@@ -193,7 +193,6 @@ def check_random_state(state: Json, device: torch.device) -> None:
 
 
 def restore_random_state(state: Json, device: torch.device) -> None:
-    """Restore this rank's random generators from `random_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

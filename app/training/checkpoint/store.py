@@ -344,7 +344,6 @@ class CheckpointStore:
         return f"{failure}: {error.strerror}{filename}; {earlier}"
 
     def _largest_bytes(self) -> int:
-        """Return the size of the largest checkpoint, in bytes."""
         return max(
             (
                 sum(file["num_bytes"] for file in saved.manifest["files"].values())

@@ -78,7 +78,6 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def names_in(file: Path) -> list[str]:
-    """Return the names of a file's tensors."""
     from safetensors import safe_open
 
     with safe_open(file, framework="numpy") as opened:

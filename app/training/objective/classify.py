@@ -67,7 +67,6 @@ class Classify(Objective):
             self.figures = ("accuracy", *kinds)
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
-        """Return the losses of the documents of a micro-batch."""
         outputs = outputs_of_documents(model, batch, backend)
         labels, weights = labels_of_units(batch, outputs)
         if not self.classes:
@@ -102,7 +101,6 @@ class Reward(Objective):
         self.centering = config.centering
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
-        """Return the losses of the pairs of a micro-batch."""
         outputs = outputs_of_documents(model, batch, backend)
         chosen, rejected = outputs[:, 0].view(-1, 2).unbind(1)
         labels, weights = labels_of_units(batch, outputs)

@@ -78,7 +78,6 @@ class Kto(Objective):
         return reference_log_probs(self.source, model, batch, backend)
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
-        """Return the losses of the answers of a micro-batch; `reference` as from the method."""
         log_probs, num_tokens = document_log_probs(model, batch, backend)
         assert reference is not None
         labels, weights = labels_of_units(batch, log_probs)

@@ -44,7 +44,6 @@ class Pairs:
 
     @property
     def means(self) -> Tensor:
-        """Log-probabilities per token."""
         return self.log_probs / self.num_tokens.clamp_min(1)
 
     @property
@@ -97,7 +96,6 @@ class PairObjective(Objective):
         return reference_log_probs(self.config.reference_source, model, batch, backend)
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
-        """Return the losses of the pairs of a micro-batch; `reference` as from the method."""
         log_probs, num_tokens = (
             each.view(-1, 2) for each in document_log_probs(model, batch, backend)
         )

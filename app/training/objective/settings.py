@@ -64,7 +64,6 @@ class ReferencedConfig(PairConfig):
 
     @property
     def reference_source(self) -> str:
-        """As the setting says."""
         return self.reference
 
 
@@ -205,7 +204,6 @@ class DistillConfig(ObjectiveConfig):
 
     @property
     def teacher_path(self) -> str | None:
-        """As the setting says."""
         return self.teacher
 
 

@@ -19,7 +19,6 @@ class Sft(Objective):
     is_likelihood = True
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
-        """Return the losses of the trained columns of a micro-batch."""
         head = head_inputs(model, batch, backend)
         total, losses = head_loss(model, head.inputs, head.labels, head.weights)
         rows = rows_of_positions(batch, head)

@@ -187,7 +187,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ids]:
         ("micro_batch_loss", 14),  # between the micro-batches of step 7
         ("on_validation_epoch_end", 3),  # of step 6, whose row and checkpoint are not there yet
         ("on_validation_end", 3),  # they are
-        ("on_train_end", 1),
     ],
 )
 @pytest.mark.slow
@@ -334,21 +333,19 @@ def test_all_state_is_restored_at_the_first_batch(
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "every"),
     [
-        pytest.param(("adapter.dropout=0.1",), id="lora"),
+        pytest.param(("adapter.dropout=0.1",), 2, id="not due"),
         pytest.param(
-            (*FULL, "optimizer=schedule_free"), id="averaged weights", marks=pytest.mark.slow
+            (*FULL, "optimizer=schedule_free"), 3, id="averaged weights", marks=pytest.mark.slow
         ),
         pytest.param(
             ("trainer.checkpoint.async=true", "adapter.dropout=0.1"),
-            id="async",
+            3,
+            id="async, due",
             marks=pytest.mark.slow,
         ),
     ],
-)
-@pytest.mark.parametrize(
-    "every", [2, pytest.param(3, marks=pytest.mark.slow)], ids=["not due", "due"]
 )
 def test_a_signal_interrupts_a_validation_which_is_repeated_before_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], every: int

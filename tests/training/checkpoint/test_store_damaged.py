@@ -138,9 +138,7 @@ OPTIMIZER = "optimizer.safetensors"
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a flipped bit": (damaged(OPTIMIZER, flip_a_bit), f"sha256 of {OPTIMIZER}"),
     "an empty file": (damaged(OPTIMIZER, empty), f"{OPTIMIZER} has 0 of "),
-    "a truncated file": (damaged(OPTIMIZER, cut_off), f"{OPTIMIZER} has "),
     "a missing file": (damaged(OPTIMIZER, remove), f"{OPTIMIZER} is missing"),
-    "a missing rank": (damaged("random-rank-0.json", remove), "(random-rank-0.json is missing)"),
     "no marker": (damaged("COMMITTED", remove), "(COMMITTED is missing)"),
     "an unknown file": (
         lambda step: (step / "extra.safetensors").write_bytes(b"") and None,
