@@ -67,8 +67,10 @@ class Family:
     has_tensor_plan: bool = True
     """whether transformers has a usable tensor parallel plan"""
     has_attention_kernel: bool = True
-    """whether attention=auto is more than eager: not if the layers compute attention themselves, or
-    PyTorch's kernels do not support their attention sinks"""
+    """whether attention=auto is more than eager: not if the layers compute attention themselves"""
+    has_sinks: bool = False
+    """whether layers pass attention sinks, for which transformers has no PyTorch kernel; ours has:
+    varlen, and sdpa on a CPU"""
     computes_all_experts: bool = False
     """whether every expert computes every token, with weight 0 if it was not chosen"""
     has_half_scores: bool = False
@@ -321,7 +323,8 @@ FAMILIES: Mapping[str, Family] = {
     "bart": replace(
         _PAIR, matrices=_bart, defaults={**_PAIR.defaults, "dropout": 0.1}, has_post_norms=True
     ),
-    "gpt_oss": replace(_CAUSAL, has_attention_kernel=False, has_half_scores=True, clamps_gate=True),
+    "gpt_oss": replace(_CAUSAL, has_sinks=True, has_half_scores=True, clamps_gate=True),
+    **dict.fromkeys(("flint", "granite_swa", "granitemoe_swa"), Family(has_sinks=True)),
     "llama4_text": replace(_CAUSAL, refuses_lora="router", computes_all_experts=True),
     "llama4": Family(refuses_lora="router"),
     "gpt_neox": Family(queries_and_keys="query_key_value", joins_rotated=True),

@@ -173,7 +173,7 @@ def check_planned(
     if config.data.sequence_len is not None:
         problems += check_sequence_len(config.data.sequence_len, base, config.model.context_len)
     size = tensor_parallel_size(config.strategy, hardware.gpus_per_node)
-    keeps_scores = _keeps_scores(config.attention.backend, config_json)
+    keeps_scores = _keeps_scores(config, config_json, hardware)
     problems += check_split(config.strategy, base, "eager" if keeps_scores else "sdpa")
     return problems + check_tensor_parallel(size, base)
 
@@ -199,8 +199,8 @@ def plan_run(
         model,
         precision=precision,
         sequence_len=_sequence_len(config, config_json),
-        keeps_scores=_keeps_scores(config.attention.backend, config_json),
-        groups_documents=_groups_documents(config, model, config_json, precision, hardware),
+        keeps_scores=_keeps_scores(config, config_json, hardware),
+        groups_documents=_groups_documents(config, model, config_json, hardware),
         is_stored=is_stored_quantized(config_json),
     )
     run = replace(run, accumulation=max(1, config.trainer.accumulation(run.num_data_ranks)))
@@ -325,10 +325,18 @@ def is_stored_quantized(config_json: Mapping[str, Any]) -> bool:
     return bool(config_json.get("quantization_config"))
 
 
-def _keeps_scores(backend: str, config_json: Mapping[str, Any]) -> bool:
+def _has_flash(config: TrainConfig, hardware: HardwareConfig) -> bool:
+    return hardware.has_bf16 and _precision(config.trainer.precision, hardware) != "fp32"
+
+
+def _keeps_scores(
+    config: TrainConfig, config_json: Mapping[str, Any], hardware: HardwareConfig
+) -> bool:
     """Return whether attention is not one kernel; assumes for `auto` that flash-attn is missing."""
-    has_kernel = family_of(config_json.get("model_type")).has_attention_kernel
-    has_kernel = has_kernel and not config_json.get("attn_logit_softcapping")
+    backend = config.attention.backend
+    family = family_of(config_json.get("model_type"))
+    has_kernel = family.has_attention_kernel and not config_json.get("attn_logit_softcapping")
+    has_kernel = has_kernel and (not family.has_sinks or _has_flash(config, hardware))
     return backend == "eager" or (backend == "auto" and not has_kernel)
 
 
@@ -336,15 +344,14 @@ def _groups_documents(
     config: TrainConfig,
     model: PlannedModel,
     config_json: Mapping[str, Any],
-    precision: str,
     hardware: HardwareConfig,
 ) -> bool:
     """Return whether attention is sdpa, which `auto` uses if FlashAttention is not supported."""
     backend = config.attention.backend
-    if model.is_pair or _keeps_scores(backend, config_json):
+    if model.is_pair or _keeps_scores(config, config_json, hardware):
         return False
     base = BaseDescription(config=config_json)
-    no_flash = precision == "fp32" or not hardware.has_bf16
+    no_flash = not _has_flash(config, hardware)
     no_flash = no_flash or model.widths.widest_head > MAX_FLASH_HEAD_DIM
     no_flash = no_flash or any(map(base.get, NO_FLASH))
     return backend == "sdpa" or (backend == "auto" and no_flash)

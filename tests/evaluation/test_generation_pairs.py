@@ -91,4 +91,4 @@ def test_generating_does_not_change_the_model(model: Any) -> None:
         answers(model, PROMPTS[:1])
         assert model.training is training
         halves = (model, model.get_encoder(), model.get_decoder())
-        assert {half.config._attn_implementation for half in halves} == {"sdpa_by_document"}
+        assert {half.config._attn_implementation for half in halves} == {"attention_by_document"}

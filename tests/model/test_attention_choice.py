@@ -165,7 +165,7 @@ MODELS = [
     (Gemma2Config(head_dim=256), "flash2", "eager", "sdpa has no softcap of attention logits"),
     (LlamaConfig(head_dim=512), "sdpa", "sdpa", "head dimensions up to 256, not 512"),
     (LlamaConfig(head_dim=100), "flash2", "sdpa", "a multiple of 8, not 100"),
-    (GptOssConfig(), "eager", "eager", "compute their attention themselves"),
+    (GptOssConfig(), "varlen", "varlen", "transformers has no flash2 for gpt_oss models"),
     (gemma4(), "sdpa", "sdpa", "head dimensions up to 256, not 512"),
     (MistralConfig(sliding_window=4096), "flash2", "varlen", "PyTorch's own"),
     (DeepseekV3Config(), "flash2", "varlen", "PyTorch's own"),
@@ -222,7 +222,8 @@ def test_a_window_needs_a_pytorch_with_windows(
         ("flex", {"model": LlamaConfig(attention_dropout=0.1)}, "has no attention dropout"),
         ("flex", {"model": GPT2Config()}, "transformers has no flex for gpt2 models"),
         ("sdpa", {"model": Gemma2Config()}, "type attention=eager"),
-        ("flash2", {"model": GptOssConfig()}, "type attention=eager"),
+        ("flash2", {"model": GptOssConfig()}, "type attention=varlen"),
+        ("sdpa", {"model": GptOssConfig()}, "computed on a CPU only, and without dropout; type"),
     ],
 )
 def test_a_typed_backend_that_cannot_run_is_refused(

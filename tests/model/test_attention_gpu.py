@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig
+from transformers import AutoConfig, AutoModelForCausalLM, FalconConfig
 
 from app.model.attention import (
     AttentionConfig,
@@ -38,6 +38,19 @@ def windowed() -> Any:
     return mistral(**WIDE)
 
 
+def sinks() -> Any:
+    """A model with attention sinks, half of whose layers have a window."""
+    shape = tiny_llama().config.to_dict() | WIDE | {"model_type": "granite_swa"}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**(shape | kinds | {"num_hidden_layers": 2}))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(weight)
+    return model
+
+
 def skip_unless_here(backend: str, model: Any) -> None:
     situation = ModelOnDevice(model.config, "gpu", "bf16")
     if reason := support_error(backend, situation) or find_package_problem(backend):
@@ -56,7 +69,7 @@ def assert_rounds_alike(ours: Run, plain: Run, exact: Run) -> None:
 
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
-@pytest.mark.parametrize("make", [llama, windowed, latent])
+@pytest.mark.parametrize("make", [llama, windowed, latent, sinks])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_and_gradients_round_as_eager_does(
     backend: str, make: Callable[[], Any], lengths: list[list[int]]

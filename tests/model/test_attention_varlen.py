@@ -339,7 +339,6 @@ def test_attention_runs_in_the_dtype_of_autocast() -> None:
     ("variant", "instead"),
     [
         ({"softcap": 50.0}, "attention=eager"),
-        ({"s_aux": torch.zeros(4)}, "attention=eager"),
         ({"position_bias": torch.zeros(1, 4, 6, 6)}, "attention=eager"),
         ({"dropout": 0.1}, "attention=sdpa"),
     ],

@@ -282,7 +282,7 @@ def test_a_backward_pass_that_cannot_be_compiled(
 def test_an_error_of_the_model_is_not_a_failed_compile(traced_only: None) -> None:
     model = build()
     layers = CompiledLayers(model)
-    attention = "sdpa_by_document"
+    attention = "attention_by_document"
 
     def out_of_memory(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("not enough")

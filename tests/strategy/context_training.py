@@ -81,6 +81,14 @@ GEMMA3 = LLAMA | {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 24,
 }
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "head_dim": HEAD_DIM,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 LATENT = LLAMA | {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 2,
@@ -119,6 +127,7 @@ CASES: dict[str, tuple[dict[str, Any], AdapterConfig, str]] = {
     "gpt2": (GPT2, FullConfig(), "none"),
     "longrope": (PHI3, FullConfig(), "none"),
     "gemma3": (GEMMA3, FullConfig(), "none"),
+    "sinks, window": (LLAMA | GPT_OSS, FullConfig(), "none"),
     "latent": (LATENT, FullConfig(), "none"),
     "delta rule": (HYBRIDS["qwen3_5_text"], FullConfig(), "none"),
     "convolution": (HYBRIDS["lfm2"], FullConfig(), "none"),
@@ -128,6 +137,7 @@ CASES: dict[str, tuple[dict[str, Any], AdapterConfig, str]] = {
     "odd heads, recompute": (ODD, LORA, "selective"),
     "odd heads, one document": (ODD, FullConfig(), "none"),
     "odd heads, padded rows": (ODD, FullConfig(), "none"),
+    "odd heads, sinks, window": (ODD | GPT_OSS, FullConfig(), "selective"),
     "odd heads, window": (
         ODD | {"model_type": "mistral", "sliding_window": 24},
         FullConfig(),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 512
 """queries that attend together under a window"""
+SINKS_ERROR = "attention sinks are computed on a CPU only, and without dropout"
 
 
 @dataclass(slots=True)
@@ -100,14 +101,16 @@ def attend_by_document(
     sliding_window: int | None = None,
     documents: DocumentGroups | PairGroups | None = None,
     position_bias: torch.Tensor | None = None,
-    **unsupported: Any,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend inside each document; without `documents`, every row is one document.
 
     query [rows, heads, tokens, head_dim]; key and value may have fewer heads (GQA). position_bias
-    [1, heads, query tokens, key tokens] depends on the distance of tokens. Returns
-    [rows, tokens, heads, head_dim]. Raises UserError for variants and masks that only `eager`
-    computes.
+    [1, heads, query tokens, key tokens] depends on the distance of tokens. s_aux [heads]: attention
+    sinks. Returns [rows, tokens, heads, head_dim]. Raises UserError for variants and masks that
+    only `eager` computes.
     """
     if not (attention_mask is None or isinstance(attention_mask, MaskRule)):
         raise UserError(
@@ -119,14 +122,12 @@ def attend_by_document(
             "attention=sdpa cannot split this model's position_bias, which covers whole rows, into "
             "documents: type packing=none"
         )
-    for variant in ("softcap", "s_aux"):
-        if unsupported.get(variant) is not None:
-            raise UserError(
-                f"attention=sdpa cannot compute this model's {variant}: type attention=eager"
-            )
+    if softcap is not None:
+        raise UserError("attention=sdpa cannot compute this model's softcap: type attention=eager")
     # The mask includes the window, which layers also pass as an argument for other kernels.
     window = None if attention_mask is not None else sliding_window
-    attend = partial(_attend, dropout=dropout, scaling=scaling, window=window, rule=attention_mask)
+    attend = partial(_attend, dropout=dropout, scaling=scaling, sinks=s_aux)
+    attend = partial(attend, window=window, rule=attention_mask)
     parts = (query, key, value)
     if isinstance(documents, DocumentGroups):
         from app.model.cpu import causal_attention as matmul
@@ -134,7 +135,7 @@ def attend_by_document(
         longest = max(document.length for document in documents.documents)
         reach = attention_mask.size if attention_mask is not None else sliding_window
         is_full = reach is None or reach >= longest
-        if is_full and matmul.is_faster(query, value, dropout):
+        if is_full and s_aux is None and matmul.is_faster(query, value, dropout):
             output = matmul.attend_causally(*cast_to_one_dtype(*parts), documents.stacks, scaling)
             return output, None
         return _attend_causally(parts, documents, partial(attend, is_causal=True)), None
@@ -244,6 +245,7 @@ def _attend(
     *,
     dropout: float,
     scaling: float | None,
+    sinks: torch.Tensor | None,
     window: int | None,
     rule: MaskRule | None,
     is_causal: bool,
@@ -264,7 +266,8 @@ def _attend(
     if rule is not None and rule.size >= num_keys:
         rule = None
     if rule is not None and is_causal and visible is None and bias is None:
-        return attend_in_blocks(query, key, value, rule, dropout=dropout, scaling=scaling)
+        parts = query, key, value
+        return attend_in_blocks(*parts, rule, dropout=dropout, scaling=scaling, sinks=sinks)
     mask = visible
     if rule is not None:
         in_reach = rule.visible(range(num_queries), range(num_keys), query.device)
@@ -275,13 +278,12 @@ def _attend(
     if bias is not None:
         bias = bias[..., :num_queries, :num_keys].to(query.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-    if is_causal and mask is None and matmul.is_faster(query, value, dropout):
+    is_causal = is_causal and mask is None
+    if is_causal and sinks is None and matmul.is_faster(query, value, dropout):
         rows = stack_documents(place_documents([[num_queries]] * len(query), num_queries))
         parts = cast_to_one_dtype(query, key, value)
         return matmul.attend_causally(*parts, rows, scaling).transpose(1, 2)
-    return _run_kernel(
-        (query, key, value), mask, dropout, scaling, is_causal=is_causal and mask is None
-    )
+    return _run_kernel((query, key, value), mask, dropout, scaling, sinks, is_causal=is_causal)
 
 
 def attend_in_blocks(
@@ -292,6 +294,7 @@ def attend_in_blocks(
     *,
     dropout: float,
     scaling: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally by blocks of queries, which stand at the last of the keys' positions.
 
@@ -314,7 +317,7 @@ def attend_in_blocks(
         )
         # Of a bool mask, each layer would save a copy in the dtype of its queries.
         mask = rule.visible(queries, keys, query.device, query.dtype)
-        output = _run_kernel(parts, mask, dropout, scaling, is_causal=False)
+        output = _run_kernel(parts, mask, dropout, scaling, sinks, is_causal=False)
         outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1).transpose(1, 2)  # contiguous by token, as models expect
 
@@ -324,6 +327,7 @@ def _run_kernel(
     mask: torch.Tensor | None,
     dropout: float,
     scaling: float | None,
+    sinks: torch.Tensor | None,
     *,
     is_causal: bool,
 ) -> torch.Tensor:
@@ -331,6 +335,13 @@ def _run_kernel(
 
     from app.model.activation_checkpointing import attend_once
 
+    if sinks is not None:
+        from app.model.attention.sinks import attend_to_rows
+
+        if dropout or parts[0].device.type != "cpu":
+            raise UserError(f"attention=sdpa: {SINKS_ERROR}; type attention=eager")
+        parts = cast_to_one_dtype(*parts)
+        return attend_to_rows(parts, sinks, mask, scaling, is_causal=is_causal)
     query, key, value = parts
     if query.is_cuda and not _runs_flash(query, value, mask):
         key, value = _repeat_heads(query, key, value)

@@ -26,10 +26,11 @@ BACKEND_PACKAGES = {
     "flash3": ("flash_attn_interface", "flash-attn-3"),
 }
 """backend in a separate package -> the module to import, and the package's name"""
-BY_DOCUMENT = "sdpa_by_document"
+BY_DOCUMENT = "attention_by_document"
 BY_BOUNDARIES = "varlen_by_boundaries"
 BY_BLOCKS = "flex_attention_by_blocks"
-"""names under which our attention functions are registered in transformers"""
+"""names under which our attention functions are registered in transformers; with "sdpa" in one, it
+refuses models without an sdpa of its own"""
 EXCHANGED = ("sdpa", "varlen")
 """backends that can run on a share of the heads, for rows split over ranks"""
 IN_TRANSFORMERS = {

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from app.model.attention.attend import SINKS_ERROR
 from app.model.attention.backends import (
     BACKEND_PACKAGES,
     BY_CLASS,
@@ -17,6 +18,7 @@ from app.model.attention.backends import (
     SELECTED_TOKENS,
     AttentionConfig,
 )
+from app.model.families import family_of
 from app.model.multimodal import language_model_class
 from common.errors import UserError
 
@@ -185,9 +187,12 @@ def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
         yield f"transformers has no {backend} for {model_type} models"
     if tower := _find_tower_without(backend, model.architecture):
         yield f"transformers has no {backend} for {tower}, a part of {model_type} models"
+    dropout = max(model.config_value(name) or 0 for name in DROPOUTS)
     if backend == "sdpa":
+        if family_of(model_type).has_sinks and (dropout or model.accelerator != "cpu"):
+            yield SINKS_ERROR
         return
-    if backend != "flash2" and (dropout := max(model.config_value(n) or 0 for n in DROPOUTS)):
+    if backend != "flash2" and dropout:
         yield f"{backend} has no attention dropout, and this model has {dropout:g}"
     if backend in (*HALF_PRECISION_ONLY, "flex") and model.config_value("attention_chunk_size"):
         yield f"{backend} has no chunked attention, which {model_type} models need"
@@ -246,7 +251,7 @@ def _supports(backend: str, architecture: PretrainedConfig) -> bool:
     if not model_class._can_set_attn_implementation():
         return backend in BY_CLASS.get(architecture.model_type, ())
     if backend in ("sdpa", "varlen"):
-        return bool(model_class._supports_sdpa)
+        return bool(model_class._supports_sdpa) or family_of(architecture.model_type).has_sinks
     if backend == "flex":
         return bool(model_class._supports_flex_attn)
     # A model with attention sinks lists the kernels that support them.
@@ -313,7 +318,8 @@ def select_fastest_kernel(
         from app.model.attention.varlen import activate_flash4
 
         model = ModelOnDevice(architecture, "gpu", "bf16")
-        activate_flash4(model.head_dims(), model.query_heads_per_key(), device)
+        has_sinks = family_of(model.model_type).has_sinks
+        activate_flash4(model.head_dims(), model.query_heads_per_key(), device, has_sinks=has_sinks)
 
 
 def restore_kernel(backend: str) -> None:

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Attend = Callable[..., tuple[Tensor, Any]]
-BY_HEAD = ("s_aux", "position_bias")
-"""arguments of attention that hold values of all heads"""
 PROBE_TOKENS = 4
 """tokens of each rank in the probe"""
 
@@ -89,19 +87,20 @@ def exchanging(attend: Attend) -> Attend:
         if exchange is None:
             return attend(module, query, key, value, attention_mask, *args, **options)
         ranks = exchange.ranks
-        for name in BY_HEAD:
-            if options.get(name) is not None:
-                raise UserError(
-                    f"strategy.context_parallel_size={ranks.size()} gives each rank a share of "
-                    f"the heads, and the {name} of {type(module).__name__} is one of all heads: "
-                    "type strategy.context_parallel_size=1"
-                )
+        if options.get("position_bias") is not None:
+            raise UserError(
+                f"strategy.context_parallel_size={ranks.size()} gives each rank a share of the "
+                f"heads, and the position_bias of {type(module).__name__} is one of all heads: "
+                "type strategy.context_parallel_size=1"
+            )
         parts = cast_to_one_dtype(query, key, value)
         if gather_reason(query.shape[1], key.shape[1], ranks.size()):
             return _attend_to_gathered(
                 partial(attend, module), parts, attention_mask, exchange, options
             ), None
         parts = _heads_of_all_tokens(parts, ranks)
+        if (sinks := options.get("s_aux")) is not None:
+            options["s_aux"] = sinks.chunk(ranks.size())[ranks.rank()]
         output, weights = attend(module, *parts, attention_mask, *args, **options)
         return _tokens_of_all_heads(output, ranks), weights
 
@@ -143,6 +142,7 @@ def _attend_to_gathered(
                 rule,
                 dropout=options.get("dropout", 0.0),
                 scaling=options.get("scaling"),
+                sinks=options.get("s_aux"),
             )
             pieces.append(output.transpose(1, 2))
         if count < tokens:

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -71,12 +72,13 @@ class VarlenKernel:
         is_causal: bool,
         window: int | None,
         scaling: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend inside each document; query, key, value [tokens, heads, head_dim].
 
         boundaries int32 [documents + 1]: start of each document, and end of the last; longest: most
-        tokens of a document; window: most tokens that a token sees, itself included. Key and value
-        may have fewer heads (GQA).
+        tokens of a document; window: most tokens that a token sees, itself included; sinks [heads].
+        Key and value may have fewer heads (GQA).
         """
         from app.model.activation_checkpointing import attend_once
 
@@ -91,6 +93,12 @@ class VarlenKernel:
         elif scaling is not None:
             factor = scaling * math.sqrt(query.shape[-1])
             query = query if math.isclose(factor, 1.0) else query * factor
+        window_size = (-1 if window is None else window - 1, 0) if is_causal else (-1, -1)
+        if sinks is not None:
+            from app.model.attention.sinks import attend_to_documents
+
+            parts, scaling = (query, key, value), options.get("scale")
+            return attend_to_documents(parts, sinks, boundaries, longest, scaling, window_size)
         if not self.takes_window:
             if window is not None:
                 raise UserError(
@@ -98,8 +106,8 @@ class VarlenKernel:
                     "type attention=sdpa"
                 )
             options["is_causal"] = is_causal
-        elif is_causal:
-            options["window_size"] = (-1 if window is None else window - 1, 0)
+        else:
+            options["window_size"] = window_size
         # The kernel knows that queries and keys have the same lengths if it gets one tensor twice.
         arguments = (query, key, value, boundaries, boundaries, longest, longest)
         output: torch.Tensor = attend_once(self.function, *arguments, **options)
@@ -117,6 +125,7 @@ def attend_by_boundaries(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    s_aux: torch.Tensor | None = None,
     *,
     kernel: VarlenKernel,
     **unsupported: Any,
@@ -124,8 +133,9 @@ def attend_by_boundaries(
     """Attend inside each document; without boundaries, every row is one document.
 
     query [rows, heads, tokens, head_dim]; key and value may have fewer heads (GQA). cu_seq_lens_q
-    int32 [documents + 1] counts through all rows. Returns [rows, tokens, heads, head_dim]. Raises
-    UserError for variants and masks that the kernel does not compute.
+    int32 [documents + 1] counts through all rows. s_aux [heads]: attention sinks. Returns
+    [rows, tokens, heads, head_dim]. Raises UserError for variants and masks that the kernel does
+    not compute.
     """
     import torch
 
@@ -145,8 +155,9 @@ def attend_by_boundaries(
     has_window = is_causal and sliding_window is not None and sliding_window < max_length_q
     num_documents = len(cu_seq_lens_q) - 1
     has_equal_lengths = num_documents * max_length_q == rows * tokens
+    is_plain = is_causal and not has_window and s_aux is None
     # A compiled layer keeps one kernel: a second one would be a second graph.
-    if has_equal_lengths and is_causal and not (has_window or torch.compiler.is_compiling()):
+    if has_equal_lengths and is_plain and not torch.compiler.is_compiling():
         output = _attend_to_batch(query, key, value, num_documents, scaling)
     else:
         output = kernel(
@@ -158,6 +169,7 @@ def attend_by_boundaries(
             is_causal=is_causal,
             window=sliding_window if has_window else None,
             scaling=scaling,
+            sinks=s_aux,
         )
     return output[..., :value_dim].unflatten(0, (rows, tokens)), None
 
@@ -195,7 +207,7 @@ def _check_variant(dropout: float, options: dict[str, Any]) -> None:
             "attention=varlen has no attention dropout, which this model's config has: "
             "type attention=sdpa"
         )
-    for variant in ("softcap", "s_aux", "position_bias"):
+    for variant in ("softcap", "position_bias"):
         if options.get(variant) is not None:
             raise UserError(
                 f"attention=varlen cannot compute this model's {variant}: type attention=eager"
@@ -217,7 +229,11 @@ def _check_mask(
 
 
 def activate_flash4(
-    head_dims: Sequence[int], query_heads_per_key: int, device: torch.device
+    head_dims: Sequence[int],
+    query_heads_per_key: int,
+    device: torch.device,
+    *,
+    has_sinks: bool = False,
 ) -> None:
     """Make FlashAttention 4, which is installed, PyTorch's kernel if its results are equal.
 
@@ -230,9 +246,10 @@ def activate_flash4(
     try:
         from torch.nn.attention import activate_flash_attention_impl  # PyTorch 2.11
 
-        expected = _run_kernel(head_dims, query_heads_per_key, device)
+        run = partial(_run_kernel, head_dims, query_heads_per_key, device, has_sinks=has_sinks)
+        expected = run()
         activate_flash_attention_impl("FA4")
-        results = _run_kernel(head_dims, query_heads_per_key, device)
+        results = run()
         pairs = zip(results, expected, strict=True)
         is_equal = all(bool((a - b).norm() <= TOLERANCE * b.norm()) for a, b in pairs)
         reason = "" if is_equal else "its results differ"
@@ -259,7 +276,7 @@ def restore_flash2() -> None:
 
 
 def _run_kernel(
-    head_dims: Sequence[int], query_heads_per_key: int, device: torch.device
+    head_dims: Sequence[int], query_heads_per_key: int, device: torch.device, *, has_sinks: bool
 ) -> list[torch.Tensor]:
     """Return the kernel's outputs and gradients for random documents, with and without a window."""
     import torch
@@ -269,6 +286,7 @@ def _run_kernel(
     boundaries = torch.tensor(PROBE_BOUNDARIES, dtype=torch.int32, device=device)
     longest = max(end - start for start, end in pairwise(PROBE_BOUNDARIES))
     num_heads = query_heads_per_key * PROBE_KEY_HEADS
+    sinks = torch.linspace(-1, 1, num_heads, device=device) if has_sinks else None
     for head_dim in sorted(set(head_dims)):
         for window in (None, longest // 4):
             query, key, value = (
@@ -289,6 +307,7 @@ def _run_kernel(
                     is_causal=True,
                     window=window,
                     scaling=None,
+                    sinks=sinks,
                 )
                 grad_output = torch.linspace(-1, 1, output.numel(), device=device).to(output)
                 grads = torch.autograd.grad(
