@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import importlib
-import inspect
 import shlex
-import sys
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,8 @@ from app.config.load import settings_of
 from app.config.verbs import PARTS, TYPED_KEYS
 from app.evaluation.tasks.questions import TaskConfig
 from app.preflight import check_compatibility
-from app.preflight.couplings import OWNERS, conflict, devices, strategy, unused
-from app.preflight.couplings.conflict import is_installed
+from app.preflight.couplings import GROUPS, conflict, devices, strategy, unused
+from app.preflight.couplings.conflict import find_conflicts, is_installed
 from app.strategy.deepspeed_config import given_keys, keys_decided_elsewhere
 from app.strategy.settings import FAMILIES, ZeroConfig
 from app.training.optimizers import LrPattern
@@ -475,37 +472,30 @@ def test_a_conflict_is_explained_and_its_twin_passes(
 
 
 def test_every_row_of_the_table_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {
-        (owner.__file__, node.lineno)
-        for owner in OWNERS
-        for node in ast.walk(ast.parse(inspect.getsource(owner)))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Conflict"
-    }
     found = set()
 
-    def note(*words: str, is_of_machine: bool = False) -> conflict.Conflict:
-        frame = sys._getframe(1)
-        found.add((frame.f_code.co_filename, frame.f_lineno))
-        return conflict.Conflict(*words, is_of_machine=is_of_machine)
+    def say(changed: config.TrainConfig | config.TunedConfig, gpus: int = 0) -> str:
+        requested = devices.requested_devices(changed, gpus)
+        told = list(find_conflicts(GROUPS, changed, requested))
+        found.update(row for row, _ in told)
+        return "\n".join(text for _, text in told)
 
-    for owner in OWNERS:
-        monkeypatch.setattr(owner, "Conflict", note)
     for gpus, bad, _, _ in CONFLICTS:
-        problems_of(gpus, bad)
+        say(settings(bad), gpus)
     monkeypatch.setattr(conflict, "is_installed", lambda module: False)
-    problems_of(1, "attention.backend=flash2 strategy=zero3")
-    problems_of(1, "logger.name=wandb")
+    say(settings("attention.backend=flash2 strategy=zero3"), 1)
+    say(settings("logger.name=wandb"), 1)
     changed = settings()
     changed.optimizer.lr_by_pattern = [LrPattern(pattern="a", ratio=0.0)]
-    assert "not 0 (a); type ratio: 0.1" in check_compatibility(changed, 0)[0]
+    assert "not 0 (a); type ratio: 0.1" in say(changed)
     changed = settings()
-    assert check_compatibility(changed, 0) == []
+    assert say(changed) == ""
     changed.evaluation.tasks = [TaskConfig(name=dataset_names(changed.data.datasets)[0])]
-    assert "is the name of a data set, too" in check_compatibility(changed, 0)[0]
+    assert "is the name of a data set, too" in say(changed)
     chat = config.load_config("chat", ["model.path=base", LABELS])
     assert not isinstance(chat, config.TrainConfig)
-    assert "a reward writes no text; type" in check_compatibility(chat, 0)[0]
-    assert found == rows
+    assert "a reward writes no text; type" in say(chat)
+    assert found == {row for group in GROUPS for row in group.rows}
 
 
 UNUSED = [

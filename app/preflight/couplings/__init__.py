@@ -1,12 +1,11 @@
 """Settings that cannot be combined: why, and what to type instead.
 
-The rows stand in the modules of their owners: `model`, `training` and `strategy`. There, a function
-has the rows of a subject; each `if` with its `yield` is a row, and rows marked
-`is_of_machine` may not apply on another machine. `unused` has the settings without effect,
-`devices` the requested devices and ranks, and whether batches and shards divide by them. The range
-of a single setting is declared at its field. Needs no torch: GPUs are counted by their device
-files; `check_devices`, `check_layout` and `check_global_batch` are called again once torch has
-counted them.
+The rows stand in the modules of their owners, `model`, `training` and `strategy`, in groups that
+have a condition in common (`conflict`). `unused` has the settings without effect, `devices` the
+requested devices and ranks, and whether batches and shards divide by them. The range of a single
+setting is declared at its field. Needs no torch: GPUs are counted by their device files;
+`check_devices`, `check_layout` and `check_global_batch` are called again once torch has counted
+them.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from app.preflight.couplings import model, strategy, training
+from app.preflight.couplings.conflict import find_conflicts
 from app.preflight.couplings.devices import (
     check_devices,
     check_global_batch,
@@ -46,8 +46,8 @@ __all__ = [
     "requested_devices",
 ]
 
-OWNERS = (model, training, strategy)
-"""the modules with the rows, in the order in which conflicts are listed"""
+GROUPS = (*model.GROUPS, *training.GROUPS, *strategy.GROUPS)
+"""the rows, in the order in which conflicts are listed"""
 
 
 def check_compatibility(
@@ -65,10 +65,9 @@ def check_compatibility(
         return problems
     devices = requested_devices(config, num_gpus if on_this_machine else num_gpus or 0)
     problems = [
-        f"{conflict.why}; type {conflict.instead}"
-        for owner in OWNERS
-        for conflict in owner.find_conflicts(config, devices)
-        if on_this_machine or not conflict.is_of_machine
+        text
+        for row, text in find_conflicts(GROUPS, config, devices)
+        if on_this_machine or not row.is_of_machine
     ]
     problems += find_unused(config)
     if is_training(config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from app.process.gpus import find_gpu_problems, num_device_files, num_visible, read_machine
 from app.strategy.settings import (
@@ -59,6 +59,11 @@ def requested_devices(config: TrainConfig | TunedConfig, num_gpus: int | None = 
     num_ranks = per_node * config.trainer.nodes
     together = ranks_per_row(config.strategy, per_node)
     return Devices(num_gpus, on_gpu, per_node, num_ranks, max(num_ranks // together, 1))
+
+
+def splits_matrices(config: Any, devices: Devices) -> bool:
+    """Return whether the ranks of a training run split each layer's matrices."""
+    return tensor_parallel_size(config.strategy, devices.ranks_per_node) > 1
 
 
 # The classes of the settings belong to app.config, which imports this package.

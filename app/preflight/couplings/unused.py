@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Unused(NamedTuple):
-    """When a setting has no effect; `why` and `instead` may refer to the settings, as {0}."""
+    """When a setting has no effect; `why` and `instead` may refer to the settings, as {c}."""
 
     key: str
     is_unused: Callable[[Any], bool]
@@ -49,7 +49,7 @@ IN_TRAINING = (
     _Unused("adapter.lora_plus_weight_decay", lambda c: c.adapter.lora_plus_ratio is None,
             "without adapter.lora_plus_ratio", "adapter.lora_plus_ratio=16, too"),
     _Unused("quantization.double_quant", lambda c: c.quantization.method != "nf4",
-            "with quantization={0.quantization.method}", "quantization=nf4, too"),
+            "with quantization={c.quantization.method}", "quantization=nf4, too"),
     _Unused("recompute.every", lambda c: c.recompute.mode == "none",
             "with recompute=none", "recompute=full, too"),
     _Unused("model.rope_scaling", lambda c: c.model.context_len is None,
@@ -71,9 +71,9 @@ IN_TRAINING = (
     _Unused("optimizer.weight_decay", lambda c: c.adapter.name == "ia3",
             "with adapter=ia3, whose vectors never decay", "adapter=lora"),
     _Unused("schedule.decay_ratio", lambda c: c.schedule.shape != "wsd",
-            "with schedule={0.schedule.shape}", "schedule=wsd, too"),
+            "with schedule={c.schedule.shape}", "schedule=wsd, too"),
     _Unused("schedule.start_lr_ratio", lambda c: c.schedule.shape != "one_cycle",
-            "with schedule={0.schedule.shape}", "schedule=one_cycle, too"),
+            "with schedule={c.schedule.shape}", "schedule=one_cycle, too"),
     _Unused("schedule.min_lr_ratio", lambda c: c.schedule.shape == "constant",
             "with schedule=constant", "schedule=cosine, too"),
     _Unused("trainer.validate_every_steps", lambda c: not c.data.has_validation,
@@ -83,14 +83,14 @@ IN_TRAINING = (
     _Unused("trainer.checkpoint.monitor", _ranks_nothing,
             "with output.from=last, without keep_best and early stopping", "output.from=best"),
     _Unused("strategy.topk_share", lambda c: c.strategy.compression != "topk",
-            "with strategy.compression={0.strategy.compression}", "strategy.compression=topk"),
+            "with strategy.compression={c.strategy.compression}", "strategy.compression=topk"),
     _Unused("strategy.powersgd_rank", lambda c: c.strategy.compression != "powersgd",
-            "with strategy.compression={0.strategy.compression}", "strategy.compression=powersgd"),
+            "with strategy.compression={c.strategy.compression}", "strategy.compression=powersgd"),
     _Unused("strategy.offload_dir", lambda c: c.strategy.offload_optimizer != "disk",
-            "with strategy.offload_optimizer={0.strategy.offload_optimizer}",
+            "with strategy.offload_optimizer={c.strategy.offload_optimizer}",
             "strategy.offload_optimizer=disk, too"),
     _Unused("strategy.stages_per_rank", lambda c: c.strategy.schedule != "interleaved",
-            "with strategy.schedule={0.strategy.schedule}", "strategy.schedule=interleaved"),
+            "with strategy.schedule={c.strategy.schedule}", "strategy.schedule=interleaved"),
     _Unused("strategy.reshard_after_forward", lambda c: not c.strategy.shards_data_parallel,
             "with strategy.shards_data_parallel=false", "strategy=fsdp_tp"),
     _Unused("strategy.replicas", lambda c: not c.strategy.shards_data_parallel,
@@ -106,7 +106,7 @@ IN_TRAINING = (
     _Unused("evaluation.max_regression", _measures_nothing,
             "without rows or tasks to compare by", "data.val_set_size=0.05, too"),
     _Unused("output.dtype", lambda c: not saves_whole_model(c.adapter),
-            "with adapter={0.adapter.name}, which is saved as it was trained",
+            "with adapter={c.adapter.name}, which is saved as it was trained",
             "merge.dtype for the merge"),
 )  # fmt: skip
 ON_A_RESULT = (
@@ -136,7 +136,7 @@ def find_unused(config: TrainConfig | TunedConfig) -> Iterator[str]:
             continue
         part = reduce(getattr, path, config)
         if is_set(part, name) and rule.is_unused(config):
-            why, instead = (text.format(config) for text in (rule.why, rule.instead))
+            why, instead = (text.format(c=config) for text in (rule.why, rule.instead))
             value = as_typed(getattr(part, name))
             yield f"{rule.key}={value} has no effect {why}; type {instead}, or leave it out"
 
