@@ -5,7 +5,6 @@ Needs no torch.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -47,8 +46,7 @@ from app.preflight.couplings import (
     is_training,
     requested_devices,
 )
-from app.preflight.fingerprint import describe_base, same_form
-from app.process.launch import is_first_rank
+from app.preflight.fingerprint import describe_base
 from app.strategy.settings import (
     PIPELINED,
     StrategyConfig,
@@ -72,7 +70,6 @@ from data_modules import (
 if TYPE_CHECKING:
     from app.config.verbs import TrainConfig, TunedConfig
 
-log = logging.getLogger(__name__)
 
 MAX_LABELS = 20
 """most labels that a message names"""
@@ -457,15 +454,6 @@ def _check_base(
     for name, part in (("fingerprint", "config.json or shapes"), ("weights", "weights")):
         then, now = origin.get(name), current[name]
         is_compared = is_compared or None not in (then, now)
-        if name == "weights" and not same_form(origin, current):
-            if is_first_rank():
-                log.warning(
-                    "%s: %s was written by an earlier version, so only config.json and shapes of "
-                    "its base are compared with this base, not the weights",
-                    what,
-                    ORIGIN_FILE,
-                )
-            continue
         if then is not None and now is not None and then != now:
             differences.append(f"{part} differ ({then[:12]} then, {now[:12]} now)")
     if not is_compared and current["fingerprint"] is None and origin.get("fingerprint") is None:

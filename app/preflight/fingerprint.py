@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from app.model.base import ModelConfig
 from common.untrusted import limits
@@ -16,10 +15,6 @@ WHOLE_BYTES = 256 << 20
 """weights of up to this size are read whole, in about half a second"""
 BLOCK_BYTES = 4096
 """bytes read at the start, in the middle and at the end of each tensor of a larger folder"""
-WEIGHTS_FORM = "all bytes or blocks of every tensor"
-"""what the fingerprint `weights` covers; only fingerprints of the same form are compared"""
-EARLIER_FORM = "blocks of each file"
-"""form of the fingerprints in runs and adapters without a `weights_form`"""
 
 
 def describe_base(model: ModelConfig) -> dict[str, str | None]:
@@ -48,14 +43,7 @@ def describe_base(model: ModelConfig) -> dict[str, str | None]:
         "revision": model.revision,
         "fingerprint": fingerprint,
         "weights": weights,
-        "weights_form": None if weights is None else WEIGHTS_FORM,
     }
-
-
-def same_form(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Return whether the `weights` of two descriptions have the same form, or one has none."""
-    has_none = first.get("weights") is None or second.get("weights") is None
-    return has_none or first.get("weights_form") == second.get("weights_form")
 
 
 @cache

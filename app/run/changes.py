@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.model.hub import COMMIT
-from app.preflight.fingerprint import EARLIER_FORM, same_form
 from app.strategy.settings import DdpConfig, LocalSgdConfig, StrategyConfig, ZeroConfig
 from common.facts import ResumeRule, as_typed, facts_of
 from common.redaction import redacted
@@ -121,12 +120,6 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         for name, version in now["versions"].items():
             if (was := before["versions"].get(name)) not in (None, version):
                 changes.append(Change(name, was, version, "rounding", f"install {name}=={was}"))
-        # Only noted with the versions: the base is compared again once the rows are known.
-        if "base" in both and not same_form(before["base"], now["base"]):
-            # Earlier versions of this program hashed other parts of the weights.
-            was, new = (side["base"].get("weights_form") or EARLIER_FORM for side in (before, now))
-            what = "the base model's weights cannot be compared with the run's: their hashed part"
-            changes.append(Change(what, was, new, "free", ""))
     return changes
 
 
@@ -177,8 +170,7 @@ def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         ("fingerprint", "the base model (sha256 of its config and the shapes of its weights)"),
         ("weights", "the base model's weights (sha256)"),
     ):
-        is_known = name == "fingerprint" or same_form(before, now)
-        if not named and is_known and before[name] != now[name]:
+        if not named and before[name] != now[name]:
             return [Change(what, before[name], now[name], "fixed", undo)]
     return [
         Change(key, before[name], now[name], "fixed", _how_to_undo(key, before[name]))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.training.checkpoint.schema import (
+    ANYTHING,
     COUNT,
     IDENTITY,
     POSITIVE_COUNT,
@@ -26,6 +27,7 @@ from app.training.checkpoint.schema import (
     MapOf,
     differences,
     format_value,
+    or_null,
 )
 from common.errors import UserError
 from common.untrusted import parse_json, read_json_object, read_text
@@ -34,11 +36,6 @@ CSV_FILE = "metrics.csv"
 AGAIN = "copy the folder again, or restore the file"
 
 
-def or_null(kind: Kind) -> Kind:
-    return Kind(f"{kind.description}, or null", lambda value: value is None or kind.accepts(value))
-
-
-ANYTHING = Kind("anything", lambda _: True)
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 FIGURE = Kind(
     "a number", lambda value: type(value) is float or (type(value) is int and abs(value) < 1e300)
@@ -46,14 +43,13 @@ FIGURE = Kind(
 """larger integers cannot be formatted as the floats that figures are"""
 NULLABLE_TEXT, NULLABLE_COUNT = or_null(TEXT), or_null(COUNT)
 _BASE = ("path", "revision", "fingerprint", "weights")
-_BASE_FORM = {"weights_form": NULLABLE_TEXT}
 _DATASET = {"name": TEXT, "path": TEXT, "sha256": NULLABLE_TEXT, "rows": NULLABLE_COUNT}
 _COUNTS = dict.fromkeys(("train_rows", "validation_rows", "tokens", "trained_tokens"), COUNT)
 _NUMBERS = dict.fromkeys(("r", "alpha"), or_null(FIGURE))
 _BATCH = ("packs", "micro_batch_size", "gradient_accumulation_steps", "num_ranks")
 _REQUIRED = {
     "versions": MapOf(TEXT),
-    "base": Keys(dict.fromkeys(_BASE, NULLABLE_TEXT), _BASE_FORM, allows_others=True),
+    "base": Keys(dict.fromkeys(_BASE, NULLABLE_TEXT), {}, allows_others=True),
     "data": ListOf(Keys(_DATASET, _COUNTS, allows_others=True)),
     "total_steps": COUNT,
 }
@@ -215,11 +211,11 @@ def find_problem(file: Path, shape: Any) -> tuple[Any, str | None]:
     return content, problem
 
 
-def read_document(file: Path, shape: Any, fix: str = AGAIN) -> Any:
-    """Return the content of a JSON file of this shape; UserError with file, key and `fix`."""
+def read_document(file: Path, shape: Any) -> Any:
+    """Return the content of a JSON file of this shape; UserError with file and key."""
     content, problem = find_problem(file, shape)
     if problem is not None:
-        raise UserError(f"{problem}; {fix}")
+        raise UserError(f"{problem}; {AGAIN}")
     return content
 
 

@@ -330,24 +330,6 @@ def test_a_changed_base_is_refused(words: list[str], tmp_path: Path) -> None:
     assert "the base model (sha256 of its config and the shapes of its weights)" in result.stderr
 
 
-def test_a_base_that_an_earlier_version_described_is_not_called_another(
-    words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = make_run(tmp_path / "run", *words)
-    manifest = json.loads((run / "manifest.json").read_text())
-    base = dict(manifest["base"])
-    del manifest["base"]["weights_form"]
-    manifest["base"]["weights"] = "0" * 64
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    caplog.set_level("INFO")
-    start(f"resume={run}").check_unchanged({"base": base, "total_steps": 4})
-    said = "RESUME: the base model's weights cannot be compared"
-    assert sum(line.startswith(said) for line in caplog.messages) == 1
-    manifest["base"]["fingerprint"] = "0" * 64
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    assert "the shapes of its weights) was" in run_command(f"resume={run}").stderr
-
-
 def test_another_number_of_ranks_keeps_the_global_batch_or_says_how(
     words: list[str], tmp_path: Path
 ) -> None:

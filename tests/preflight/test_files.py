@@ -157,7 +157,6 @@ def test_a_base_is_known_by_its_config_and_headers(model: Path) -> None:
         "revision": "v1",
         "fingerprint": None,
         "weights": None,
-        "weights_form": None,
     }
 
 

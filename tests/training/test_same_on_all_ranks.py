@@ -57,7 +57,7 @@ def compare(*parts: dict[str, Any], programs: Sequence[dict[str, Any]] = ()) -> 
     strategy = SimpleNamespace(root_device=torch.device("cpu"), all_gather=gather)
     trainer: Any = SimpleNamespace(world_size=len(parts), strategy=strategy)
     for rank, part in enumerate(parts):
-        program = programs[rank] if programs else None
+        program = programs[rank] if programs else {"versions of Python": "3"}
         SameOnAllRanks(part, program).setup(trainer, None, "fit")
 
 

@@ -84,17 +84,16 @@ def _without_locations(value: Any) -> Any:
 class SameOnAllRanks(L.Callback):
     """Compare rank-invariant values with those of rank 0; UserError if they differ."""
 
-    def __init__(self, values: Mapping[str, Any], program: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, values: Mapping[str, Any], program: Mapping[str, Any]) -> None:
         """`program`: code and versions, compared first because they determine the other values."""
-        self.values = values
-        self.program = program or {}
+        self.values, self.program = values, program
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Compare hashes after the ranks have connected and before weights are loaded."""
         if trainer.world_size == 1:
             return
-        for values in filter(None, (self.program, self.values)):
-            self._compare(trainer, values)
+        self._compare(trainer, self.program)
+        self._compare(trainer, self.values)
 
     def _compare(self, trainer: L.Trainer, values: Mapping[str, Any]) -> None:
         hashes = [_hash_of(value) for value in values.values()]

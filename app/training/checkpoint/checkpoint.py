@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.training.checkpoint import disk
-from app.training.checkpoint.schema import Json, is_number
+from app.training.checkpoint.schema import (
+    ANYTHING,
+    COUNT,
+    NUMBER,
+    TEXT,
+    Json,
+    Keys,
+    MapOf,
+    differences,
+    or_null,
+)
 from app.training.checkpoint.tensors import check_tensors, names_in, read_tensors
 from common.errors import UserError
 
@@ -31,8 +41,18 @@ FORMAT = 1
 """version of the checkpoint format; a higher one is refused when read"""
 MARKER, MANIFEST = "COMMITTED", "manifest.json"
 TENSORS, DOCUMENT = ".safetensors", ".json"
-KEYS = {"format", "step", "metric", "details", "versions", "files"}
-FILE_KEYS = {"sha256", "num_bytes"}
+KEYS = Keys(
+    {
+        "format": COUNT,
+        "step": COUNT,
+        "metric": or_null(NUMBER),
+        "details": ANYTHING,
+        "versions": ANYTHING,
+        "files": MapOf(Keys({"sha256": TEXT, "num_bytes": COUNT}, {})),
+    },
+    {},
+)
+"""manifest.json, as `commit` writes it"""
 LIBRARIES = ("loft", "torch", "lightning", "transformers", "peft", "safetensors")
 MAX_JSON_BYTES = 64 << 20
 """largest JSON file that is read: the manifest of a thousand ranks has 1 MiB, a year of validations
@@ -151,7 +171,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DamageError([f"{MANIFEST} is unreadable"]) from None
     if file_format > FORMAT:
         raise UserError(_describe_newer_format(folder, manifest, file_format))
-    if not _is_manifest(manifest):
+    if any(differences(manifest, KEYS, "")):
         raise DamageError([f"{MANIFEST} is unreadable"])
     return manifest
 
@@ -168,25 +188,6 @@ def read_json(text: bytes) -> Json:
         raise ValueError("is nested too deeply") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 at byte {error.start}") from None
-
-
-def _is_manifest(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a manifest has the keys and types that `commit` writes."""
-    files = manifest.get("files")
-    return (
-        set(manifest) == KEYS
-        and type(manifest["step"]) is int
-        and manifest["step"] >= 0
-        and (manifest["metric"] is None or is_number(manifest["metric"]))
-        and isinstance(files, dict)
-        and all(
-            isinstance(file, dict)
-            and set(file) == FILE_KEYS
-            and type(file["num_bytes"]) is int
-            and type(file["sha256"]) is str
-            for file in files.values()
-        )
-    )
 
 
 def _small_file(file: Path) -> bytes:

@@ -76,6 +76,13 @@ IDENTITY = Kind(
 )
 
 
+ANYTHING = Kind("anything", lambda _: True)
+
+
+def or_null(kind: Kind) -> Kind:
+    return Kind(f"{kind.description}, or null", lambda value: value is None or kind.accepts(value))
+
+
 def differences(value: Any, expected: Any, key: str) -> Iterator[str]:
     """Yield each difference between a value and its schema, with its full key."""
     if isinstance(expected, Kind):

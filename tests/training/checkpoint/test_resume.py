@@ -431,7 +431,10 @@ def test_an_owed_validation_may_end_the_run(
     assert (ids, saved) == ([], [2])  # nothing is trained; the step is saved with its figures
 
 
-@pytest.mark.parametrize("words", [(), ("trainer.early_stopping_patience=3",)])
+@pytest.mark.parametrize(
+    "words",
+    [(), pytest.param(("trainer.early_stopping_patience=3",), marks=pytest.mark.slow)],
+)
 def test_a_signal_interrupts_the_last_validation_too(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
