@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from app.model.architecture import model_class
 from app.model.classifier import is_classifier
+from app.model.description import names_by_id
 from app.model.multimodal import outermost, tower_modules
 from app.model.quantization import quantizable_layers
 from app.process.launch import is_first_on_machine, is_first_rank
@@ -99,7 +100,6 @@ def has_own_head(model: PreTrainedModel, folder: Path) -> bool:
     transformers loads these as two weights, whatever config.json says.
     """
     import torch
-    from safetensors import safe_open
 
     stored = [file for file in weight_files(folder) if file.is_file()]
     files = {name: file for file in stored for name in read_shapes([file])}
@@ -108,13 +108,22 @@ def has_own_head(model: PreTrainedModel, folder: Path) -> bool:
         for head, embedding in model.all_tied_weights_keys.items()
         if HEADS & set(head.split(".")) and head in files and embedding in files
     ]
+    return any(
+        not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding))
+        for head, embedding in pairs
+    )
 
-    def read(name: str) -> torch.Tensor:
-        with safe_open(files[name], framework="pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-        return tensor
 
-    return any(not torch.equal(read(head), read(embedding)) for head, embedding in pairs)
+def read_tensor(file: Path, name: str) -> torch.Tensor:
+    """Return one tensor of a file, which is opened for it alone.
+
+    Pages of a mapped file count as used memory until it is closed.
+    """
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(name).clone()
+    return tensor
 
 
 def check_shapes(
@@ -150,9 +159,7 @@ def _missing(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> l
 
     A weight shared by several modules may be stored under any of their names.
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = names_by_id(dict(model.named_parameters(remove_duplicate=False)))
     known = {DIGITS.sub("#", name) for name in shapes}
     ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_missing or ()]
     missing = [
@@ -163,10 +170,8 @@ def _missing(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> l
         and not any(each.search(name) for each in ignored for name in shared)
     ]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding is None or head is None or embedding.weight is head.weight:
-        return missing
-    if is_classifier(model):  # a language model's files have no such head yet
-        return missing
+    if embedding is None or head is None or embedding.weight is head.weight or is_classifier(model):
+        return missing  # a language model's files have no head of a classifier yet
     embeddings, heads = names[id(embedding.weight)], names[id(head.weight)]
     # Compare shapes, because a head may have any name in the files.
     alike = {name for name, shape in shapes.items() if shape == tuple(head.weight.shape)}

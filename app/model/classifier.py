@@ -7,11 +7,13 @@ document of a pack; here the caller says which tokens are rated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from app.model.contexts import replaced
+from app.model.multimodal import from_config, language_model_class
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -77,20 +79,13 @@ class RatesTokens:
     """whether a forward pass returns hidden states in place of logits"""
 
 
-@contextmanager
-def hidden_as_logits(model: torch.nn.Module) -> Iterator[None]:
+def hidden_as_logits(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Let a classifier return hidden states in this context, of which attention is verified.
 
     A head of few outputs, or of one, would hide most of what one token does to another.
     """
-    found = [module for module in model.modules() if isinstance(module, RatesTokens)]
-    for module in found:
-        module.returns_hidden = True
-    try:
-        yield
-    finally:
-        for module in found:
-            module.returns_hidden = False
+    found = (module for module in model.modules() if isinstance(module, RatesTokens))
+    return replaced((module, "returns_hidden", True) for module in found)
 
 
 def is_classifier(model: Any) -> bool:
@@ -113,8 +108,6 @@ def init_head(model: PreTrainedModel) -> None:
 def _sequence_class(architecture: PretrainedConfig) -> Any:
     from transformers import AutoModelForSequenceClassification
 
-    from app.model.multimodal import language_model_class
-
     if architecture.is_encoder_decoder or architecture.model_type in LOSES_WEIGHTS:
         return None
     if language_model_class(architecture) is not None:
@@ -135,11 +128,6 @@ def _rating_tokens(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
                 f"model.labels: {whole.__name__} has no head that is one linear layer; type "
                 "model.path=ANOTHER_BASE"
             )
-
-    def from_config(
-        cls: Any, config: Any, *, trust_remote_code: bool = False, **kwargs: Any
-    ) -> Any:
-        return cls._from_config(config, **kwargs)
 
     def get_output_embeddings(self: Any) -> torch.nn.Module:
         return self.get_submodule(HEAD)

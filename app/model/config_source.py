@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,6 @@ _CLASS = re.compile(r"^class (\w+)\((\w+)[^\n]*\):\n(.*?)(?=^\S|\Z)", re.MULTILI
 _FIELD = re.compile(r"^    (\w+): ([\w .|]+?)(?: =|$)", re.MULTILINE)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConfigSource:
-    """The source of the config class of a model type that is derived from nothing else."""
-
-    class_name: str
-    fields: Mapping[str, str]
-    """name of a field -> its annotation"""
-    body: str
-
-
 def check_type(where: str, numbers: Mapping[str, Any]) -> list[str]:
     """List why the installed transformers cannot read a config.json; empty if that is not plain.
 
@@ -42,29 +31,28 @@ def check_type(where: str, numbers: Mapping[str, Any]) -> list[str]:
     model_type = numbers.get("model_type")
     if not isinstance(model_type, str) or "auto_map" in numbers:
         return []
-    if not any(f'"{model_type}"' in _read(name) for name in _NAMES):
+    if not any(f'"{model_type}"' in read_source(name) for name in _NAMES):
         return [
             f"{where}: transformers {importlib.metadata.version('transformers')} does not know "
             f"its model_type {model_type!r}; {newer_transformers(numbers)}, or take another base"
         ]
     if (source := _config_source(model_type)) is None:
         return []
-    _, _, base_class = _read("configuration_utils.py").partition("\nclass PreTrainedConfig(")
+    class_name, fields, body = source
+    _, _, base_class = read_source("configuration_utils.py").partition("\nclass PreTrainedConfig(")
     methods = frozenset(_METHOD.findall(base_class))
     problems = [
-        method_error(where, key, numbers[key], source.class_name)
-        for key in numbers
-        if key in methods
+        method_error(where, key, numbers[key], class_name) for key in numbers if key in methods
     ]
     problems += [
-        part_error(where, key, numbers[key], source.class_name)
+        part_error(where, key, numbers[key], class_name)
         for key in TEXT_CONFIGS
-        if numbers.get(key) is not None and key not in source.body
+        if numbers.get(key) is not None and key not in body
     ]
     return problems + [
         f"{where}: {key}={numbers[key]!r:.80}: expected a number ({annotation}); download the "
         "file again"
-        for key, annotation in source.fields.items()
+        for key, annotation in fields.items()
         if isinstance(numbers.get(key), (str, list, dict)) and is_number(key, annotation)
     ]
 
@@ -91,21 +79,24 @@ def newer_transformers(numbers: Mapping[str, Any]) -> str:
     )
 
 
-def _config_source(model_type: str) -> ConfigSource | None:
-    """Return the config class that names `model_type`, if it is derived from PreTrainedConfig."""
+def _config_source(model_type: str) -> tuple[str, dict[str, str], str] | None:
+    """Return name, annotations by field and body of the config class that names `model_type`.
+
+    None if it is derived from another class than PreTrainedConfig.
+    """
     module = model_type.replace("-", "_")
     if not module.isidentifier():
         return None
     for class_name, parent, body in _CLASS.findall(
-        _read(f"models/{module}/configuration_{module}.py")
+        read_source(f"models/{module}/configuration_{module}.py")
     ):
         if f'    model_type = "{model_type}"\n' in body and parent == "PreTrainedConfig":
-            return ConfigSource(class_name=class_name, fields=dict(_FIELD.findall(body)), body=body)
+            return class_name, dict(_FIELD.findall(body)), body
     return None
 
 
 @functools.cache
-def _read(name: str) -> str:
+def read_source(name: str) -> str:
     """Return the text of a source file of transformers; "" if there is none."""
     found = importlib.util.find_spec("transformers")
     folders = (found.submodule_search_locations or []) if found is not None else []

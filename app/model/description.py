@@ -318,6 +318,14 @@ def sharing_embedding(model: PreTrainedModel) -> list[str]:
     return [own, *(name for name in names if name != own)]
 
 
+def names_by_id(weights: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
+    """Return all names of each weight, by its `id`; a tied weight has several names."""
+    names: dict[int, list[str]] = {}
+    for name, weight in weights.items():
+        names.setdefault(id(weight), []).append(name)
+    return names
+
+
 def name_of(model: PreTrainedModel, wanted: torch.nn.Module) -> str:
     """Return a module's full name."""
     return next(name for name, module in model.named_modules() if module is wanted)

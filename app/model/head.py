@@ -16,8 +16,8 @@ from torch import Tensor
 
 from app.model.attention import attention_inputs, pair_inputs
 from app.model.chunks import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
+from app.model.contexts import eval_mode
 from app.model.cpu import fp32 as onednn
-from app.model.eval_mode import eval_mode
 
 LossKernel = Callable[..., None]
 """`app.model.loss_kernel.cross_entropy_`"""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from app.model.base import ModelConfig
 
-ENDPOINT = "https://huggingface.co"
 CONNECT_SECONDS = 2.5
 """timeout of one connection"""
 MAX_NAMED = 4
@@ -36,6 +35,10 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 def is_offline_by_setting() -> bool:
     """Return whether HF_HUB_OFFLINE is set."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
 def _home() -> Path:
@@ -51,14 +54,18 @@ def cache_folder() -> Path:
 
 def newest_cached_file(hub_id: str, name: str) -> Path | None:
     """Return the newest cached version of a hub id's file `name`; None if it is not cached."""
-    snapshots = cache_folder() / f"models--{hub_id.replace('/', '--')}" / "snapshots"
-    files = sorted(snapshots.glob(f"*/{name}"), key=lambda file: file.stat().st_mtime)
+    snapshots = _cached(hub_id).glob(f"snapshots/*/{name}")
+    files = sorted(snapshots, key=lambda file: file.stat().st_mtime)
     return files[-1] if files else None
 
 
 def is_cached(hub_id: str) -> bool:
     """Return whether the cache contains files of a hub id."""
-    return (cache_folder() / f"models--{hub_id.replace('/', '--')}").is_dir()
+    return _cached(hub_id).is_dir()
+
+
+def _cached(hub_id: str, kind: str = "models") -> Path:
+    return cache_folder() / f"{kind}--{hub_id.replace('/', '--')}"
 
 
 def find_offline_problem(key: str, hub_id: str) -> str | None:
@@ -113,8 +120,7 @@ def find_refusal(key: str, hub_id: str, revision: str | None) -> str | None:
     """
     import urllib.error
 
-    endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
-    at = quote(revision or "main", safe="")
+    endpoint, at = _endpoint().rstrip("/"), quote(revision or "main", safe="")
     url = f"{endpoint}/{quote(hub_id)}/resolve/{at}/config.json"
     token = hub_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -122,7 +128,15 @@ def find_refusal(key: str, hub_id: str, revision: str | None) -> str | None:
     try:
         urllib.request.build_opener(_NoRedirect).open(request, timeout=CONNECT_SECONDS).close()
     except urllib.error.HTTPError as error:
-        return _describe(error.code, error.headers.get("X-Error-Code") or "", key, hub_id, revision)
+        why = explain_refusal(
+            error.code,
+            error.headers.get("X-Error-Code") or "",
+            kind="model",
+            page=f"{endpoint}/{hub_id}",
+            revision=f"{revision}; leave model.revision out, or type a commit",
+            has_token=token is not None,
+        )
+        return None if why is None else f"{key}={hub_id}: {why}"
     except OSError:
         return None
     return None
@@ -133,18 +147,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
-
-
-def _describe(status: int, code: str, key: str, hub_id: str, revision: str | None) -> str | None:
-    why = explain_refusal(
-        status,
-        code,
-        kind="model",
-        page=f"{(os.environ.get('HF_ENDPOINT') or ENDPOINT).rstrip('/')}/{hub_id}",
-        revision=f"{revision}; leave model.revision out, or type a commit",
-        has_token=hub_token() is not None,
-    )
-    return None if why is None else f"{key}={hub_id}: {why}"
 
 
 def hub_token() -> str | None:
@@ -170,7 +172,7 @@ def _address() -> tuple[str, int]:
     import urllib.parse
     import urllib.request
 
-    endpoint = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or ENDPOINT)
+    endpoint = urllib.parse.urlsplit(_endpoint())
     proxies, host = urllib.request.getproxies(), endpoint.hostname or ""
     proxy = proxies.get(endpoint.scheme) or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(host):
@@ -199,7 +201,7 @@ def _connection_error(host: str, port: int) -> str | None:
 
 def missing_weights(hub_id: str, revision: str | None) -> list[str]:
     """List the weight files missing from a cached snapshot; empty if nothing is cached."""
-    home = cache_folder() / f"models--{hub_id.replace('/', '--')}"
+    home = _cached(hub_id)
     ref = home / "refs" / (revision or "main")
     commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
     snapshot = home / "snapshots" / (commit or "main")
@@ -208,9 +210,7 @@ def missing_weights(hub_id: str, revision: str | None) -> list[str]:
     names = {WEIGHTS}
     if (snapshot / INDEX).is_file():
         weight_map = read_json_object(snapshot / INDEX)[0].get("weight_map")
-        names = (
-            {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
-        )
+        names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
     return sorted(name for name in names if not (snapshot / name).is_file())
 
 
@@ -256,7 +256,7 @@ def _check_cached_datasets(paths: Sequence[str]) -> None:
     absent = [
         path
         for path in paths
-        if not (cache_folder() / f"datasets--{path.replace('/', '--')}").is_dir()
+        if not _cached(path, "datasets").is_dir()
         and not any(home.glob(f"{path.partition('/')[0]}___*"))
     ]
     if not absent:

@@ -16,8 +16,9 @@ from app.model.adapter import read_weight_changes, required_embedding_rows
 from app.model.architecture import base_folder
 from app.model.attention import attention_implementation
 from app.model.base import load_base
-from app.model.base_files import has_own_head, read_shapes, weight_files
+from app.model.base_files import has_own_head, read_shapes, read_tensor, weight_files
 from app.model.classifier import HEAD, is_classifier
+from app.model.description import names_by_id
 from app.model.gguf import KINDS
 from app.model.multimodal import record_tower_files
 from app.model.quantization import (
@@ -144,7 +145,8 @@ def plan_merge(
             resize_embeddings(model, range(rows, needed))
         return model
 
-    dtype = _merged_dtype(config.dtype, base.architecture.dtype)
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    dtype = dtypes.get(config.dtype) or base.architecture.dtype or torch.float32
     is_rounded = base.quantization.method != "none" and config.onto == "dequantized"
     plan = MergePlan(
         base_files=files,
@@ -157,14 +159,6 @@ def plan_merge(
     )
     log.info("merge: %d weights of %s change", len(plan.changes), base.config.path)
     return build(), plan
-
-
-def _merged_dtype(name: str, base_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the merged weights; `auto` is the base's, fp32 if it declares none."""
-    import torch
-
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    return (base_dtype or torch.float32) if name == "auto" else dtypes[name]
 
 
 def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> torch.dtype:
@@ -267,7 +261,10 @@ class _Merger:
         self.files, self.plan = files, plan
         aliases = _aliases(model)
         _check_shared(aliases, plan.changes)
-        self.names = _names_in_model(files)
+        by_id = {id(weight): name for name, weight in files.needed.items()}
+        self.names = {
+            name: by_id[id(weight)] for name, weight in files.on_disk.items() if id(weight) in by_id
+        }
         """name on disk -> name in the model, of weights stored in the model's layout"""
         self.changes = {
             first: plan.changes[name]
@@ -403,30 +400,15 @@ class _Merger:
 
     def _read_base(self, name: str) -> Tensor:
         import torch
-        from safetensors import safe_open
 
         file, key, shape = self.locations[name]
-        if key == NOT_IN_BASE:
-            return torch.zeros(shape)
-        # Open for one tensor: pages of a mapped file count as used memory until it is closed.
-        with safe_open(file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(key).clone()
-        return tensor
-
-
-def _names_in_model(files: ModelFolder) -> dict[str, str]:
-    by_id = {id(weight): name for name, weight in files.needed.items()}
-    return {
-        name: by_id[id(weight)] for name, weight in files.on_disk.items() if id(weight) in by_id
-    }
+        return torch.zeros(shape) if key == NOT_IN_BASE else read_tensor(file, key)
 
 
 def _aliases(model: PreTrainedModel) -> dict[str, list[str]]:
     """Return all names of each weight, by its first name; a tied weight has several names."""
-    names: dict[int, list[str]] = {}
-    for name, weight in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(weight), []).append(name)
-    return {each[0]: each for each in names.values()}
+    names = names_by_id(model.state_dict(keep_vars=True)).values()
+    return {each[0]: each for each in names}
 
 
 def _find_tensor(

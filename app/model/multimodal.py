@@ -78,6 +78,11 @@ def language_model_class(architecture: PretrainedConfig) -> Any:
     return _without_towers(whole)
 
 
+def from_config(cls: Any, config: Any, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+    """Build a model as an auto class does; a class method of the classes that are derived here."""
+    return cls._from_config(config, **kwargs)
+
+
 @cache
 def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Derive a class without towers; it has the same name, which is saved in config.json."""
@@ -89,11 +94,6 @@ def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
                 part._attn_implementation = "eager"  # supported by every tower
         whole.__init__(self, config, *args, **kwargs)
         _drop_towers(self)
-
-    def from_config(
-        cls: Any, config: Any, *, trust_remote_code: bool = False, **kwargs: Any
-    ) -> Any:
-        return cls._from_config(config, **kwargs)
 
     members = {"__init__": __init__, "from_config": classmethod(from_config)}
     members["__module__"] = whole.__module__

@@ -6,14 +6,15 @@ architecture (`wo` of T5).
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from app.model.contexts import replaced
 from app.model.weight_reads import find_bypassed_linears
 from common.errors import UserError
 from common.facts import setting
@@ -130,37 +131,28 @@ def find_quantization_conflict(
     return None
 
 
-@contextlib.contextmanager
-def quantizable_layers(model_type: str) -> Iterator[None]:
+def quantizable_layers(model_type: str) -> AbstractContextManager[None]:
     """Build Falcon from torch's linear layers while it is loaded.
 
     transformers (5.23) quantizes `nn.Linear` but no derived class, so that every layer of Falcon
     would stay unquantized. `FalconLinear` computes the same as `nn.Linear`.
     """
     if model_type != "falcon":
-        yield
-        return
+        return nullcontext()
     import torch
     from transformers.models.falcon import modeling_falcon
 
-    own = modeling_falcon.FalconLinear
-    modeling_falcon.FalconLinear = torch.nn.Linear
-    try:
-        yield
-    finally:
-        modeling_falcon.FalconLinear = own
+    return replaced([(modeling_falcon, "FalconLinear", torch.nn.Linear)])
 
 
-@contextlib.contextmanager
-def quantize_on_device(device: torch.device | None) -> Iterator[None]:
+def quantize_on_device(device: torch.device | None) -> AbstractContextManager[None]:
     """Quantize weights that are read to host memory on `device`, and copy the 4-bit result back.
 
     Quantizing 70B parameters on a CPU would take over an hour. Patches a public function of
     bitsandbytes, which has no option for this.
     """
     if device is None or device.type == "cpu":
-        yield
-        return
+        return nullcontext()
     from bitsandbytes import functional
 
     own = functional.quantize_4bit
@@ -170,11 +162,7 @@ def quantize_on_device(device: torch.device | None) -> Iterator[None]:
         state.to(weight.device)
         return packed.to(weight.device), state
 
-    functional.quantize_4bit = quantize
-    try:
-        yield
-    finally:
-        functional.quantize_4bit = own
+    return replaced([(functional, "quantize_4bit", quantize)])
 
 
 def prepare_quantized(
@@ -290,24 +278,19 @@ def quantize_dequantize(
     """Return a weight, [out, in] or of experts, rounded to its quantized values; same dtype."""
     import torch
 
-    weight = weight.T.contiguous() if is_transposed else weight
+    if is_transposed:
+        return quantize_dequantize(weight.T.contiguous(), config).T.contiguous()
     if config.method == "fp8":
         from app.model import fp8
 
-        whole = fp8.dequantize(fp8.quantize_weight(weight), weight.dtype)
-        return whole.T.contiguous() if is_transposed else whole
+        return fp8.dequantize(fp8.quantize_weight(weight), weight.dtype)
     from bitsandbytes import functional
 
     if config.method == "int8":
         packed, scales, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
-        whole = (packed * (scales.unsqueeze(1) / 127)).to(weight.dtype)
-    else:
-        whole = functional.dequantize_4bit(
-            *functional.quantize_4bit(
-                weight, compress_statistics=config.double_quant, quant_type=config.method
-            )
-        )
-    return whole.T.contiguous() if is_transposed else whole
+        return (packed * (scales.unsqueeze(1) / 127)).to(weight.dtype)
+    options = {"compress_statistics": config.double_quant, "quant_type": config.method}
+    return functional.dequantize_4bit(*functional.quantize_4bit(weight, **options))
 
 
 def stored_4bit(layer: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
@@ -330,9 +313,9 @@ def detach_quant_states(module: torch.nn.Module, device: torch.device) -> dict[s
     import torch
 
     states = {}
-    for name, layer in _find_4bit_layers(module):
-        weight = layer.weight
-        if weight.quant_state is None:
+    for name, layer in module.named_modules():
+        weight: Any = layer._parameters.get("weight")
+        if type(weight).__name__ != "Params4bit" or weight.quant_state is None:
             continue
         layer.quant_state = weight.quant_state
         layer.weight = torch.nn.Parameter(weight.data, requires_grad=False)
@@ -380,14 +363,6 @@ def bind_scales(module: torch.nn.Module) -> None:
         module.register_forward_pre_hook(bind)
 
 
-def _find_4bit_layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield name and module of each layer in `module` with a 4-bit weight."""
-    for name, layer in module.named_modules():
-        weight = layer._parameters.get("weight")
-        if weight is not None and type(weight).__name__ == "Params4bit":
-            yield name, layer
-
-
 def _check_share(model: PreTrainedModel) -> None:
     """UserError if none of the matrices, or too few of a mixture's, are quantized.
 
@@ -425,26 +400,18 @@ def _discard_weight_without_scales(module: Any, _: Any) -> None:
         module.weight.CB = None
 
 
-@contextlib.contextmanager
-def quantize_tokens_independently(model: Any) -> Iterator[None]:
+def quantize_tokens_independently(model: Any) -> AbstractContextManager[None]:
     """Make int8 rounding of a token independent of its batch, for probes that compare tokens.
 
     LLM.int8() separates outlier columns for all tokens of a batch at once, so that a token's
     rounding depends on the other tokens.
     """
-    layers = []
-    if stored_quantization(model.config):
-        from bitsandbytes.nn import Linear8bitLt
+    if not stored_quantization(model.config):
+        return nullcontext()
+    from bitsandbytes.nn import Linear8bitLt
 
-        layers = [module for module in model.modules() if isinstance(module, Linear8bitLt)]
-    thresholds = [layer.state.threshold for layer in layers]
-    for layer in layers:
-        layer.state.threshold = 0.0
-    try:
-        yield
-    finally:
-        for layer, threshold in zip(layers, thresholds, strict=True):
-            layer.state.threshold = threshold
+    layers = (module for module in model.modules() if isinstance(module, Linear8bitLt))
+    return replaced((layer.state, "threshold", 0.0) for layer in layers)
 
 
 def cast_unquantized(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -266,16 +266,25 @@ def resize_embeddings(model: PreTrainedModel, new_ids: Sequence[int]) -> None:
         # Not mean_resizing: it samples from a fitted distribution.
         model.resize_token_embeddings(needed, mean_resizing=False)
     appended = list(range(rows, needed))
-    ids = sorted({*new_ids, *appended})
+    for weight, ids in _initialized_rows(model, new_ids, appended):
+        _initialize_by_mean(weight.data, ids)
+
+
+def _initialized_rows(
+    model: PreTrainedModel, new_ids: Iterable[int], appended: list[int]
+) -> list[tuple[torch.Tensor, list[int]]]:
+    """Return embedding, untied head and the head's biases, each with its rows to initialize."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    _initialize_by_mean(embedding.weight.data, ids)
+    ids = sorted({*new_ids, *appended})
+    weights = [(embedding.weight, ids)]
     if head.weight is not embedding.weight:
-        _initialize_by_mean(head.weight.data, ids)
+        weights.append((head.weight, ids))
     # The bias is not trained with new rows, so existing rows keep the base's bias.
     if head.bias is not None:
-        _initialize_by_mean(head.bias.data, appended)
+        weights.append((head.bias, appended))
     if "final_logits_bias" in model._buffers:  # BART's bias of the head, shape [1, rows]
-        _initialize_by_mean(model.final_logits_bias[0], appended)
+        weights.append((model.final_logits_bias, appended))
+    return weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,12 +298,11 @@ class AddedRows:
 
     def grow(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a copy of `weight` [rows, ...], or a bias [1, rows], with these rows."""
-        is_flat = weight.ndim == 2 and len(weight) == 1
-        rows = weight.T if is_flat else weight
+        rows = _rows_of(weight)
         grown = rows.new_zeros(self.num_rows, *rows.shape[1:])
         grown[: len(rows)] = rows
         _initialize_by_mean(grown, self.ids)
-        return grown.T if is_flat else grown
+        return grown if rows is weight else grown.unsqueeze(0)
 
 
 def added_rows(
@@ -304,27 +312,30 @@ def added_rows(
 
     `model`: the base after resizing; `shapes`: of the weights in the base's files, by weight name.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    names = {id(weight): name for name, weight in model.named_parameters()}
+    embedding, weights = model.get_input_embeddings(), model.state_dict(keep_vars=True)
+    names = {id(weight): name for name, weight in reversed(weights.items())}
     rows = shapes[names[id(embedding.weight)]][0]
     appended = list(range(rows, embedding.num_embeddings))
-    ids = sorted({*new_ids, *appended})
-    if not ids:
+    if not new_ids and not appended:
         return {}
-    ids_by_name = {names[id(each.weight)]: ids for each in (embedding, head)}
-    if head.bias is not None:
-        ids_by_name[names[id(head.bias)]] = appended
-    if "final_logits_bias" in model._buffers:
-        ids_by_name["final_logits_bias"] = appended
-    return {name: AddedRows(rows + len(appended), ids) for name, ids in ids_by_name.items()}
+    return {
+        names[id(weight)]: AddedRows(rows + len(appended), ids)
+        for weight, ids in _initialized_rows(model, new_ids, appended)
+    }
 
 
 def _initialize_by_mean(weight: torch.Tensor, ids: list[int]) -> None:
     """Set the rows `ids` to the mean of the rows before the first of them, in place."""
     import torch
 
+    weight = _rows_of(weight)
     if ids:
         weight[ids] = weight[: ids[0]].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+
+
+def _rows_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return `weight` [rows, ...] itself, or a view [rows] of a bias [1, rows]."""
+    return weight[0] if weight.ndim == 2 and len(weight) == 1 else weight
 
 
 def trained_token_ids(

@@ -8,13 +8,14 @@ torch only where it is needed.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
 import textwrap
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from app.model.config_source import read_source
+from app.model.contexts import replaced
 
 if TYPE_CHECKING:
     import torch
@@ -31,14 +32,9 @@ def find_bypassed_linears(model_type: str | None) -> tuple[str, ...]:
 
     Empty for a model type that transformers does not have.
     """
-    found = importlib.util.find_spec("transformers")
-    if not model_type or found is None or found.origin is None:
-        return ()
-    name = model_type.replace("-", "_")
+    name = (model_type or "").replace("-", "_")
     for folder in (name, name.removesuffix("_text")):
-        path = Path(found.origin).parent / "models" / folder / f"modeling_{folder}.py"
-        if path.is_file():
-            source = path.read_text(encoding="utf-8")
+        if source := read_source(f"models/{folder}/modeling_{folder}.py"):
             products = {name for pair in PRODUCT.findall(source) for name in pair if name}
             never_called = set(READ.findall(source)) - set(CALL.findall(source))
             return tuple(sorted((never_called | products) & set(LINEAR.findall(source))))
@@ -66,30 +62,20 @@ class UnfusedMethod:
         self._module, self._plain = module, plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        was_training, self._module.training = self._module.training, False
-        try:
+        with replaced([(self._module, "training", False)]):
             return self._plain(*args, **kwargs)
-        finally:
-            self._module.training = was_training
 
 
 @cache
 def find_bypassed_children(kind: type) -> tuple[str, ...]:
     """Return the names of child modules whose weights the code of layer class `kind` reads."""
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):  # a class that was created at run time
-        return ()
-    return tuple(sorted(set(READ.findall(source))))
+    return tuple(sorted(set(READ.findall(_source_of(kind)))))
 
 
 @cache
 def _reads_in_training(kind: type) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return, by method of a class, the modules whose weights it reads if `self.training`."""
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):  # a class that was created at run time
-        return ()
+    source = _source_of(kind)
     if "self.training" not in source or not READ.search(source):
         return ()
     found: dict[str, set[str]] = {}
@@ -101,6 +87,13 @@ def _reads_in_training(kind: type) -> tuple[tuple[str, tuple[str, ...]], ...]:
                 names = READ.findall("\n".join(map(ast.unparse, node.body)))
                 found.setdefault(method.name, set()).update(names)
     return tuple((method, tuple(sorted(names))) for method, names in found.items() if names)
+
+
+def _source_of(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # a class that was created at run time
+        return ""
 
 
 def _is_plain(module: torch.nn.Module) -> bool:

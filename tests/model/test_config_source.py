@@ -44,8 +44,9 @@ def test_every_model_type_is_read_as_its_class_says() -> None:
         if source is None:
             continue
         read += 1
-        assert source.class_name == config_class.__name__
-        for key, annotation in source.fields.items():
+        class_name, fields, _ = source
+        assert class_name == config_class.__name__
+        for key, annotation in fields.items():
             if is_number(key, annotation):
                 assert f"{key}='3': expected a number" in str(check_type("", values | {key: "3"}))
                 with pytest.raises((TypeError, ValueError, ImportError, StrictDataclassError)):

@@ -18,14 +18,13 @@ from app.model.adapter import (
     LoraConfig,
     apply_adapter,
     drop_pending_outputs,
-    fused_4bit,
     group_adapters,
     skip_redundant_casts,
     unfuse_adapters,
     ungroup_adapters,
 )
-from app.model.adapter.fused import FusedLoraLinear
-from app.model.adapter.fused_4bit import FusedLora4bit
+from app.model.adapter import fused as fused_layers
+from app.model.adapter.fused import FusedLoraLinear, lora_4bit_class
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.model.recomputed_layer import run_recomputed
 from benchmarks.gpu.model import quantize
@@ -69,7 +68,7 @@ def _step_of(output: Tensor) -> Any:
 
 
 def num_fused(model: Any) -> int:
-    kinds = (FusedLoraLinear, FusedLora4bit)
+    kinds = (FusedLoraLinear, lora_4bit_class())
     return sum(isinstance(module, kinds) for module in model.modules())
 
 
@@ -188,7 +187,7 @@ def in_4_bits(dtype: torch.dtype = torch.float32, **numbers: Any) -> Any:
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the GPU's code path on the CPU."""
-    monkeypatch.setattr(fused_4bit, "_is_faster", lambda layer, x: layer.training)
+    monkeypatch.setattr(fused_layers, "_is_faster_in_4_bits", lambda layer, x: layer.training)
     monkeypatch.setattr("app.model.adapter.fused.lora_comes_first", lambda x: True)
 
 
@@ -253,7 +252,7 @@ def test_a_4_bit_base_runs_in_peft_on_a_cpu_and_in_evaluation(
     (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
     assert torch.equal(logits, expected)
     assert all(torch.equal(grads[name], truths[name]) for name in truths)
-    monkeypatch.setattr(fused_4bit, "_is_faster", lambda layer, x: layer.training)
+    monkeypatch.setattr(fused_layers, "_is_faster_in_4_bits", lambda layer, x: layer.training)
     assert torch.equal(outcome_of(fused.eval()), outcome_of(plain.eval()))
 
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
 from app.model.build import build_model
-from app.model.eval_mode import eval_mode
+from app.model.contexts import eval_mode
 from app.model.kernels import fuse_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig

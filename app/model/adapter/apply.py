@@ -85,29 +85,20 @@ def apply_freeze(
                 "or adapter=lora"
             )
         module.requires_grad_(True)
-    _log_tied(model, found.full_modules)
-    if token_ids:
-        _check_rows_train(model)
-    return model
-
-
-def _log_tied(model: PreTrainedModel, chosen: Sequence[str]) -> None:
     sharing = sharing_embedding(model)
     if len(sharing) > 1 and model.get_input_embeddings().weight.requires_grad:
-        named = next(name for name in sharing if is_inside(name, chosen))
+        named = next(name for name in sharing if is_inside(name, found.full_modules))
         others = ", ".join(name for name in sharing if name != named)
         log.info("freeze: %s is tied to %s, so both are trained", named, others)
-
-
-def _check_rows_train(model: PreTrainedModel) -> None:
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if not module.weight.requires_grad:
+        if token_ids and not module.weight.requires_grad:
             name = name_of(model, module)
             raise UserError(
                 f"model.added_tokens: with adapter=freeze the rows of new tokens in {name} would "
                 f"keep their initial values; type adapter.modules=[{name.rpartition('.')[2]}] "
                 "(and the modules already in that list), or adapter=lora"
             )
+    return model
 
 
 def apply_adapter(

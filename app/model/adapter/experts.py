@@ -6,10 +6,10 @@ backward pass; here each expert multiplies its input by its own A and B instead.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import peft
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from app.model.adapter.settings import LoraConfig
+from app.model.contexts import replaced
 from app.model.experts import LowRank, expert_modules, packed_name, use_grouped_experts
 from app.model.patterns import by_ending
 from common.errors import UserError
@@ -72,7 +73,7 @@ def fuse_experts(model: torch.nn.Module) -> None:
             module.__class__ = ParamWrapper
 
 
-@contextlib.contextmanager
+@contextmanager
 def placeholders_for_packed(model: torch.nn.Module) -> Iterator[None]:
     """Show peft placeholders of 4-bit experts, with their shape, dtype and device, in this context.
 
@@ -94,8 +95,7 @@ def placeholders_for_packed(model: torch.nn.Module) -> Iterator[None]:
             del module._parameters[name]
 
 
-@contextlib.contextmanager
-def keep_target_modules() -> Iterator[None]:
+def keep_target_modules() -> AbstractContextManager[None]:
     """Stop peft from rewriting `target_modules`.
 
     For some mixtures (DeepSeek, GLM) peft (0.21) reads gate_proj, up_proj and down_proj as the
@@ -104,16 +104,8 @@ def keep_target_modules() -> Iterator[None]:
     """
     from peft.utils import transformers_weight_conversion as conversion
 
-    original = conversion.convert_peft_config_for_transformers
-
-    def convert_nothing(*_: Any, **__: Any) -> None:
-        pass
-
-    conversion.convert_peft_config_for_transformers = convert_nothing
-    try:
-        yield
-    finally:
-        conversion.convert_peft_config_for_transformers = original
+    name = "convert_peft_config_for_transformers"
+    return replaced([(conversion, name, lambda *_, **__: None)])
 
 
 def to_stock_config(config: Any, model: Any) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import peft
@@ -25,6 +25,7 @@ from torch import Tensor
 from app.model import fp8
 from app.model.activation_checkpointing import product_once
 from app.model.cpu import fp32 as onednn
+from app.model.quantization import stored_4bit
 
 Linear = Callable[..., Tensor]
 """computes x W^T + bias"""
@@ -41,17 +42,11 @@ class FusedLoraLinear(peft.tuners.lora.Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return W x + bias + scale B A x; any other case runs peft's own forward."""
-        if args or kwargs:
-            return super().forward(x, *args, **kwargs)
-        if self.group is not None and (computed := self.group.take_output(self, x)) is not None:
-            return computed
-        if (dtype := fused_dtype(self, x)) is None:
-            return super().forward(x)
-        if self.group is not None and (output := self.group.run(self, x, dtype)) is not None:
-            return output
         # Evaluation computes W x as the base does, so that losses compare exactly.
         linear = onednn.linear if self.training else torch.nn.functional.linear
-        return run_fused(self, x, dtype, linear, self.product)
+        if args or kwargs or (output := _fused_output(self, x, linear, self.product)) is None:
+            return super().forward(x, *args, **kwargs)
+        return output
 
     def stored_weight(self, dtype: torch.dtype) -> tuple[Tensor, Dequantize]:
         """Return the frozen weight as stored, and the function that makes the matrix of it."""
@@ -70,7 +65,43 @@ class FusedLoraFp8(FusedLoraLinear):
         return self.base_layer.weight, lambda weight: fp8.matrix_of(weight, scales)
 
 
-def fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
+@cache
+def lora_4bit_class() -> type[peft.tuners.lora.Linear]:
+    """Return the class for a 4-bit matrix; its parent exists only if bitsandbytes is installed."""
+
+    class FusedLora4bit(peft.tuners.lora.Linear4bit):
+        """peft's layer with a fused forward while it trains one plain LoRA on a GPU.
+
+        The matrix is dequantized once in the forward and once in the backward pass.
+        """
+
+        group: LoraGroup | None = None
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            """Return W x + bias + scale B A x; any other case runs the forward of peft's `Linear`.
+
+            peft's `Linear4bit` copies W x in case it were a view.
+            """
+            is_plain = not args and not kwargs and _is_faster_in_4_bits(self, x)
+            if is_plain and (output := _fused_output(self, x)) is not None:
+                return output
+            plain: Tensor = peft.tuners.lora.Linear.forward(self, x, *args, **kwargs)
+            return plain
+
+        def stored_weight(self, dtype: torch.dtype) -> tuple[Tensor, Dequantize]:
+            """Return the packed weight, and the function that makes the matrix of it."""
+            weight, dequantize = stored_4bit(self.base_layer)
+            return weight, lambda packed: dequantize(packed).to(dtype)
+
+    return FusedLora4bit
+
+
+def _is_faster_in_4_bits(layer: torch.nn.Module, x: Tensor) -> bool:
+    """Return whether to run fused: for few tokens, bitsandbytes' product on packed weights wins."""
+    return x.device.type != "cpu" and layer.training and torch.is_grad_enabled()
+
+
+def _fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
     """Return the dtype in which a layer runs fused; None if peft's own forward must run."""
     # Each attribute is read once: lookups in `nn.Module` are half of this function's time.
     active, parts = layer.active_adapters, layer._modules
@@ -91,17 +122,23 @@ def fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
     return x.dtype if x.dtype == a.weight.dtype else None
 
 
-def run_fused(
+def _fused_output(
     layer: Any,
     x: Tensor,
-    dtype: torch.dtype,
     linear: Linear = torch.nn.functional.linear,
     product: Linear | None = None,
-) -> Tensor:
-    """Return the output of one layer for x [..., features], computed in `dtype`.
+) -> Tensor | None:
+    """Return a layer's output for x [..., features]; None if peft's own forward must run.
 
     `product`: computes W x if not `linear`.
     """
+    group: LoraGroup | None = layer.group
+    if group is not None and (computed := group.take_output(layer, x)) is not None:
+        return computed
+    if (dtype := _fused_dtype(layer, x)) is None:
+        return None
+    if group is not None and (joint := group.run(layer, x, dtype)) is not None:
+        return joint
     name = layer.active_adapters[0]
     weight, dequantize = layer.stored_weight(dtype)
     bias = layer.base_layer.bias
@@ -294,7 +331,7 @@ class LoraGroup:
         self._outputs.clear()
         if not layer.training or not torch.is_grad_enabled():
             return None
-        if any(fused_dtype(other, x) != dtype for other in self.layers[1:]):
+        if any(_fused_dtype(other, x) != dtype for other in self.layers[1:]):
             return None
         first, *others = self._compute(x, dtype)
         self._input, self._outputs = weakref.ref(x), dict(enumerate(others, 1))

@@ -16,6 +16,7 @@ from app.model.adapter.saved_config import load_peft_config
 from app.model.adapter.settings import ADAPTER_FILE, CONFIG_FILE
 from app.model.adapter.weights import WRAPPERS
 from app.model.adapter.wrap import unfuse_adapters, wrap
+from app.model.description import names_by_id
 from common.errors import UserError
 from common.untrusted import reading
 
@@ -132,9 +133,7 @@ def _load_on_meta(adapted: peft.PeftModel, folder: Path) -> None:
     in_file = peft.get_peft_model_state_dict(
         adapted, state_dict=dict(parameters), adapter_name=DEFAULT, save_embedding_layers=False
     )
-    names: dict[int, list[str]] = {}
-    for name, parameter in parameters.items():
-        names.setdefault(id(parameter), []).append(name)
+    names = names_by_id(parameters)
     tensors = load_file(folder / ADAPTER_FILE)
     for key, parameter in in_file.items():
         value = torch.nn.Parameter(tensors[key], requires_grad=False)

@@ -12,8 +12,8 @@ from app.model.adapter.saved_config import load_peft_config, read_adapter_config
 from app.model.adapter.settings import ADAPTER_FILE, CONFIG_FILE, ORIGIN_FILE
 from app.model.adapter.wrap import without_bitsandbytes, wrap
 from app.model.classifier import is_classifier
-from app.model.description import is_tied, sharing_embedding
-from app.model.eval_mode import eval_mode
+from app.model.contexts import eval_mode
+from app.model.description import is_tied, name_of, sharing_embedding
 from app.model.patterns import check_patterns, expression_of_key, last_parts
 from app.model.weight_reads import find_bypassed_linears
 from common.errors import UserError
@@ -60,7 +60,11 @@ def load_adapter(
         _check_patterns(config, model, folder)
         if trainable:
             _check_can_continue(config, model, folder)
-        _log_other_base(folder, config.base_model_name_or_path, model.name_or_path)
+        recorded = config.base_model_name_or_path
+        # Bases of our own adapters are compared by fingerprint.
+        if recorded and recorded != model.name_or_path and not (folder / ORIGIN_FILE).exists():
+            where = recorded, model.name_or_path
+            log.info("adapter: %s was trained on %s and is loaded onto %s", folder, *where)
         config.base_model_name_or_path = model.name_or_path or None
         config.inference_mode = False
         wrapped = wrap(model, config, autocast_adapter_dtype=False)
@@ -148,8 +152,7 @@ def required_embedding_rows(model: PreTrainedModel, folder: Path) -> int:
     trained = settings.get("trainable_token_indices")
     lists = trained.values() if isinstance(trained, dict) else [trained or []]
     rows = max((index + 1 for indices in lists for index in indices), default=0)
-    embedding = model.get_input_embeddings()
-    name = next(name for name, module in model.named_modules() if module is embedding)
+    name = name_of(model, model.get_input_embeddings())
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         whole = f"base_model.model.{name}.weight"
         if whole in file.keys():  # noqa: SIM118
@@ -349,12 +352,6 @@ def _is_fp32(folder: Path) -> bool:
 
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         return any(file.get_slice(name).get_dtype() == "F32" for name in file.keys())  # noqa: SIM118
-
-
-def _log_other_base(folder: Path, recorded: str | None, used: str) -> None:
-    """Log if another tool's adapter names another base; ours are compared by fingerprint."""
-    if recorded and recorded != used and not (folder / ORIGIN_FILE).exists():
-        log.info("adapter: %s was trained on %s and is loaded onto %s", folder, recorded, used)
 
 
 def probe_logits(model: torch.nn.Module, probe: Mapping[str, torch.Tensor]) -> torch.Tensor:

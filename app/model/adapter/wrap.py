@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from app.model.contexts import replaced
 from app.model.description import is_quantized, is_tied, name_of
 from common.errors import UserError
 
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@contextmanager
-def adapter_disabled(model: torch.nn.Module) -> Iterator[None]:
+def adapter_disabled(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Run the base without its adapter in this context; a model without one runs as it is.
 
     peft's own context also stops the adapter's weights from requiring gradients, which a strategy
@@ -32,15 +32,8 @@ def adapter_disabled(model: torch.nn.Module) -> Iterator[None]:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, wrappers)]
-    before = [layer._disable_adapters for layer in layers]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer, was_disabled in zip(layers, before, strict=True):
-            layer._disable_adapters = was_disabled
+    layers = (module for module in model.modules() if isinstance(module, wrappers))
+    return replaced((layer, "_disable_adapters", True) for layer in layers)
 
 
 @contextmanager
@@ -85,7 +78,8 @@ def wrap(
     check_tied_rows(adapted)
     for module in adapted.modules():
         if isinstance(module, peft.tuners.ia3.IA3Layer) and is_quantized(module):
-            module.register_forward_hook(_restore_dtype)
+            # On a quantized layer, peft's IA3 returns fp32.
+            module.register_forward_hook(lambda _, inputs, output: output.to(inputs[0].dtype))
     # With activation checkpointing, peft makes the embedding's output require gradients. Only
     # reentrant checkpointing needs this, and the backward pass would run through frozen layers.
     model.disable_input_require_grads()
@@ -118,25 +112,18 @@ def skip_redundant_casts(model: torch.nn.Module) -> None:
             module.cast_input_dtype_enabled = False
 
 
-def _restore_dtype(module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """Cast the output to the input's dtype: on a quantized layer, peft's IA3 returns fp32."""
-    return output.to(inputs[0].dtype)
-
-
 def _fuse_lora(model: torch.nn.Module) -> None:
     """Give every plain LoRA layer on an unquantized, 4-bit or FP8 matrix its fused forward."""
     import peft
 
-    from app.model.adapter.fused import FusedLoraFp8, FusedLoraLinear
+    from app.model.adapter.fused import FusedLoraFp8, FusedLoraLinear, lora_4bit_class
 
     for module in model.modules():
         if type(module) is peft.tuners.lora.Linear and _is_plain(module):
             is_fp8 = is_quantized(module.base_layer)
             module.__class__ = FusedLoraFp8 if is_fp8 else FusedLoraLinear
         elif _is_in_4_bits(module) and _is_plain(module):
-            from app.model.adapter.fused_4bit import FusedLora4bit
-
-            module.__class__ = FusedLora4bit
+            module.__class__ = lora_4bit_class()
 
 
 def unfuse_adapters(model: torch.nn.Module) -> None:

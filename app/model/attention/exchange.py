@@ -27,7 +27,7 @@ from app.model.attention.backends import gather_reason, key_repeats
 from app.model.attention.documents import RowSlices
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.probes import EDITS, MAX_ULPS, MIN_SHARE, distances, rounding
-from app.model.eval_mode import eval_mode
+from app.model.contexts import eval_mode
 from common.errors import UserError
 from data_modules import SequenceSlice
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from app.model.attention.mixers import (
     transformers_model,
     use_documents,
 )
-from app.model.eval_mode import eval_mode
+from app.model.contexts import eval_mode, replaced
 from common.errors import UserError
 from common.installation import install_extra
 
@@ -212,8 +212,10 @@ def _isolates_in_training(
     document's outputs, and of the second's. Dropout is disabled.
     """
     import torch
+    from torch.nn.modules.dropout import _DropoutNd
 
-    with _in_training(module):
+    modes = ((part, "training", not isinstance(part, _DropoutNd)) for part in module.modules())
+    with replaced(modes):
         if not _isolates(forward, by_document(*inputs[0][0], **inputs[0][1]), inputs):
             return False
         try:
@@ -229,21 +231,6 @@ def _isolates_in_training(
         (gradient - other).norm() <= TOLERANCE * other.norm() + rounding
         for gradient, other in zip(actual, expected, strict=True)
     )
-
-
-@contextmanager
-def _in_training(module: torch.nn.Module) -> Iterator[None]:
-    """Put a module into training mode in this context, except for its dropout."""
-    from torch.nn.modules.dropout import _DropoutNd
-
-    modes = [(part, part.training) for part in module.modules()]
-    for part, _ in modes:
-        part.training = not isinstance(part, _DropoutNd)
-    try:
-        yield
-    finally:
-        for part, was_training in modes:
-            part.training = was_training
 
 
 def _gradients(module: torch.nn.Module, forward: MixerForward, inputs: Any) -> list[torch.Tensor]:

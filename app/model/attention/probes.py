@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from app.model.attention.backends import use_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.mixer_search import isolate_mixers
 from app.model.attention.mixers import has_isolated_mixers
-from app.model.eval_mode import eval_mode
+from app.model.contexts import eval_mode, replaced
 from common.errors import UserError
 from common.text import percent
 
@@ -443,23 +442,15 @@ def _row_logits(model: Any, backend: str, ids: torch.Tensor, lengths: list[int])
     return logits
 
 
-@contextmanager
-def _short_reaches(model: torch.nn.Module) -> Iterator[None]:
+def _short_reaches(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Shorten the windows and chunks of a model to `REACH` tokens in this context."""
     from transformers import PreTrainedModel
 
     configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
     holders = [*model.modules(), *configs, *(config.get_text_config() for config in configs)]
-    originals = [
-        (holder, name, reach)
+    return replaced(
+        (holder, name, REACH)
         for holder in holders
         for name in REACHES
         if type(reach := vars(holder).get(name)) is int and reach > REACH
-    ]
-    for holder, name, _ in originals:
-        setattr(holder, name, REACH)
-    try:
-        yield
-    finally:
-        for holder, name, reach in originals:
-            setattr(holder, name, reach)
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from app.model.chunks import rows_per_chunk
-from app.model.eval_mode import eval_mode
+from app.model.contexts import eval_mode
 from app.model.head import cross_entropy_, head_hidden, head_logits, head_loss
 from app.training.objective.forward import head_inputs, rows_of_positions
 from app.training.objective.objective import Losses, Objective

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.model.eval_mode import eval_mode
+from app.model.contexts import eval_mode
 from app.training.objective.objective import (
     Losses,
     Objective,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.model.adapter import adapter_disabled
-from app.model.eval_mode import eval_mode
+from app.model.contexts import eval_mode
 from app.model.head import head_log_probs
 from app.training.objective.forward import document_numbers, head_inputs
 from app.training.objective.objective import (
