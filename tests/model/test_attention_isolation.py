@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.integrations import flex_attention
 
 from app.model.attention import attention_implementation, check_isolation, inputs
-from app.model.attention.documents import group_documents
-from app.model.attention.flex import block_mask
 from app.model.cpu import causal_attention as matmul
 from tests.matrix import matrix
 from tests.model.test_attention_flex import flex_substitute
@@ -153,8 +151,3 @@ def test_a_probe_without_effect_raises() -> None:
     torch.nn.init.zeros_(model.model.norm.weight)
     with pytest.raises(ValueError, match="saw no effect of its own edit"):
         check_isolation(model, "sdpa")
-
-
-def test_the_replaced_functions_exist() -> None:
-    assert group_documents([[4, 4]], (1, 8), torch.device("cpu")) is not None
-    assert block_mask([[4, 4]], (1, 8), torch.device("cpu"), window=None) is not None

@@ -66,7 +66,11 @@ def expected(kind: str, size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [1, 4, 9, 100])
 @pytest.mark.parametrize("kind", ["window", "chunk"])
-def test_a_mask_rule_holds_in_every_document(kind: str, size: int) -> None:
+@pytest.mark.parametrize("block", [attend.BLOCK_TOKENS, 3])
+def test_a_mask_rule_holds_in_every_document(
+    block: int, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend, "BLOCK_TOKENS", block)
     groups = group_documents(LENGTHS, (1, TOKENS), torch.device("cpu"))
     output, _ = attend_by_document(LAYER, *parts(TOKENS), rule(kind, size), documents=groups)
     torch.testing.assert_close(output, expected(kind, size))
@@ -99,17 +103,6 @@ def test_layers_save_the_masks_of_blocks_once() -> None:
     )
     torch.testing.assert_close(last, whole[:, :, -60:])
     assert len(saved) == 1
-
-
-@pytest.mark.parametrize("size", [1, 4, 9, 100])
-@pytest.mark.parametrize("kind", ["window", "chunk"])
-def test_blocks_of_queries_attend_as_whole_documents(
-    kind: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attend, "BLOCK_TOKENS", 3)
-    groups = group_documents(LENGTHS, (1, TOKENS), torch.device("cpu"))
-    output, _ = attend_by_document(LAYER, *parts(TOKENS), rule(kind, size), documents=groups)
-    torch.testing.assert_close(output, expected(kind, size))
 
 
 def test_a_plain_causal_mask_has_no_rule() -> None:

@@ -31,9 +31,7 @@ from transformers import (
 from transformers.integrations import flash_attention
 
 from app.model.attention import attention_implementation, attention_inputs
-from app.model.attention.attend import attend_by_document
 from app.model.attention.choice import ModelOnDevice
-from app.model.attention.documents import group_documents
 from app.model.attention.varlen import (
     FLASH4_CAPABILITIES,
     TOLERANCE,
@@ -306,19 +304,6 @@ def test_a_window_that_the_kernel_does_not_support_is_refused(
     with pytest.raises(ValueError, match=r"before PyTorch 2\.11: type attention=sdpa"):
         run(mistral(), "varlen", PACKED)
     run(mistral(sliding_window=40), "varlen", PACKED)  # as far as the longest document
-
-
-def test_values_may_be_narrower_than_keys() -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 4, 12, width) for width in (24, 24, 16))
-    layer, kernel = torch.nn.Identity(), VarlenKernel.of(varlen_2_13)
-    ends = torch.tensor([0, 5, 12], dtype=torch.int32)
-    ours, _ = attend_by_boundaries(
-        layer, query, key, value, None, cu_seq_lens_q=ends, max_length_q=7, kernel=kernel
-    )
-    groups = group_documents([[5, 7]], (1, 12), torch.device("cpu"))
-    expected, _ = attend_by_document(layer, query, key, value, None, documents=groups)
-    torch.testing.assert_close(ours, expected)
 
 
 def test_attention_runs_in_the_dtype_of_autocast() -> None:

@@ -119,16 +119,6 @@ def test_saved_vectors_are_loaded_onto_the_same_modules(kind: str, tmp_path: Pat
             assert torch.equal(probe_logits(read, row), probe_logits(model, row))
 
 
-def test_only_the_top_layers_get_vectors() -> None:
-    assert {name.rpartition(".layers.")[2][0] for name in vectors(adapt(tiny_llama()))} == {
-        "0",
-        "1",
-    }
-    names = vectors(adapt(tiny_llama(), layers="top 1"))
-    assert {name.rpartition(".layers.")[2][0] for name in names} == {"1"}
-    assert all("decoder.block.1" in name for name in vectors(adapt(tiny_t5(), layers="top 1")))
-
-
 def test_typed_targets_are_used_and_feed_forward_is_found_among_them() -> None:
     model = adapt(tiny_llama(), target_modules=["q_proj", "down_proj"])
     shapes = {name.rpartition(".")[2]: tuple(p.shape) for name, p in vectors(model).items()}

@@ -284,15 +284,6 @@ def test_a_base_that_is_stored_quantized_is_loaded_as_it_is(
             assert torch.equal(model.train()(ids).logits, while_loading.train()(ids).logits)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_moving_a_model_keeps_its_scales(tmp_path: Path, method: str) -> None:
-    model, ids = load(save_llama(tmp_path), torch.float32, method=method), random_ids()
-    with torch.no_grad():
-        before = model(ids).logits
-        assert torch.equal(model.cpu()(ids).logits, before)
-        assert torch.equal(model.train().cpu()(ids).logits, model(ids).logits)
-
-
 def test_a_method_other_than_that_of_the_files_is_refused(tmp_path: Path) -> None:
     config = save_quantized(tmp_path, "nf4")
     with pytest.raises(
@@ -309,7 +300,7 @@ def test_training_quantized_base_weights_is_refused(tmp_path: Path, adapter: Ada
     build(config, "none", adapter=LoraConfig())
 
 
-@pytest.mark.parametrize("by", ["gptq", "awq", "fp8", "mxfp4"])
+@pytest.mark.parametrize("by", ["gptq", "fp8"])
 def test_other_quantizers_are_refused(tmp_path: Path, by: str) -> None:
     config = save_llama(tmp_path)
     numbers = json.loads((tmp_path / "config.json").read_text())
@@ -358,9 +349,7 @@ def make_stored(folder: Path, method: str) -> str:
     ("stored", "words", "fragments"),
     [
         ("nf4", ["quantization=int8"], ["quantization=int8", "in nf4", "type quantization=none"]),
-        ("int8", ["quantization=nf4"], ["quantization=nf4", "in int8", "type quantization=none"]),
-        ("nf4", ["adapter=full"], ["in nf4", "type adapter=lora"]),
-        ("nf4", ["adapter=freeze"], ["in nf4", "type adapter=lora"]),
+        ("int8", ["adapter=freeze"], ["in int8", "type adapter=lora"]),
     ],
 )
 def test_the_checks_read_the_stored_quantization(

@@ -32,7 +32,6 @@ from app.model.adapter import (
 from app.model.architecture import load_architecture
 from app.model.base import ModelConfig, load_base
 from app.model.save import save_model
-from app.model.tokenizer import resize_embeddings
 from common.errors import TrainingFault
 from tests.matrix import matrix
 from tests.tiny import move, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
@@ -155,11 +154,6 @@ def drop_one(tensors: Tensors) -> None:
     del tensors[max(tensors)]
 
 
-def drop_all(tensors: Tensors) -> None:
-    tensors.clear()
-    tensors["something.else"] = torch.ones(1)
-
-
 def add_one(tensors: Tensors) -> None:
     tensors["base_model.model.model.layers.9.mlp.up_proj.weight"] = torch.ones(4, 32)
 
@@ -176,10 +170,6 @@ def poison_one(tensors: Tensors) -> None:
     tensors[max(tensors)].view(-1)[0] = float("nan")
 
 
-def overflow_one(tensors: Tensors) -> None:
-    tensors[max(tensors)].view(-1)[0] = float("inf")
-
-
 def zero_all(tensors: Tensors) -> None:
     for name in tensors:
         tensors[name].zero_()
@@ -187,12 +177,10 @@ def zero_all(tensors: Tensors) -> None:
 
 DAMAGES: dict[Callable[[Tensors], None], str] = {
     drop_one: r"\b1 of \d+ adapter tensors are missing",
-    drop_all: r"(\d+) of \1 adapter tensors are missing",
     add_one: "1 are unknown",
     empty_one: "is empty",
     cut_one: "has shape .* this base needs",
     poison_one: "holds NaN or infinity",
-    overflow_one: "holds NaN or infinity",
     zero_all: "is zero: nothing was learned",
 }
 
@@ -270,8 +258,6 @@ def test_another_tools_adapter_on_another_base_is_logged(
 
 CONVERTED = [
     LoraConfig(r=4, dropout=0.0, init="pissa"),
-    LoraConfig(r=4, dropout=0.0, init="olora"),
-    LoraConfig(r=4, dropout=0.0, init="pissa", use_rslora=True),
     LoraConfig(
         r=4,
         alpha=6.0,
@@ -446,17 +432,3 @@ def test_a_whole_model_is_saved_unchanged(
         m().weight for m in (reopened.get_output_embeddings, reopened.get_input_embeddings)
     )
     assert (head is embedding) == (name != "untied")
-
-
-def test_embedding_rows_are_added_before_an_adapter_needs_them(tmp_path: Path) -> None:
-    model = base()
-    resize_embeddings(model, range(64, 66))
-    config = LoraConfig(r=4, dropout=0.0, modules_to_save=["embed_tokens", "lm_head"])
-    adapter = apply_adapter(model, config, half_precision=False)
-    move(adapter)
-    save_adapter(adapter, tmp_path)
-    with pytest.raises(ValueError, match=r"has shape \[66, 32\], this base needs \[64, 32\]"):
-        load_adapter(base(), tmp_path)
-    grown = base()
-    resize_embeddings(grown, range(64, 66))
-    assert torch.equal(in_eval(load_adapter(grown, tmp_path)), in_eval(adapter))

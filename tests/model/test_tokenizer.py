@@ -30,14 +30,6 @@ def without(folder: Path, *keys: str) -> ModelConfig:
     return ModelConfig(path=str(folder))
 
 
-def test_a_complete_tokenizer_is_unchanged(folder: Path) -> None:
-    tokenizer = build_tokenizer(ModelConfig(path=str(folder)))
-    assert tokenizer.eos_token == "<|im_end|>"
-    assert tokenizer.pad_token == "<|pad|>"
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    assert "<|im_start|>" in tokenizer.chat_template
-
-
 def test_a_tokenizer_without_an_eos_token_is_refused(folder: Path) -> None:
     config = without(folder, "eos_token")
     with pytest.raises(ValueError, match="has no eos_token") as error:
