@@ -62,6 +62,12 @@ def shown(text: str) -> str:
     return printable(text[:MAX_SHOWN])[:MAX_SHOWN]
 
 
+def shortened(value: object) -> str:
+    """Return a value as text of at most 80 characters, to quote in a message."""
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table with the first column left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -23,7 +23,7 @@ from app.process.launch import is_child, is_first_rank
 from common.errors import nearest
 from common.facts import as_typed, expected, facts_of, hints_of, takes
 from common.redaction import redact
-from common.text import printable
+from common.text import printable, shortened
 
 COMMAND_LINE = "command line:"
 MAX_LISTED = 12
@@ -64,7 +64,7 @@ class Settings:
 
         `key`, `typed`: what to name, as typed; for an unknown key `method` maybe `method.beta`.
         """
-        typed = typed if len(typed) <= 80 else f"{typed[:77]}..."
+        typed = shortened(typed)
         if isinstance(found, schema.Leaf):
             refusal = safety_error(found.key, found.value)
             is_reference = isinstance(found.value, str) and found.value.startswith("${")

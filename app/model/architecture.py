@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.classifier import classifier_class, describe_outputs
 from app.model.config_source import newer_transformers
-from app.model.config_values import check_keys, check_values, shorten
+from app.model.config_values import check_keys, check_values
 from app.model.multimodal import language_model_class, outermost, tower_modules
 from app.model.rope import DEFAULT_SCALING, dynamic_factor, extend_context
 from common.errors import UserError
+from common.text import shortened
 from common.untrusted import read_json_object, reading
 
 if TYPE_CHECKING:
@@ -225,8 +226,8 @@ def check_token_ids(
         if invalid:
             size = "" if rows is None else f", whose vocab_size is {rows:,}"
             problems.append(
-                f"{where}: {prefix}{key}={shorten(value)}: {invalid[0]!r:.80} is not a token id of "
-                f"this base{size}; write {meaning}, or download the file again"
+                f"{where}: {prefix}{key}={shortened(value)}: {invalid[0]!r:.80} is not a token id "
+                f"of this base{size}; write {meaning}, or download the file again"
             )
     return problems
 

@@ -60,7 +60,8 @@ class CompiledLayers:
     def fail(self, error: Exception) -> None:
         """Disable compiled layers, and log the reason once."""
         if self.failure is None:
-            self.failure = _first_line(error)
+            cause = getattr(error, "inner_exception", error)
+            self.failure = _shorten(f"{type(cause).__name__}: {cause}")
             log.warning("compile: %s; the run continues without it", self.failure)
 
     def _outside(self, attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,11 +154,6 @@ def _attentions_of(model: torch.nn.Module) -> list[str]:
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     names = {part.config._attn_implementation for part in parts}
     return sorted(names & set(ALL_ATTENTION_FUNCTIONS))
-
-
-def _first_line(error: Exception) -> str:
-    cause = getattr(error, "inner_exception", error)
-    return _shorten(f"{type(cause).__name__}: {cause}")
 
 
 def _shorten(text: str) -> str:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from common.text import shortened
+
 MAX_COUNT = 10_000
 """most layers or experts, each of which becomes a module"""
 MAX_LABELS = 100_000
@@ -24,60 +26,47 @@ TEXT_CONFIGS = ("text_config", "decoder", "generator", "text_encoder")
 """keys that transformers takes for the config of a language model"""
 AGAIN = "; download the file again"
 
-Rule = tuple[re.Pattern[str], Callable[[Any], bool], str]
-
-
-def _rule(keys: str, is_valid: Callable[[Any], bool], expected: str) -> Rule:
-    return re.compile(keys), is_valid, expected
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_COUNT
-
-
-RULES: tuple[Rule, ...] = (
-    _rule(
+RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
         r"(num|n)_(\w+_)?(layers?|experts|blocks)|(en|de)coder_layers",
-        _is_count,
+        lambda value: type(value) is int and 0 <= value <= MAX_COUNT,
         f"a whole number of at most {MAX_COUNT:,}",
     ),
-    _rule(
+    (
         r"num_labels",
         lambda value: type(value) is int and 0 <= value <= MAX_LABELS,
         f"a whole number of at most {MAX_LABELS:,}",
     ),
-    _rule(
+    (
         r"max_position_embeddings|n_positions",
         lambda value: value >= 1 and value % 1 == 0,  # musicflamingo's own is 1200.0
         f"a number of tokens (1 or more), or null for no limit{AGAIN}",
     ),
-    _rule(
+    (
         r"original_max_position_embeddings|vocab_size|hidden_size|n_embd|d_model"
         r"|(num|n)_((attention|key_value)_)?heads?",
         lambda value: type(value) is int and value >= 1,
         f"a whole number of 1 or more{AGAIN}",
     ),
-    _rule(
+    (
         r"\w*norm\w*_eps(ilon)?|\w*rms_eps",
         lambda value: 0 <= value < 1,
         "a number from 0 to below 1, such as 1e-06",
     ),
-    _rule(
+    (
         r"(\w+_)?rope_theta|rope_local_base_freq|rotary_(emb|embedding)_base",
         lambda value: 0 < value <= MAX_THETA,
         f"a number above 0 and of at most {MAX_THETA:.0e}{AGAIN}",
     ),
-    _rule(
+    (
         r"partial_rotary_factor|rotary_pct|(attention|low_freq|high_freq|short|long)_factor|beta_(fast|slow)"
         r"|(short|long)_mscale|(attn|final)_logit_softcapping|query_pre_attn_scalar"
         r"|(embedding|residual|attention|lm_head)_multiplier|logits_scaling|logit_scale",
         lambda value: value > 0,
         f"a number above 0{AGAIN}",
     ),
-    _rule(r"\w*(dropout|_pdrop|drop_rate)", lambda value: 0 <= value <= 1, "a number from 0 to 1"),
-    _rule(
-        r"initializer_(range|factor)|init_std", lambda value: value >= 0, "a number of 0 or more"
-    ),
+    (r"\w*(dropout|_pdrop|drop_rate)", lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    (r"initializer_(range|factor)|init_std", lambda value: value >= 0, "a number of 0 or more"),
 )
 """keys with a range, at any depth -> whether a number is valid, and what is expected"""
 SCALED = ("rope_parameters", "rope_scaling")
@@ -88,7 +77,7 @@ MAX_FACTOR = 1 << 20
 def check_values(where: str, values: Mapping[str, Any]) -> list[str]:
     """List the numbers of a file that no model can have, with key and value."""
     return [
-        f"{where}: {path}={shorten(value)}: expected {expected}"
+        f"{where}: {path}={shortened(value)}: expected {expected}"
         for path, key, value in _numbers(values)
         if (expected := _expected(path, key, value)) is not None
     ]
@@ -120,16 +109,16 @@ def check_keys(where: str, values: Mapping[str, Any], config_class: type) -> lis
 def method_error(where: str, key: str, value: Any, class_name: str) -> str:
     """Say that a key of a file has the name of a method of its class."""
     return (
-        f"{where}: {key[:80]}={shorten(value)}: this is the name of a method or an internal part "
-        f"of {class_name}, not a value of a model; remove the key, or download the file again"
+        f"{where}: {key[:80]}={shortened(value)}: this is the name of a method or an internal "
+        f"part of {class_name}, not a value of a model; remove the key, or download the file again"
     )
 
 
 def part_error(where: str, key: str, value: Any, class_name: str) -> str:
     """Say that a file has the config of a part, which its class has not."""
     return (
-        f"{where}: {key}={shorten(value)}: {class_name} describes a single model without parts; "
-        "remove the key, or download the file again"
+        f"{where}: {key}={shortened(value)}: {class_name} describes a single model without "
+        "parts; remove the key, or download the file again"
     )
 
 
@@ -144,7 +133,7 @@ def _expected(path: str, key: str, value: float) -> str | None:
         return f"a number from 1 to {MAX_FACTOR:,}; download config.json again"
     is_single = path.endswith(key) or key.endswith("_factor")  # lists differ by layer
     for keys, is_valid, expected in RULES if is_single else ():
-        if keys.fullmatch(key):
+        if re.fullmatch(keys, key):
             return None if is_valid(value) else expected
     if abs(value) >= MAX_INTEGER and type(value) is int and not is_bound:
         return f"a number of at most 64 bits{AGAIN}"
@@ -161,9 +150,3 @@ def _numbers(values: Any, path: str = "", key: str = "") -> Iterator[tuple[str, 
             yield from _numbers(value, f"{path}.{number}", key)
     elif isinstance(values, (int, float)) and not isinstance(values, bool):
         yield path, key, values
-
-
-def shorten(value: Any) -> str:
-    """Return a value as text of at most 80 characters, for messages."""
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.model.config_values import shorten
 from common.errors import UserError
 from common.limited import LimitError, ProcessLimits, run_limited
+from common.text import shortened
 from common.untrusted import read_json_object, reading, short_message
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _problems(file: Path, _modified_ns: int, _size: int) -> tuple[str, ...]:
     model = content.get("model")
     if not isinstance(model, dict):
         return (
-            f"{file} cannot be read: model={shorten(model)}: expected an object with the "
+            f"{file} cannot be read: model={shortened(model)}: expected an object with the "
             "vocabulary; download the file again",
         )
     dropout = model.get("dropout")

@@ -16,12 +16,13 @@ from app.model.architecture import check_token_ids, text_numbers
 from app.model.base import ModelConfig
 from app.model.base_files import INDEX, WEIGHTS, check_dtypes, check_head
 from app.model.config_source import check_type
-from app.model.config_values import check_values, shorten
+from app.model.config_values import check_values
 from app.model.description import LAYER, BaseDescription, describe_config, describe_files
 from app.model.gguf import unpack_command
 from app.model.hub import find_offline_problem
 from app.model.quantization import stored_method
 from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file
+from common.text import shortened
 from common.untrusted import Header, check_kinds, read_header, read_json_object, read_text
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -170,7 +171,7 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
         return [f"{where}: no model_type, so this is not a transformers model"]
     problems = []
     if not isinstance(numbers["model_type"], str):
-        problems.append(f"{where}: model_type={shorten(numbers['model_type'])}: expected a name")
+        problems.append(f"{where}: model_type={shortened(numbers['model_type'])}: expected a name")
     problems += check_type(where, numbers) + check_values(where, numbers)
     problems += check_token_ids(where, "", numbers, numbers)
     if (text := text_numbers(numbers)) is not numbers:
@@ -179,8 +180,8 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
     are_names = isinstance(classes, list) and all(type(name) is str for name in classes)
     if classes is not None and not are_names:
         problems.append(
-            f"{where}: architectures={shorten(classes)}: expected a list of class names; download "
-            "config.json again, or remove the key"
+            f"{where}: architectures={shortened(classes)}: expected a list of class names; "
+            "download config.json again, or remove the key"
         )
     if not isinstance(numbers.get("quantization_config") or {}, dict):
         problems.append(f"{where}: quantization_config is not an object; remove it")
@@ -315,7 +316,7 @@ def _check_tokenizer(model: ModelConfig, base: Folder | None = None) -> list[str
     if longest is None or (type(longest) in (int, float) and longest >= 1):
         return code
     return [
-        f"{folder / 'tokenizer_config.json'}: model_max_length={shorten(longest)}: expected a "
+        f"{folder / 'tokenizer_config.json'}: model_max_length={shortened(longest)}: expected a "
         "number of tokens (1 or more); remove the key, or download the file again",
         *code,
     ]

@@ -16,6 +16,7 @@ from app.model.hub import COMMIT
 from app.strategy.settings import DdpConfig, LocalSgdConfig, StrategyConfig, ZeroConfig
 from common.facts import ResumeRule, as_typed, facts_of
 from common.redaction import redacted
+from common.text import shortened
 
 if TYPE_CHECKING:
     from app.config import TrainConfig
@@ -227,7 +228,7 @@ def _shortened(value: Any) -> str:
     text = as_typed(value)
     if SHA256.fullmatch(text):
         return text[:12]
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(text)
 
 
 def describe_global_batch(

@@ -22,6 +22,8 @@ from tests.tiny import tiny_t5
 OWN = ("app", "common", "data_modules")
 SETS_ATTRIBUTES = ("app/model", "app/strategy")
 """where `setattr` is called on what other libraries made"""
+REPLACES = "app/model/contexts.py"
+"""defines `replaced`, whose calls are looked at instead"""
 
 
 def patches_of(file: str, text: str) -> set[tuple[str, str]]:
@@ -35,20 +37,28 @@ def patches_of(file: str, text: str) -> set[tuple[str, str]]:
         and not (getattr(node, "module", None) or "").startswith(OWN)
         for alias in node.names
     } - {"os"}
+    assigned = [t for node in nodes if isinstance(node, ast.Assign) for t in node.targets]
     for node in nodes:
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
-            holder, name, _ = map(ast.unparse, node.args)
-            if holder != "self" and file.startswith(SETS_ATTRIBUTES):
-                found.add((file, f"setattr({holder}, {name})"))
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            place = ast.unparse(target)
-            if place.startswith("sys.modules["):
-                found.add((file, place))
-            if not isinstance(target, ast.Attribute) or place.startswith(("self.", "sys.std")):
-                continue
-            root = re.split(r"[.(\[]", place)[0]
-            if root in imported or re.match(r"__class__|forward|_[^_]", target.attr):
-                found.add((file, place))
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        changes = [node.args] if called == "setattr" and file != REPLACES else []
+        if called == "replaced":
+            listed = node.args[0]
+            parts = listed.elts if isinstance(listed, ast.List) else [listed.elt]
+            changes = [part.elts for part in parts]
+        for holder, name, _ in changes:
+            if called == "replaced" and isinstance(name, ast.Constant):
+                assigned.append(ast.Attribute(holder, name.value))
+            elif ast.unparse(holder) != "self" and file.startswith(SETS_ATTRIBUTES):
+                found.add((file, f"setattr({ast.unparse(holder)}, {ast.unparse(name)})"))
+    for target in assigned:
+        place = ast.unparse(target)
+        if place.startswith("sys.modules["):
+            found.add((file, place))
+        if not isinstance(target, ast.Attribute) or place.startswith(("self.", "sys.std")):
+            continue
+        root = re.split(r"[.(\[]", place)[0]
+        if root in imported or re.match(r"__class__|forward|_[^_]", target.attr):
+            found.add((file, place))
     return found
 
 
@@ -69,6 +79,7 @@ def test_every_patch_is_listed_with_its_test() -> None:
     [
         *("layer.__class__ = Own", "from peft import utils\nutils.adapt = own"),
         *("layer.forward = own", "layer._hook = own", "setattr(layer, name, own)"),
+        *("replaced([(layer, '_hook', own)])", "replaced((each, name, own) for each in layers)"),
         *("import torch.nn\ntorch.nn.Linear = own", "sys.modules['a'] = None"),
     ],
 )

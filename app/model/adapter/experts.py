@@ -104,8 +104,7 @@ def keep_target_modules() -> AbstractContextManager[None]:
     """
     from peft.utils import transformers_weight_conversion as conversion
 
-    name = "convert_peft_config_for_transformers"
-    return replaced([(conversion, name, lambda *_, **__: None)])
+    return replaced([(conversion, "convert_peft_config_for_transformers", lambda *_, **__: None)])
 
 
 def to_stock_config(config: Any, model: Any) -> Any:

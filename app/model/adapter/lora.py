@@ -298,12 +298,9 @@ def _init_from_base(
 
     growth = 1.0
     for _, layer in _lora_layers(model):
-        home = layer.get_base_layer().weight.device
-        weights = [
-            layer.get_base_layer().weight,
-            layer.lora_A["default"].weight,
-            layer.lora_B["default"].weight,
-        ]
+        base = layer.get_base_layer().weight
+        home = base.device
+        weights = base, layer.lora_A["default"].weight, layer.lora_B["default"].weight
         for weight in weights:
             weight.data = weight.data.to(device or home)
         growth = max(growth, _init_layer_from_base(layer, init, dtype))
@@ -329,9 +326,7 @@ def _init_layer_from_base(layer: Any, init: str, dtype: torch.dtype) -> float:
         layer.olora_init("default")
     for part in (layer.lora_A, layer.lora_B):
         part["default"].weight.data = part["default"].weight.data.to(dtype).contiguous()
-    a, b = layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data
-    moved = layer.scaling["default"] * b.float() @ a.float()
-    residual = original - (moved.T if layer.fan_in_fan_out else moved)
+    residual = original - _delta(layer).detach()
     weight.data = residual.to(weight.dtype)
     growth: float = (residual.abs().max() / original.abs().max()).item()
     return growth

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter.settings import CONFIG_FILE, ORIGIN_FILE, SETTINGS_KEY
 from common.errors import UserError, nearest
+from common.text import shortened
 from common.untrusted import read_json_object
 
 if TYPE_CHECKING:
@@ -44,35 +45,25 @@ UNSUPPORTED = {
 """fields of peft that change what an adapter computes -> why we do not load one"""
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
+Check = Callable[[Any], bool]
 
 
-def _is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
+def _is_int(least: int, most: int) -> Check:
+    return lambda value: type(value) is int and least <= value <= most
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_NUMBER
-
-
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= MAX_RANK
+_is_count, _is_rank = _is_int(0, MAX_NUMBER), _is_int(1, MAX_RANK)
 
 
 def _is_scale(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
-def _is_share(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1
-
-
 def _is_name(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_PATTERN
 
 
-def _is_list_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _is_list_of(is_valid: Check) -> Check:
     return lambda value: (
         isinstance(value, list) and len(value) <= MAX_NAMES and all(map(is_valid, value))
     )
@@ -82,11 +73,11 @@ def _is_names(value: Any) -> bool:
     return _is_name(value) or (value != [] and _is_list_of(_is_name)(value))
 
 
-def _is_null_or(*checks: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _is_null_or(*checks: Check) -> Check:
     return lambda value: value is None or any(is_valid(value) for is_valid in checks)
 
 
-def _is_pattern_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _is_pattern_of(is_valid: Check) -> Check:
     return lambda value: (
         isinstance(value, dict)
         and len(value) <= MAX_NAMES
@@ -95,19 +86,15 @@ def _is_pattern_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     )
 
 
-def _is_init(value: Any) -> bool:
-    return isinstance(value, bool) or value in (None, *INITS)
-
-
 def _is_indices(value: Any) -> bool:
     of_token = _is_list_of(_is_count)
     return of_token(value) or (isinstance(value, dict) and all(map(of_token, value.values())))
 
 
-Rule = tuple[Callable[[Any], bool], str]
+Rule = tuple[Check, str]
 """whether a value is valid, and what is expected"""
-FLAG: Rule = (_is_flag, "true or false")
-TEXT: Rule = (_is_text, "a text or null")
+FLAG: Rule = (lambda value: isinstance(value, bool), "true or false")
+TEXT: Rule = (lambda value: value is None or isinstance(value, str), "a text or null")
 NAMES: Rule = (_is_names, "a name, a regular expression or a list of names")
 NAMES_OR_NULL: Rule = (_is_null_or(_is_names, _is_list_of(_is_name)), "a list of names or null")
 SHARED: dict[str, Rule] = {
@@ -129,7 +116,10 @@ RULES: dict[str, dict[str, Rule]] = {
     | {
         "r": (_is_rank, f"a rank from 1 to {MAX_RANK:,}"),
         "lora_alpha": (_is_scale, "a number above 0"),
-        "lora_dropout": (_is_share, "a number from 0 to below 1"),
+        "lora_dropout": (
+            lambda value: type(value) in (int, float) and 0 <= value < 1,
+            "a number from 0 to below 1",
+        ),
         "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),
         "use_dora": FLAG,
         "use_rslora": FLAG,
@@ -145,7 +135,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "target_parameters": (_is_null_or(_is_list_of(_is_name)), "a list of names or null"),
         "trainable_token_indices": (_is_null_or(_is_indices), "lists of token ids or null"),
         "init_lora_weights": (
-            _is_init,
+            lambda value: isinstance(value, bool) or value in (None, *INITS),
             f"true, false, {', '.join(INITS[:-1])} or {INITS[-1]} (others change the base in a way "
             "that the adapter's files do not contain, pissa_niter by a random decomposition: have "
             "the tool that made it save a plain LoRA)",
@@ -247,5 +237,4 @@ def _unknown(file: Path, key: str, value: Any, known: Mapping[str, Any]) -> str:
 
 
 def _brief(value: Any) -> str:
-    text = repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(repr(value) if isinstance(value, str) else value)

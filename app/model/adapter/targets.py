@@ -80,12 +80,16 @@ def find_targets(config: AdapterConfig, base: BaseDescription) -> Targets:
     """Resolve the settings to modules of `base`, as far as these are known."""
     found = Targets()
     found.problems += _check_form(config) or _check_expressions(config, base)
-    if not found.problems and isinstance(config, LoraConfig):
+    if found.problems:
+        return found
+    if isinstance(config, LoraConfig):
         _find_lora(config, base, found)
-    elif not found.problems and isinstance(config, Ia3Config):
+    elif isinstance(config, Ia3Config):
         _find_ia3(config, base, found)
-    elif not found.problems and isinstance(config, FreezeConfig):
-        _find_freeze(config, base, found)
+    elif isinstance(config, FreezeConfig):
+        layers = [] if config.layers == "none" else _chosen_layers(config.layers, base, found)
+        modules = _find_modules(config.modules, by_ending_or_expression, "modules", base, found)
+        found.full_modules = [*(layers or ()), *modules]
     return found
 
 
@@ -340,12 +344,6 @@ def _ia3_targets_of(base: BaseDescription, names: Sequence[str], found: Targets)
         f"{base.name} has {', '.join(last_parts(names))}"
     )
     return []
-
-
-def _find_freeze(config: FreezeConfig, base: BaseDescription, found: Targets) -> None:
-    layers = [] if config.layers == "none" else _chosen_layers(config.layers, base, found)
-    modules = _find_modules(config.modules, by_ending_or_expression, "modules", base, found)
-    found.full_modules = [*(layers or ()), *modules]
 
 
 def _chosen_layers(setting: Any, base: BaseDescription, found: Targets) -> list[str] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -259,43 +259,41 @@ def _nested_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return nested if isinstance(nested, Mapping) else config
 
 
-@contextmanager
-def generation_attention(model: torch.nn.Module) -> Iterator[None]:
+def generation_attention(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Use transformers' own attention in `model.generate`, which needs a cache and left padding."""
+    ours = (BY_DOCUMENT, BY_BOUNDARIES, BY_BLOCKS)
+
+    def choose(part: PreTrainedModel) -> str:
+        own: str = part.config._attn_implementation
+        return own if own not in ours else "sdpa" if part._supports_sdpa else "eager"
+
+    return _implementations(model, choose)
+
+
+def use_backend(model: torch.nn.Module, backend: str) -> AbstractContextManager[None]:
+    """Run `model` with the attention of `backend` in this context."""
+    name = attention_implementation(backend)
+    return _implementations(model, lambda part: name)
+
+
+@contextmanager
+def _implementations(
+    model: torch.nn.Module, choose: Callable[[PreTrainedModel], str]
+) -> Iterator[None]:
+    """Switch the attention of all parts of a model in this context, as transformers names them."""
     from transformers import PreTrainedModel
 
     # Encoder and decoder have separate configs.
-    changed = [
-        (module, module.config._attn_implementation)
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-        and module.config._attn_implementation in (BY_DOCUMENT, BY_BOUNDARIES, BY_BLOCKS)
-    ]
-    for module, _ in changed:
-        module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
-    try:
-        yield
-    finally:
-        for module, implementation in changed:
-            module.set_attn_implementation(implementation)
-
-
-@contextmanager
-def use_backend(model: torch.nn.Module, backend: str) -> Iterator[None]:
-    """Run `model` with the attention of `backend` in this context."""
-    from transformers import PreTrainedModel
-
-    name = attention_implementation(backend)
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     changed = [
-        (part, part.config._attn_implementation)
+        (part, part.config._attn_implementation, name)
         for part in parts
-        if part.config._attn_implementation != name
+        if (name := choose(part)) != part.config._attn_implementation
     ]
-    for part, _ in changed:
+    for part, _, name in changed:
         part.set_attn_implementation(name)
     try:
         yield
     finally:
-        for part, implementation in changed:
-            part.set_attn_implementation(implementation)
+        for part, own, _ in changed:
+            part.set_attn_implementation(own)

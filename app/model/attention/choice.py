@@ -198,12 +198,11 @@ def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
         yield f"{backend} has no chunked attention, which {model_type} models need"
     if backend in HALF_PRECISION_ONLY and model_type in MASKED_WINDOWS:
         yield f"{model_type} models do not pass their sliding window on to {backend}"
-    if (
-        backend == "varlen"
-        and model.config_value("sliding_window")
-        and not _varlen_supports_windows()
-    ):
-        yield "varlen has no sliding window before PyTorch 2.11"
+    if backend == "varlen" and model.config_value("sliding_window"):
+        from app.model.attention.varlen import VarlenKernel
+
+        if not VarlenKernel.installed().takes_window:
+            yield "varlen has no sliding window before PyTorch 2.11"
     dims = model.head_dims()
     if backend == "flex":
         if min(dims, default=MIN_FLEX_HEAD_DIM) < MIN_FLEX_HEAD_DIM:
@@ -235,12 +234,6 @@ def _required_transformers(model_type: str) -> str | None:
 
     since = ENCODER_DECODER_SINCE_BY_TYPE.get(model_type, ENCODER_DECODER_SINCE)
     return since if Version(transformers.__version__) < Version(since) else None
-
-
-def _varlen_supports_windows() -> bool:
-    from app.model.attention.varlen import VarlenKernel
-
-    return VarlenKernel.installed().takes_window
 
 
 def _supports(backend: str, architecture: PretrainedConfig) -> bool:

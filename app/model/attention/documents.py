@@ -97,21 +97,12 @@ class DocumentGroups:
 
     @cached_property
     def _indices(self) -> tuple[list[torch.Tensor], torch.Tensor]:
-        import torch
-
-        gather, first_slot = [], 0
-        restore = torch.empty(self.rows * self.tokens, dtype=torch.int64)
-        for members in _group_by_length(self.documents):
-            starts = [document.row * self.tokens + document.start for document in members]
-            lengths = [document.length for document in members]
-            columns = torch.arange(max(lengths)).unsqueeze(0)
-            last = torch.tensor(lengths).unsqueeze(1) - 1
-            index = torch.tensor(starts).unsqueeze(1) + torch.minimum(columns, last)
-            for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-                slot = first_slot + number * max(lengths)
-                restore[start : start + length] = torch.arange(slot, slot + length)
-            first_slot += index.numel()
-            gather.append(to_device(index, self.device))
+        groups = [
+            _index([Span(each.length, each.row * self.tokens + each.start) for each in members])
+            for members in _group_by_length(self.documents)
+        ]
+        restore = _inverse(groups, self.rows * self.tokens)
+        gather = [to_device(index, self.device) for index, _ in groups]
         return gather, to_device(restore, self.device)
 
 
@@ -297,21 +288,16 @@ def _spans(lengths: Lengths, shape: tuple[int, int]) -> list[Span]:
 def _group_bidirectional(
     queries: list[Span], keys: list[Span], num_queries: int, device: torch.device
 ) -> BidirectionalGroups:
-    import torch
-
     documents = sorted(zip(queries, keys, strict=True), key=lambda pair: (pair[1], pair[0]))[::-1]
-    groups, restore, first_slot = [], torch.zeros(num_queries, dtype=torch.int64), 0
+    groups, indices = [], []
     while documents:
         members, documents = _take_similar(documents)
-        query_index, is_query = _index([query for query, _ in members])
+        indices.append(_index([query for query, _ in members]))
         key_index, is_key = _index([key for _, key in members])
-        slots = first_slot + torch.arange(query_index.numel()).view_as(query_index)
-        restore[query_index[is_query]] = slots[is_query]
-        first_slot += query_index.numel()
         visible = None if is_key.all() else to_device(is_key[:, None, None], device)
-        positions = to_device(query_index, device), to_device(key_index, device)
+        positions = to_device(indices[-1][0], device), to_device(key_index, device)
         groups.append(PairGroup(*positions, visible))
-    return BidirectionalGroups(groups, to_device(restore, device))
+    return BidirectionalGroups(groups, to_device(_inverse(indices, num_queries), device))
 
 
 def _take_similar(
@@ -336,3 +322,16 @@ def _index(spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
     starts = torch.tensor([span.start for span in spans]).unsqueeze(1)
     columns = torch.arange(max(span.length for span in spans)).unsqueeze(0)
     return starts + torch.minimum(columns, lengths - 1), columns < lengths
+
+
+def _inverse(
+    groups: Sequence[tuple[torch.Tensor, torch.Tensor]], num_positions: int
+) -> torch.Tensor:
+    """Return the place of each flat position in the concatenated groups of `_index`; 0 if none."""
+    import torch
+
+    places, first = torch.zeros(num_positions, dtype=torch.int64), 0
+    for index, is_token in groups:
+        places[index[is_token]] = first + is_token.flatten().nonzero().squeeze(1)
+        first += index.numel()
+    return places

@@ -214,8 +214,9 @@ def _isolates_in_training(
     import torch
     from torch.nn.modules.dropout import _DropoutNd
 
-    modes = ((part, "training", not isinstance(part, _DropoutNd)) for part in module.modules())
-    with replaced(modes):
+    with replaced(
+        (part, "training", not isinstance(part, _DropoutNd)) for part in module.modules()
+    ):
         if not _isolates(forward, by_document(*inputs[0][0], **inputs[0][1]), inputs):
             return False
         try:
