@@ -26,6 +26,9 @@ RANDOM_STATE = {
 }
 
 
+IDENTITY = {"id": "a" * 32, "plan": "b" * 32}
+
+
 def open_typed(*typed: str) -> Run:
     """Open the run of a command line, as the verb does."""
     config = load_config("train", typed)
@@ -77,6 +80,7 @@ def make_run(
         "template_sha256": "a" * 64,
         "tokenizer_sha256": "b" * 64,
         "tokens_sha256": "c" * 64,
+        "run": IDENTITY,
     }
     save_manifest(folder, **known | facts)
     store = CheckpointStore(folder / "checkpoints", keep_last=9)
@@ -94,7 +98,7 @@ def save_step(store: CheckpointStore, step: int) -> None:
         store.add_tensors(step, name, {})
     store.add_document(step, random_state_name(0), RANDOM_STATE)
     store.add_document(step, TRAINING, training_document(step))
-    details = {"num_ranks": 1, "num_data_ranks": 1, "total_steps": max(step, 4)}
+    details = {"num_ranks": 1, "num_data_ranks": 1, "total_steps": max(step, 4), "run": IDENTITY}
     store.commit(step, details=details)
 
 

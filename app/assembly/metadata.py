@@ -20,16 +20,14 @@ from app.run import Run, global_batch_of
 from app.run.folder import CONFIG_FILE
 from app.run.manifest import save_manifest
 from app.strategy.settings import words_of
-from app.training.logger import drop_rows_after
 from app.training.trainer import Environment
 from common.redaction import redacted
 from data_modules import BatchSpec, FinetuneDataModule
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loggers import Logger
-
     from app.assembly.base import Base
     from app.config import TrainConfig
+    from app.training.log_files import RunLogger
 
 PAGE_SECONDS = 60
 """shortest time between two writes of the page of a run that trains"""
@@ -104,12 +102,13 @@ class WriteMetadata(L.Callback):
             self._write_all(trainer.loggers)
         self.is_written = True
 
-    def _write_all(self, loggers: Sequence[Logger]) -> None:
+    def _write_all(self, loggers: Sequence[RunLogger]) -> None:
         run = self.run
         run.discard_later_steps()
         open_run_log(run.folder)
         # After the checkpoints: a crash in between must not leave checkpoints without their rows.
-        drop_rows_after(None if run.checkpoint is None else run.step, list(loggers))
+        for logger in loggers:
+            logger.drop_rows_after(None if run.checkpoint is None else run.step)
         if run.config == run.typed_config:  # new, or of an earlier version
             keep_start(run.typed_config.adapter, run.folder)
         save_config(run.typed_config, run.folder / CONFIG_FILE)

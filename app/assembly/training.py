@@ -18,7 +18,7 @@ from app.process.faults import arm_faults, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank, read_launch
 from app.run import Run
-from app.run.manifest import installed_versions
+from app.run.manifest import identity_of, installed_versions
 from app.run.ranks import build_peers
 from app.strategy.build import build_strategy
 from app.strategy.settings import states_folder
@@ -72,7 +72,7 @@ def build_trainer(
     `facts`: those of `describe_run`, which must be equal on all ranks. `estimate`: the estimated
     cost of the run.
     """
-    identity = run.identity(facts)
+    identity = identity_of(run.manifest, facts)
     last_step = None if run.checkpoint is None else run.step
     loggers = build_loggers(config.logger, run.folder, data.dataset_names, last_step=last_step)
     checkpoints = build_checkpoints(

@@ -115,14 +115,11 @@ def _git(folder: Path, *arguments: str) -> str:
     return result.stdout.strip()
 
 
-def identity_of(
-    before: Mapping[str, Any], facts: Mapping[str, Any], step: int
-) -> dict[str, str | int]:
-    """Return the run's id, a hash of its step plan, and the step from which checkpoints carry it.
+def identity_of(before: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the run's id, and a hash of its step plan.
 
-    `before`: the manifest of the run that is resumed at `step`, empty for a new run.
+    `before`: the manifest of the run that is resumed, empty for a new run.
     """
-    known = before.get("run", {})
     plan = [
         facts["seed"],
         [facts["base"][name] for name in ("fingerprint", "weights")],
@@ -132,9 +129,8 @@ def identity_of(
         facts["total_steps"],
     ]
     return {
-        "id": known.get("id") or secrets.token_hex(16),
+        "id": before["run"]["id"] if before else secrets.token_hex(16),
         "plan": hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:32],
-        "since_step": known.get("since_step", step),
     }
 
 
@@ -148,18 +144,17 @@ def check_run_id(
 ) -> str | None:
     """Raise UserError for a checkpoint that was not saved by the run in folder `run`.
 
-    Returns a note to print if the check was impossible or waived by resume_allow. `before`: the
-    manifest of the run in `run`. `is_typed`: whether `resume=` names this checkpoint.
+    Returns a note to print if resume_allow waives the check. `before`: the manifest of the run in
+    `run`. `is_typed`: whether `resume=` names this checkpoint.
     """
-    ours, theirs = before.get("run"), checkpoint.details.get("run")
-    why = _origin_error(checkpoint, ours, theirs, before)
-    if why is None:
-        if ours is not None:
-            return None
-        return (
-            f"{run} was started by a version that gave runs no id: it cannot be checked "
-            "whether this checkpoint belongs to it"
-        )
+    ours, theirs = before["run"], checkpoint.details["run"]
+    plans = [ours["plan"], *(process.get("plan") for process in before.get("earlier", []))]
+    if theirs["id"] != ours["id"]:
+        why = f"was saved by another run ({_short(theirs)}, this one is {_short(ours)})"
+    elif theirs["plan"] not in plans:
+        why = "was saved by a copy of this run that was trained on other data or for other steps"
+    else:
+        return None
     if is_typed and ALLOWED_BY in allow:
         return f"{checkpoint.folder} {why}, as resume_allow=[{ALLOWED_BY}] allows"
     words = ",".join([*allow, ALLOWED_BY])
@@ -167,29 +162,6 @@ def check_run_id(
         f"{checkpoint.folder} {why}; move it out of {run} to resume from the run's own, or type "
         f"resume={checkpoint.folder} 'resume_allow=[{words}]' to resume this run from it"
     )
-
-
-def _origin_error(
-    checkpoint: Checkpoint,
-    ours: Mapping[str, Any] | None,
-    theirs: Mapping[str, Any] | None,
-    before: Mapping[str, Any],
-) -> str | None:
-    """Return why a checkpoint does not belong to the run of manifest `before`; None if it does."""
-    if ours is None:
-        if theirs is None:
-            return None
-        return f"was saved by run {_short(theirs)}, and this run has no id"
-    if theirs is None:
-        if checkpoint.step <= ours["since_step"]:  # the run had no id then
-            return None
-        return f"carries no run id, while checkpoints of this run carry {_short(ours)}"
-    if theirs["id"] != ours["id"]:
-        return f"was saved by another run ({_short(theirs)}, this one is {_short(ours)})"
-    plans = [ours["plan"], *(process.get("plan") for process in before.get("earlier", []))]
-    if theirs["plan"] in plans:
-        return None
-    return "was saved by a copy of this run that was trained on other data or for other steps"
 
 
 def _short(run: Mapping[str, Any]) -> str:

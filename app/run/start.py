@@ -38,7 +38,7 @@ from app.run.folder import (
     separate_files,
     share_with_ranks,
 )
-from app.run.manifest import check_run_id, identity_of, installed_versions, read_manifest
+from app.run.manifest import check_run_id, installed_versions, read_manifest
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
 from app.training.checkpoint.documents import check_documents
 from app.training.checkpoint.store import CHECKPOINTS
@@ -132,13 +132,8 @@ class Run:
         if self.checkpoint is None:
             return []
         newest = {name: self.manifest[name] for name in ("command", "started", "versions")}
-        if "run" in self.manifest:
-            newest["plan"] = self.manifest["run"]["plan"]
-        return [*self.manifest.get("earlier", []), {**newest, "until_step": self.step}]
-
-    def identity(self, facts: Mapping[str, Any]) -> dict[str, str | int]:
-        """Return the id that the run's checkpoints carry, for its manifest."""
-        return identity_of(self.manifest, facts, self.step)
+        newest |= {"plan": self.manifest["run"]["plan"], "until_step": self.step}
+        return [*self.manifest.get("earlier", []), newest]
 
     def superseded_checkpoints(self) -> set[tuple[Path, int]]:
         """Return the checkpoints after a named one, with their modification times in ns.

@@ -70,6 +70,9 @@ class RunLogger(Logger):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
+    def drop_rows_after(self, step: int | None) -> None:
+        """Drop what follows `step`, from which the run resumes; None: everything. Here nothing."""
+
     def finish(self, summary: RunSummary) -> None:
         """Log the final metrics and files, and close the logger: here nothing."""
 
@@ -86,14 +89,10 @@ class CsvLogger(RunLogger):
         self._has_all_columns = False
 
     @rank_zero_only
-    def clear(self) -> None:
-        """Remove the file of an earlier run, which may have other columns."""
-        self.path.unlink(missing_ok=True)
-
-    @rank_zero_only
-    def drop_rows_after(self, step: int) -> None:
-        """Drop the rows after `step`, from which the run resumes, and a truncated last row."""
-        if not self.path.exists():
+    def drop_rows_after(self, step: int | None) -> None:
+        """Drop the rows after `step` and a truncated last row; None: the file."""
+        if step is None or not self.path.exists():
+            self.path.unlink(missing_ok=True)  # an earlier run may have other columns
             return
         end = 0
         with open_no_follow(self.path, "r+b") as file:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from common.facts import setting
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loggers import Logger
+    from app.training.log_files import RunLogger
 
 KINDS = ("tensorboard", "csv", "wandb", "mlflow")
 TRACKERS = ("wandb", "mlflow")
@@ -30,14 +30,14 @@ class LoggerConfig:
 
 def build_loggers(
     config: LoggerConfig, folder: Path, dataset_names: list[str], *, last_step: int | None = None
-) -> list[Logger]:
+) -> list[RunLogger]:
     """Build the loggers of a run in `folder` that resumes after `last_step`, or starts if None.
 
     Existing files are not changed: `drop_rows_after` does that once the run owns its folder.
     """
     from app.training.log_files import CsvLogger, TensorBoardLogger
 
-    loggers: list[Logger] = [CsvLogger(folder / "metrics.csv", dataset_names)]
+    loggers: list[RunLogger] = [CsvLogger(folder / "metrics.csv", dataset_names)]
     chosen = list(dict.fromkeys([config.name, *config.also]))
     if "tensorboard" in chosen:
         loggers.append(
@@ -53,21 +53,3 @@ def build_loggers(
 
         loggers += [Tracker(kind, folder, details=config.details) for kind in trackers]
     return loggers
-
-
-def drop_rows_after(last_step: int | None, loggers: list[Logger]) -> None:
-    """Drop the rows of metrics.csv after `last_step`, from which the run resumes; None: all rows.
-
-    TensorBoard hides its old events once the first new one is written. If all rows are dropped,
-    trackers start a new run.
-    """
-    from app.training.log_files import CsvLogger
-    from app.training.trackers import Tracker
-
-    (rows,) = (logger for logger in loggers if isinstance(logger, CsvLogger))
-    if last_step is None:
-        rows.clear()
-        for tracker in (logger for logger in loggers if isinstance(logger, Tracker)):
-            tracker.forget()
-    else:
-        rows.drop_rows_after(last_step)

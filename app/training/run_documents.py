@@ -18,8 +18,8 @@ from typing import Any
 from app.training.checkpoint.schema import (
     ANYTHING,
     COUNT,
-    IDENTITY,
     POSITIVE_COUNT,
+    RUN,
     TEXT,
     Keys,
     Kind,
@@ -65,12 +65,11 @@ _OPTIONAL = {
     "tokenizer_sha256": TEXT,
     "template_sha256": NULLABLE_TEXT,
     "tokens_sha256": TEXT,
-    "run": Keys({"id": IDENTITY, "plan": IDENTITY, "since_step": COUNT}, {}, allows_others=True),
     "earlier": ListOf(Keys({}, {"plan": TEXT, "until_step": COUNT}, allows_others=True)),
     "result": Keys({}, {"last": NULLABLE_COUNT}, allows_others=True),
 }
 MANIFEST = Keys(
-    _REQUIRED | {"command": ListOf(TEXT), "started": TEXT},
+    _REQUIRED | {"command": ListOf(TEXT), "started": TEXT, "run": RUN},
     _OPTIONAL | {"global_batch": Keys(dict.fromkeys(_BATCH, POSITIVE_COUNT), {})},
     allows_others=True,
 )
@@ -80,6 +79,7 @@ SHOWN_MANIFEST = Keys(
     {
         **_REQUIRED,
         **_OPTIONAL,
+        "run": RUN,
         "base": OBJECT,
         "data": ListOf(Keys({}, _DATASET | _COUNTS, allows_others=True)),
         "global_batch": Keys({}, dict.fromkeys(_BATCH, POSITIVE_COUNT), allows_others=True),

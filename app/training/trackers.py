@@ -93,9 +93,10 @@ class Tracker(RunLogger):
         self._is_abandoned = False
 
     @rank_zero_only
-    def forget(self) -> None:
-        """Start a new run in the tracker, because the run in this folder starts from step 0."""
-        (self.folder / IDS_FILE).unlink(missing_ok=True)
+    def drop_rows_after(self, step: int | None) -> None:
+        """Start a new run in the tracker if the run in this folder starts from step 0."""
+        if step is None:
+            (self.folder / IDS_FILE).unlink(missing_ok=True)
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

@@ -130,9 +130,9 @@ BUGS = [
     ),
     Bug(
         name="rows of metrics.csv are duplicated",
-        file="app/training/logger.py",
-        right="        rows.drop_rows_after(last_step)\n",
-        wrong="        pass\n",
+        file="app/training/log_files.py",
+        right="            file.truncate(end)\n",
+        wrong="            pass\n",
         test="tests/training/test_loggers_resumed.py::test_no_point_is_shown_twice",
     ),
     Bug(

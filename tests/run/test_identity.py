@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -86,7 +85,7 @@ def test_a_moved_run_goes_on_and_stays_itself(
     assert after["run"] == before["run"]
     assert after["earlier"][0]["plan"] == before["run"]["plan"]
     newest = json.loads((ours / "checkpoints" / "step-3" / "manifest.json").read_text())
-    assert newest["details"]["run"] == {key: before["run"][key] for key in ("id", "plan")}
+    assert newest["details"]["run"] == before["run"]
     assert "no id" not in caplog.text
 
 
@@ -104,46 +103,11 @@ def test_a_copy_that_was_trained_on_other_data_is_another_course(
     assert start(f"resume={ours}").step == 2
 
 
-def test_runs_of_earlier_versions_go_on_and_are_told_once(
-    runs: dict[str, Path], ours: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    change(ours / "manifest.json", lambda manifest: manifest.pop("run"))
-    for step in (1, 2):
-        folder = ours / "checkpoints" / f"step-{step}"
-        change(folder / "manifest.json", lambda manifest: manifest["details"].pop("run"))
-        seal(folder)
-    start(f"resume={ours}")
-    assert caplog.text.count("by a version that gave runs no id") == 1
-    caplog.clear()
-    train(load_config("train", [*small_run(*WORDS, "seed=1"), f"output.dir={ours}", "resume=must"]))
-    os.environ.pop("LOFT_RUN_DIR", None)
-    (ours / "metrics.json").unlink()
-    run = json.loads((ours / "manifest.json").read_text())["run"]
-    assert run["since_step"] == 2
-    # Its own old ones still serve, a later one without an id does not.
-    assert start(f"resume={ours / 'checkpoints' / 'step-2'}").step == 2
-    assert start(f"resume={ours}").step == 3
-    assert "no id" not in caplog.text
-    change(ours / "checkpoints" / "step-3" / "manifest.json", lambda m: m["details"].pop("run"))
-    seal(ours / "checkpoints" / "step-3")
-    with pytest.raises(UserError, match=r"step-3 carries no run id, while checkpoints of this run"):
-        start(f"resume={ours}")
-
-
 def test_a_manifest_whose_id_is_not_one_is_named(ours: Path) -> None:
-    for bad in (7, {"id": 7}, {"id": "../../x", "plan": "0" * 32, "since_step": 0}):
+    for bad in (7, {"id": 7}, {"id": "../../x", "plan": "0" * 32}):
         change(ours / "manifest.json", lambda manifest, bad=bad: manifest.update(run=bad))
         with pytest.raises(UserError, match=r"manifest\.json: run"):
             start(f"resume={ours}")
-
-
-def test_an_older_run_takes_no_checkpoint_of_one_that_has_an_id(
-    runs: dict[str, Path], ours: Path
-) -> None:
-    change(ours / "manifest.json", lambda manifest: manifest.pop("run"))
-    with pytest.raises(UserError, match=re.escape("and this run has no id")):
-        start(f"resume={ours}")
 
 
 def test_a_manifest_says_when_the_command_started_and_of_what(tmp_path: Path) -> None:

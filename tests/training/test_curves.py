@@ -148,7 +148,8 @@ def test_the_written_rate_is_the_one_the_step_used(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("log_every", "validate_every", "validated"), [(3, 3, [0, 3, 4]), (10, 9, [0, 4])]
+    ("log_every", "validate_every", "validated"),
+    [(3, 3, [0, 3, 4]), pytest.param(10, 9, [0, 4], marks=pytest.mark.slow)],
 )
 def test_logging_and_validation_intervals_change_no_training_row(
     log_every: int, validate_every: int, validated: list[int], run: Path, train_run: TrainRun

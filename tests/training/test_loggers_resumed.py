@@ -16,7 +16,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from app.training.checkpoint.disk import SaveError
 from app.training.log_files import CsvLogger, TensorBoardLogger
-from app.training.logger import LoggerConfig, build_loggers, drop_rows_after
+from app.training.logger import LoggerConfig, build_loggers
 from app.training.metrics import Metrics
 from common.errors import ENVIRONMENT_ERROR, UserError, exit_code
 
@@ -102,8 +102,8 @@ def test_no_point_is_shown_twice(
     before = (tmp_path / "metrics.csv").read_bytes()
     loggers = build_loggers(config, tmp_path, ["a"], last_step=last_step)
     assert (tmp_path / "metrics.csv").read_bytes() == before
-    drop_rows_after(last_step, loggers)
     for logger in loggers:
+        logger.drop_rows_after(last_step)
         for step in range(kept + 1, 9):
             logger.log_metrics({"train/loss": step + 0.5}, step=step)
         logger.finalize("success")
@@ -123,8 +123,8 @@ def test_curves_of_other_data_sets_are_refused() -> None:
 def test_a_run_that_starts_anew_has_its_own_columns(tmp_path: Path) -> None:
     config = LoggerConfig(name="csv")
     for name in ("a", "renamed"):
-        (logger,) = loggers = build_loggers(config, tmp_path, [name])
-        drop_rows_after(None, loggers)
+        (logger,) = build_loggers(config, tmp_path, [name])
+        logger.drop_rows_after(None)
         logger.log_metrics({"train/loss": 1.5, f"train/loss/{name}": 2.5}, step=1)
     with (tmp_path / "metrics.csv").open(newline="") as stream:
         (row,) = csv.DictReader(stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ MANIFEST: dict[str, Any] = {
               "validation_rows": 1, "tokens": 9, "trained_tokens": 8}],
     "global_batch": {"packs": 1, "micro_batch_size": 1, "gradient_accumulation_steps": 1,
                      "num_ranks": 1},
-    "run": {"id": HASH, "plan": HASH, "since_step": 0},
+    "run": {"id": HASH, "plan": HASH},
     "earlier": [{"plan": HASH, "until_step": 2}], "result": {"last": 20, "from": "best"},
     "tokenizer_sha256": "a", "template_sha256": "b", "tokens_sha256": "c",
 }  # fmt: skip
@@ -57,16 +57,20 @@ TRIAL = Trial(
 )
 
 
-def mutations(value: Any) -> Iterator[Any]:
-    """Yield copies of a document, each with one part removed or of another kind."""
-    yield from WRONG
+def mutations(value: Any, kinds: Sequence[Any] = WRONG) -> Iterator[Any]:
+    """Yield copies of a document, each with one part removed or of another of `kinds`.
+
+    Of neighbours one becomes of every second kind, the next of the others.
+    """
+    yield from kinds
     if not isinstance(value, (dict, list)):
         return
-    for name, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
+    parts = list(value.items() if isinstance(value, dict) else enumerate(value))
+    for index, (name, part) in enumerate(parts):
         copy = value.copy()
         del copy[name]
         yield copy
-        for wrong in mutations(part):
+        for wrong in mutations(part, WRONG[index % 2 :: 2]):
             copy = value.copy()
             copy[name] = wrong
             yield copy
@@ -82,7 +86,7 @@ def read_pages(folder: Path) -> None:
 def read_resumed(folder: Path) -> None:
     manifest = read_manifest(folder)
     compare_facts(manifest, MANIFEST)
-    assert manifest["run"]["id"] if "run" in manifest else True
+    assert manifest["run"]["id"]
 
 
 def read_sweep(folder: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 from app.config import load_config
 from app.plan import plan
 from app.preview import preview
+from app.strategy.settings import StrategyConfig
+from app.training.trainer import TrainerConfig, adapts_to_small_data
 from data_modules import fit_accumulation
 from tests.resumed import go_on
 from tests.tiny import SAMPLES, small_run, train_into
@@ -62,6 +64,8 @@ def test_a_run_lowers_its_global_batch_says_so_and_keeps_it_when_resumed(
     assert settings["accumulation"] * settings["micro_batch_size"] == batch["packs"]
 
 
-def test_a_typed_global_batch_stays(tmp_path: Path) -> None:
-    run = train_into(tmp_path / "run", *AUTO, "trainer.global_batch_size=8")
-    assert batch_of(run)["packs"] == 8
+@pytest.mark.parametrize(
+    "typed", [{"global_batch_size": 8}, {"gradient_accumulation_steps": 8}, {"max_steps": 3}, {}]
+)
+def test_a_typed_batch_or_number_of_steps_stays(typed: dict[str, int]) -> None:
+    assert adapts_to_small_data(TrainerConfig(**typed), StrategyConfig()) is not bool(typed)

@@ -18,8 +18,8 @@ import yaml
 from app.config import load_config
 from app.preflight import check_compatibility
 from app.training import trackers
-from app.training.log_files import CsvLogger, RunSummary
-from app.training.logger import LoggerConfig, build_loggers, drop_rows_after
+from app.training.log_files import RunSummary
+from app.training.logger import LoggerConfig, build_loggers
 from app.training.trackers import Tracker
 from tests.tiny import small_run, train_into
 
@@ -78,10 +78,9 @@ def test_a_tracker_receives_rows_settings_and_status_and_continues_its_run(tmp_p
 def test_a_restarted_run_starts_a_new_tracker_run(tmp_path: Path) -> None:
     tracker, _ = build_tracker(tmp_path)
     (tmp_path / "trackers.json").write_text(json.dumps({"recorder": "dead"}))
-    rows = CsvLogger(tmp_path / "metrics.csv", ["a"])
-    drop_rows_after(3, [rows, tracker])
+    tracker.drop_rows_after(3)
     assert tracker._saved_id() == "dead"
-    drop_rows_after(None, [rows, tracker])
+    tracker.drop_rows_after(None)
     assert tracker._saved_id() is None
 
 

@@ -18,11 +18,11 @@ from app.training.checkpoint.schema import (
     AMOUNT,
     COUNT,
     FLAG,
-    IDENTITY,
     NOTHING,
     NUMBER,
     POSITIVE,
     POSITIVE_COUNT,
+    RUN,
     STEP,
     TEXT,
     Keys,
@@ -95,8 +95,11 @@ RANDOM_STATE = Keys(
     {"cuda": BYTES},
 )
 DETAILS = Keys(
-    {"num_ranks": POSITIVE_COUNT, "num_data_ranks": POSITIVE_COUNT, "total_steps": POSITIVE_COUNT},
-    {"run": Keys({"id": IDENTITY, "plan": IDENTITY}, {})},
+    {
+        **dict.fromkeys(("num_ranks", "num_data_ranks", "total_steps"), POSITIVE_COUNT),
+        "run": RUN,
+    },
+    {},
 )
 SCALER = Keys(
     {

@@ -356,9 +356,7 @@ class StoredCheckpoints(CheckpointIO):
         identity: Mapping[str, Any] | None = None,
     ) -> None:
         self.store, self.source, self.writer = store, source, writer
-        self.details = (
-            {} if identity is None else {"run": {key: identity[key] for key in ("id", "plan")}}
-        )
+        self.details = {} if identity is None else {"run": dict(identity)}
         self._before_commit: list[Callable[[], object]] = []
         """functions that the writer's thread calls before it commits the current save"""
 

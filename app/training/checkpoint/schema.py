@@ -77,6 +77,8 @@ IDENTITY = Kind(
 
 
 ANYTHING = Kind("anything", lambda _: True)
+RUN = Keys({"id": IDENTITY, "plan": IDENTITY}, {}, allows_others=True)
+"""id and plan of a run, in its manifest and its checkpoints"""
 
 
 def or_null(kind: Kind) -> Kind:

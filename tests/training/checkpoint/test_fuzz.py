@@ -53,7 +53,7 @@ from tests.mutations import (
     mutate_safetensors,
     mutate_tree,
 )
-from tests.resumed import seal, training_document
+from tests.resumed import IDENTITY, seal, training_document
 from tests.training.checkpoint.saves import in_a_child
 from tests.training.checkpoint.test_state import Training
 
@@ -79,7 +79,8 @@ def save(training: Training, folder: Path, step: int) -> None:
     store.add_tensors(step, OPTIMIZER, tensors)
     store.add_document(step, TRAINING, training_document(step) | {"optimizer": numbers})
     store.add_document(step, random_state_name(0), random_state(CPU))
-    store.commit(step, details={"num_ranks": 1, "num_data_ranks": 1, "total_steps": 8})
+    counts = {"num_ranks": 1, "num_data_ranks": 1, "total_steps": 8}
+    store.commit(step, details=counts | {"run": IDENTITY})
 
 
 def restore(training: Training, checkpoint: Checkpoint) -> None:
