@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,21 @@ def move(model: torch.nn.Module, *, scale: float = 0.1, seed: int = 7) -> None:
 def random_ids(rows: int = 1, tokens: int = 16) -> torch.Tensor:
     """Return token ids [rows, tokens] of `tiny_llama`, the same in every call."""
     return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+TINY: dict[str, Callable[..., Any]] = {
+    "llama": tiny_llama,
+    "gpt2": tiny_gpt2,
+    "t5": tiny_t5,
+    "bart": tiny_bart,
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "tied": tiny_llama,
+    "untied": lambda: tiny_llama(tie_word_embeddings=False),
+    "gpt2": tiny_gpt2,
+    "t5": tiny_t5,
+    "bart": tiny_bart,
+}
 
 
 def probe(rows: int = 1, tokens: int = 16) -> dict[str, torch.Tensor]:

@@ -307,15 +307,8 @@ def _is_equal_rope(
         torch.empty_like(tensor).normal_(generator=random).detach().requires_grad_()
         for tensor in (query, key)
     ]
-    results = []
-    with torch.enable_grad():
-        rotations: tuple[Rotation, ...] = (rope.original, rope.compute)
-        for rotate in rotations:
-            outputs = rotate(*inputs, cos, sin)
-            outer = [torch.linspace(-1, 1, out.numel()).to(out).view_as(out) for out in outputs]
-            grads = torch.autograd.grad(outputs, inputs, outer)
-            results.append([*outputs, *grads])
-    return all(map(_are_close, *results))
+    rotations: tuple[Rotation, ...] = (rope.original, rope.compute)
+    return _agree([partial(rotate, *inputs, cos, sin) for rotate in rotations], inputs)
 
 
 def _is_on_gpu(device: torch.device) -> bool:
@@ -381,15 +374,22 @@ def is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.devic
     sizes = torch.logspace(*PROBE_SIZES, PROBE_TOKENS, device=device).unsqueeze(1)
     hidden = torch.randn(1, PROBE_TOKENS, width, generator=random, device=device) * sizes
     hidden = hidden.to(dtype).requires_grad_()
+    forwards = (module.forward, forward.compute)
+    return _agree([partial(compute, hidden) for compute in forwards], [hidden, *trained])
+
+
+def _agree(functions: Sequence[Callable[[], Any]], inputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether two functions have equal outputs and gradients of `inputs`, up to rounding."""
+    import torch
+
     results = []
     with torch.enable_grad():
-        for compute in (module.forward, forward.compute):
-            output = compute(hidden)
-            outer = torch.linspace(-1, 1, output.numel(), device=device, dtype=output.dtype)
-            grads = torch.autograd.grad(
-                output, [hidden, *trained], outer.view_as(output), materialize_grads=True
-            )
-            results.append((output, *grads))
+        for compute in functions:
+            outputs = compute()
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            outer = [torch.linspace(-1, 1, out.numel()).to(out).view_as(out) for out in outputs]
+            grads = torch.autograd.grad(outputs, inputs, outer, materialize_grads=True)
+            results.append([*outputs, *grads])
     return all(map(_are_close, *results))
 
 

@@ -9,7 +9,6 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.model.adapter import LoraConfig, apply_adapter, skip_redundant_casts, unfuse_adapters
 from app.model.base import ModelConfig
@@ -17,6 +16,7 @@ from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from benchmarks.gpu.model import quantize
+from tests.operators import Operators
 from tests.tiny import random_ids, save_with_tokenizer, tiny_llama
 
 
@@ -66,22 +66,17 @@ def test_results_are_bit_equal_and_fewer_bytes_are_saved(is_quantized: bool) -> 
 
 def test_a_4_bit_layers_output_is_not_copied() -> None:
     model = trained(LoraConfig(r=4, dropout=0.0), is_quantized=True)
-    clones = []
+    widths: list[int] = []
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            clones.append(
-                function is torch.ops.aten.clone.default and args[0].shape[-1] in (16, 32, 48)
-            )
-            return function(*args, **(kwargs or {}))
+    def note(function: Any, args: Any, *_: Any) -> None:
+        if function is torch.ops.aten.clone.default:
+            widths.append(args[0].shape[-1])
 
     def count() -> int:
-        clones.clear()
-        with torch.autocast("cpu", torch.bfloat16), Watch(), torch.no_grad():
+        widths.clear()
+        with torch.autocast("cpu", torch.bfloat16), Operators(note), torch.no_grad():
             model(input_ids=random_ids(2, 64), use_cache=False)
-        return sum(clones)
+        return sum(width in (16, 32, 48) for width in widths)
 
     before = count()
     skip_redundant_casts(model)

@@ -132,17 +132,6 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("kind", MAKERS)
-def test_ten_compiled_steps_equal_uncompiled_steps(kind: str, split_only: None) -> None:
-    plain, compiled = build(kind), build(kind)
-    CompiledLayers(compiled)
-    expected = train_steps(plain, 10)
-    assert train_steps(compiled, 10) == pytest.approx(expected, rel=1e-5)
-    assert expected[-1] < 0.9 * expected[0]
-    assert num_compiled_graphs() > 0
-
-
-@pytest.mark.versions
 @pytest.mark.parametrize(("kind", "adapter"), [("llama", None), ("gpt2", FullConfig())], ids=MAKERS)
 def test_ten_steps_of_real_kernels(kind: str, adapter: AdapterConfig | None) -> None:
     """Of a LoRA, and of a whole model."""

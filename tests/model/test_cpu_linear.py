@@ -5,24 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.model.activation_checkpointing import is_expensive
 from app.model.cpu import fp32 as onednn
-
-
-class Seen(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.expensive: list[bool] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.names.append(func.name())
-        self.expensive.append(is_expensive(func, args))
-        return func(*args, **(kwargs or {}))
+from tests.operators import Operators
 
 
 @pytest.mark.parametrize("width", [64, 30])
@@ -50,15 +36,16 @@ def test_it_is_the_product_also_with_a_transposed_matrix(width: int, has_bias: b
 )
 def test_it_is_taken_for_full_tiles_in_fp32_on_the_cpu(rows: Tensor, is_taken: bool) -> None:
     weight = torch.zeros(4, 8, dtype=rows.dtype, device=rows.device)
-    with Seen() as seen:
+    with Operators() as operators:
         onednn.linear(rows, weight)
-    assert ("mkldnn::_linear_pointwise" in seen.names) is is_taken
+    assert ("mkldnn::_linear_pointwise" in operators.counts) is is_taken
 
 
 @pytest.mark.parametrize(("features", "is_kept"), [(8, True), (4, True), (9, False)])
 def test_selective_recompute_keeps_its_products_that_do_not_widen(
     features: int, is_kept: bool
 ) -> None:
-    with Seen() as seen:
+    kept: list[bool] = []
+    with Operators(lambda func, args, *_: kept.append(is_expensive(func, args))):
         onednn.linear(torch.zeros(64, 8), torch.zeros(features, 8))
-    assert any(seen.expensive) is is_kept
+    assert any(kept) is is_kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,9 @@ from app.model.base import ModelConfig, load_base
 from app.model.description import describe_model
 from app.model.quantization import QuantizationConfig
 from tests.families import on_meta
-from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from tests.tiny import TINY, probe_of, tiny_gpt2, tiny_llama
 
 BF16, FP32 = torch.bfloat16, torch.float32
-TINY: dict[str, Callable[..., Any]] = {
-    "llama": tiny_llama,
-    "gpt2": tiny_gpt2,
-    "t5": tiny_t5,
-    "bart": tiny_bart,
-}
 
 
 def adapt(model: Any, *, half: bool = False, token_ids: Any = (), **settings: Any) -> Any:

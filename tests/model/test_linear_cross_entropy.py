@@ -13,6 +13,7 @@ from torch import Tensor
 
 from app.model import chunks
 from app.model.head import linear_cross_entropy, linear_log_probs
+from tests.operators import Operators
 
 VOCABULARY, WIDTH = 50, 16
 
@@ -172,20 +173,15 @@ def test_the_whole_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * VOCABULARY)
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            # The transposed weight has as many columns, too.
-            if isinstance(result, Tensor) and result.shape not in (
-                (1, VOCABULARY),
-                (VOCABULARY, 1),
-            ):
-                largest = max(largest, result.numel())
-            return result
+    def note(*call: Any) -> None:
+        nonlocal largest
+        result = call[-1]
+        # The transposed weight has as many columns, too.
+        if isinstance(result, Tensor) and sorted(result.shape) != [1, VOCABULARY]:
+            largest = max(largest, result.numel())
 
     hidden, weight, labels, weights = case(40)
-    with Watch():
+    with Operators(note):
         linear_cross_entropy(hidden[:, :1].requires_grad_(), weight[:, :1], labels, weights)
         log_probs = linear_log_probs(hidden[:, :1].requires_grad_(), weight[:, :1], labels)
         preference(log_probs).backward()

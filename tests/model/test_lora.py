@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,10 @@ from app.model.adapter import (
 from app.model.description import describe_model
 from app.model.recompute import RecomputeConfig, apply_recompute
 from tests.families import on_meta
-from tests.tiny import move, probe, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from tests.tiny import TINY, move, probe, probe_of, tiny_llama, tiny_t5
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LLAMA = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-TINY: dict[str, Callable[..., Any]] = {
-    "llama": tiny_llama,
-    "gpt2": tiny_gpt2,
-    "t5": tiny_t5,
-    "bart": tiny_bart,
-}
 
 
 def adapt(model: Any, *, half: bool = False, token_ids: Any = (), **settings: Any) -> Any:

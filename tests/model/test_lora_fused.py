@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import peft
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.model.activation_checkpointing import selective_contexts
 from app.model.adapter import (
@@ -28,9 +25,8 @@ from app.model.adapter.fused import FusedLoraLinear, lora_4bit_class
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.model.recomputed_layer import run_recomputed
 from benchmarks.gpu.model import quantize
-from tests.tiny import move, probe_of, tiny_gpt2, tiny_llama, tiny_t5
-
-TINY: dict[str, Callable[..., Any]] = {"llama": tiny_llama, "t5": tiny_t5}
+from tests.operators import Operators
+from tests.tiny import TINY, move, probe_of, tiny_gpt2, tiny_llama
 
 
 def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
@@ -73,7 +69,7 @@ def num_fused(model: Any) -> int:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("architecture", TINY)
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
 def test_values_and_gradients_equal_peft(architecture: str, dropout: float) -> None:
     plain, fused = pair(TINY[architecture](), dropout=dropout)
     assert num_fused(fused) == sum(".lora_A." in name for name, _ in fused.named_parameters())
@@ -191,24 +187,6 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.model.adapter.fused.lora_comes_first", lambda x: True)
 
 
-class Operators(TorchDispatchMode):
-    """Counts the operators that run in its context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.added: list[torch.Size] = []
-        """shapes of the right-hand sides of accumulating products"""
-
-    def __torch_dispatch__(
-        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.counts[function.name()] += 1
-        if function.name() in ("aten::addmm", "aten::addmm_") and (kwargs or {}).get("beta") != 0:
-            self.added.append(args[2].shape)
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_values_and_gradients_on_a_4_bit_base_equal_peft(dropout: float) -> None:
@@ -323,14 +301,20 @@ def test_a_group_reads_its_input_in_fewer_products() -> None:
 def test_on_a_gpu_only_products_with_a_matrix_accumulate() -> None:
     _, fused = pair(tiny_llama(), dropout=0.0)
     grouped(fused)
-    with Operators() as operators:
+    added: list[torch.Size] = []
+
+    def note(function: Any, args: Any, kwargs: Any, _: Any) -> None:
+        if function.name() in ("aten::addmm", "aten::addmm_") and kwargs.get("beta") != 0:
+            added.append(args[2].shape)
+
+    with Operators(note) as operators:
         outcome(fused)
     # Forward: B low with beta = 0, and W x added to it. Backward: the gradient of x through W,
     # added to that through A; with beta = 0 again, the gradients of each B and of its input.
     num_added = operators.counts["aten::addmm"] + operators.counts["aten::addmm_"]
     assert num_added == 2 * 14 + 14 - 3 + 2 * 14
     assert not any(name.startswith("aten::mul_") for name in operators.counts)
-    assert all(min(shape) > 8 for shape in operators.added)
+    assert all(min(shape) > 8 for shape in added)
 
 
 @pytest.mark.parametrize(

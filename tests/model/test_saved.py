@@ -34,16 +34,9 @@ from app.model.base import ModelConfig, load_base
 from app.model.save import save_model
 from common.errors import TrainingFault
 from tests.matrix import matrix
-from tests.tiny import move, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from tests.tiny import MODELS, move, probe_of, tiny_gpt2, tiny_llama
 
 BF16, FP32 = torch.bfloat16, torch.float32
-MODELS: dict[str, Callable[[], Any]] = {
-    "tied": tiny_llama,
-    "untied": lambda: tiny_llama(tie_word_embeddings=False),
-    "gpt2": tiny_gpt2,
-    "t5": tiny_t5,
-    "bart": tiny_bart,
-}
 ADAPTERS: dict[str, AdapterConfig] = {
     "lora": LoraConfig(r=4, dropout=0.0),
     "rslora": LoraConfig(r=4, dropout=0.0, use_rslora=True),

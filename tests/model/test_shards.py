@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from app.model.adapter import (
@@ -36,35 +31,17 @@ from app.model.save import save_model
 from app.model.shards import INDEX, WEIGHTS, write_model
 from app.process.collectives import run_on_rank0
 from common.errors import TrainingFault
+from tests import tiny
 from tests.matrix import matrix
-from tests.tiny import move, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from tests.model.test_experts import tiny_mixture
+from tests.tiny import move, probe_of, tiny_llama, tiny_t5
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def tiny_mixtral() -> MixtralForCausalLM:
-    """Its experts are one tensor in memory, and each by itself on the disk."""
-    torch.manual_seed(0)
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-        )
-    ).eval()
-
-
 MODELS: dict[str, Callable[[], Any]] = {
-    "tied": tiny_llama,
-    "untied": lambda: tiny_llama(tie_word_embeddings=False),
-    "gpt2": tiny_gpt2,
-    "t5": tiny_t5,
-    "bart": tiny_bart,
-    "experts": tiny_mixtral,
+    **tiny.MODELS,
+    "experts": lambda: tiny_mixture("mixtral"),  # one tensor in memory, each by itself on the disk
 }
 
 

@@ -32,25 +32,17 @@ from app.model.tokenizer import (
 )
 from common.errors import DataError
 from tests.tiny import (
+    MODELS,
     TINY_BASE,
     move,
     save_with_tokenizer,
     tiny_bart,
-    tiny_gpt2,
     tiny_llama,
-    tiny_t5,
     train_into,
 )
 
 CHATML = ["<|im_start|>", "<|im_end|>"]
 NEW = [62, 63, 64, 65, 66]  # two spare rows of 64, and three more
-MODELS: dict[str, Callable[[], Any]] = {
-    "tied": tiny_llama,
-    "untied": lambda: tiny_llama(tie_word_embeddings=False),
-    "gpt2": tiny_gpt2,
-    "t5": tiny_t5,
-    "bart": tiny_bart,
-}
 
 
 @pytest.fixture(params=list(MODELS))

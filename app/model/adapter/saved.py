@@ -347,7 +347,6 @@ def _read_into(model: peft.PeftModel, folder: Path, adapter_name: str, *, in_fp3
 
 
 def _is_fp32(folder: Path) -> bool:
-    """Return whether the adapter is saved in fp32."""
     from safetensors import safe_open
 
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
@@ -364,12 +363,10 @@ def probe_logits(model: torch.nn.Module, probe: Mapping[str, torch.Tensor]) -> t
     return logits
 
 
-def check_same_logits(
-    in_memory: torch.Tensor, reopened: torch.Tensor, folder: Path, tolerance: float = TOLERANCE
-) -> float:
-    """Return the largest difference of two logits; raise ValueError if it exceeds `tolerance`."""
+def check_same_logits(in_memory: torch.Tensor, reopened: torch.Tensor, folder: Path) -> float:
+    """Return the largest difference of two logits; raise ValueError if it exceeds TOLERANCE."""
     difference = (in_memory - reopened).abs().max().item()
     scale = in_memory.abs().max().item()
-    if not math.isfinite(difference) or difference > tolerance * max(scale, 1.0):
+    if not math.isfinite(difference) or difference > TOLERANCE * max(scale, 1.0):
         raise ValueError(f"{folder}: reloaded, its logits differ by {difference:.3g} from memory")
     return difference

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -227,9 +228,13 @@ def check_pair_isolation(
     the row. Padded, the tokens of the padding differ.
     """
     device = device or model.device
-    difference, limit = _pair_difference(model, backend, device, is_packed=is_packed)
+    measure = partial(_pair_difference, model, device)
+    difference, limit = measure(backend, is_packed)
     if difference > limit:
-        override = _suggest_override(model, backend, device, is_packed=is_packed)
+        others = {"packing=none": (backend, False)} if is_packed else {}
+        if backend != "eager":
+            others[f"attention=eager{' packing=none' * is_packed}"] = ("eager", False)
+        override = _first_working(measure, others)
         fault = "documents see the padding after them"
         if is_packed:
             fault = "documents packed together see each other, or start at wrong positions"
@@ -239,7 +244,7 @@ def check_pair_isolation(
 
 
 def _pair_difference(
-    model: PreTrainedModel, backend: str, device: torch.device, *, is_packed: bool
+    model: PreTrainedModel, device: torch.device, backend: str, is_packed: bool
 ) -> tuple[float, float]:
     """Return the difference of a document's logits in two contexts, and the rounding error.
 
@@ -264,18 +269,12 @@ def _pair_difference(
     return distances(logits, changed).max().item(), rounding(model, logits, MAX_ULPS, MIN_SHARE)
 
 
-def _suggest_override(
-    model: PreTrainedModel, backend: str, device: torch.device, *, is_packed: bool
+def _first_working(
+    measure: Callable[[str, bool], tuple[float, float]], others: Mapping[str, tuple[str, bool]]
 ) -> str:
-    """Return the override to type with which this model keeps documents apart, after trying it."""
-    choices = {"packing=none": backend} if is_packed else {}
-    if backend != "eager":
-        choices["attention=eager packing=none" if is_packed else "attention=eager"] = "eager"
-    for override, other in choices.items():
-        difference, limit = _pair_difference(model, other, device, is_packed=False)
-        if difference <= limit:
-            return override
-    return "model.path=ANOTHER_BASE"
+    """Return the first override to type whose backend and packing work, after trying them."""
+    working = (override for override, run in others.items() if operator.le(*measure(*run)))
+    return next(working, "model.path=ANOTHER_BASE")
 
 
 def distances(logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -389,13 +388,11 @@ def check_against_eager(
     others = {"attention=eager": ("eager", is_packed)} if backend != "eager" else {}
     if is_packed:
         others["packing=none"] = (backend, False)
-    working = (override for override, run in others.items() if operator.le(*measure(*run)))
-    instead = next(working, "model.path=ANOTHER_BASE")
     raise UserError(
         f"attention={backend}: {model.config.model_type} models compute other logits for a "
         f"document in a {'pack' if is_packed else 'padded row'} than for the same document alone "
         f"with their own eager attention (difference {difference:.2g}, rounding {limit:.2g}): "
-        f"type {instead}"
+        f"type {_first_working(measure, others)}"
     )
 
 
