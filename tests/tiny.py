@@ -179,6 +179,34 @@ def random_ids(rows: int = 1, tokens: int = 16) -> torch.Tensor:
     return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
 
 
+def built(
+    base: Any,
+    method: str = "none",
+    precision: str = "fp32",
+    adapter: Any = None,
+    recompute: str = "none",
+    backend: str = "sdpa",
+    **how: Any,
+) -> Any:
+    """Build a model to train on `base`, a folder or a `ModelConfig`; `how` as for `build_model`."""
+    from app.model.adapter import LoraConfig
+    from app.model.base import ModelConfig
+    from app.model.build import build_model
+    from app.model.quantization import QuantizationConfig
+    from app.model.recompute import RecomputeConfig
+
+    torch.manual_seed(0)
+    return build_model(
+        base if isinstance(base, ModelConfig) else ModelConfig(path=str(base)),
+        QuantizationConfig(method=method),
+        backend,
+        adapter or LoraConfig(r=4, dropout=0.0),
+        RecomputeConfig(mode=recompute),
+        precision,
+        **how,
+    )
+
+
 TINY: dict[str, Callable[..., Any]] = {
     "llama": tiny_llama,
     "gpt2": tiny_gpt2,

@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from app.model.adapter import LoraConfig, apply_adapter, skip_redundant_casts, unfuse_adapters
-from app.model.base import ModelConfig
-from app.model.build import build_model
-from app.model.quantization import QuantizationConfig
-from app.model.recompute import RecomputeConfig
 from benchmarks.gpu.model import quantize
 from tests.operators import Operators
-from tests.tiny import random_ids, save_with_tokenizer, tiny_llama
+from tests.tiny import built, random_ids, save_with_tokenizer, tiny_llama
 
 
 def trained(config: LoraConfig, *, is_quantized: bool = False) -> Any:
@@ -99,8 +95,6 @@ def test_a_built_model_casts_only_without_autocast(
     tmp_path: Path, precision: str, casts: bool
 ) -> None:
     base = save_with_tokenizer(tiny_llama(vocab_size=768), tmp_path)
-    config = ModelConfig(path=str(base))
-    parts = (QuantizationConfig(), "sdpa", LoraConfig(r=4), RecomputeConfig(), precision)
-    model = build_model(config, *parts)
+    model = built(base, precision=precision)
     layers = [m for m in model.modules() if isinstance(m, peft.tuners.lora.Linear)]
     assert {layer.cast_input_dtype_enabled for layer in layers} == {casts}

@@ -16,12 +16,10 @@ from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, probe_logit
 from app.model.architecture import context_len, load_architecture
 from app.model.attention import attention_implementation
 from app.model.base import ModelConfig, load_base
-from app.model.build import build_model, load_tuned
-from app.model.quantization import QuantizationConfig
-from app.model.recompute import RecomputeConfig
+from app.model.build import load_tuned
 from app.model.save import save_model
 from common.errors import TrainingFault, UserError
-from tests.tiny import move, probe, random_ids, tiny_llama
+from tests.tiny import built, move, probe, random_ids, tiny_llama
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PROBE = {"input_ids": random_ids()[0].tolist()}
@@ -35,25 +33,6 @@ def base(tmp_path: Path) -> Path:
 def save_base(folder: Path, dtype: torch.dtype = FP32, **numbers: Any) -> Path:
     tiny_llama(**numbers).to(dtype).save_pretrained(folder)
     return folder
-
-
-def built(
-    base: Path,
-    adapter: AdapterConfig | None = None,
-    *,
-    recompute: str = "none",
-    precision: str = "fp32",
-    backend: str = "sdpa",
-) -> Any:
-    torch.manual_seed(3)
-    return build_model(
-        ModelConfig(path=str(base)),
-        QuantizationConfig(),
-        backend,
-        adapter or LoraConfig(r=4, dropout=0.0),
-        RecomputeConfig(mode=recompute),
-        precision,
-    )
 
 
 def save(model: Any, adapter: AdapterConfig, base: Path, folder: Path) -> Path:
@@ -90,7 +69,7 @@ def test_a_built_model_has_the_dtypes_of_its_precision(
     trained: torch.dtype,
     base: Path,
 ) -> None:
-    model = built(base, adapter, precision=precision)
+    model = built(base, adapter=adapter, precision=precision)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {trained}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == ({frozen} - {None})
     assert model.training
@@ -190,7 +169,7 @@ def test_a_full_model_is_saved_as_a_folder_in_the_dtype_of_its_base(
     precision: str, base_dtype: torch.dtype, tied: bool, tmp_path: Path
 ) -> None:
     base = save_base(tmp_path / "base", base_dtype, tie_word_embeddings=tied)
-    model = built(base, FullConfig(), precision=precision)
+    model = built(base, adapter=FullConfig(), precision=precision)
     move(model)
     trained = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     saved = save(model, FullConfig(), base, tmp_path)
@@ -212,7 +191,7 @@ def test_after_saving_the_model_in_memory_is_the_saved_one_in_the_dtype_of_its_t
     tmp_path: Path,
 ) -> None:
     base = save_base(tmp_path / "base", BF16)
-    model = built(base, FullConfig(), precision="bf16")
+    model = built(base, adapter=FullConfig(), precision="bf16")
     move(model)
     exact = model.model.rotary_emb.inv_freq.clone()
     saved = save(model, FullConfig(), base, tmp_path)
@@ -246,7 +225,7 @@ def spoil(file: Path) -> None:
 def test_a_full_model_that_does_not_read_back_is_a_training_fault(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = built(base, FullConfig())
+    model = built(base, adapter=FullConfig())
     write = saving.write_model
 
     def write_badly(model: Any, folder: Path, *rest: Any) -> None:

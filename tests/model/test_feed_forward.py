@@ -11,13 +11,11 @@ from torch import Tensor
 from app.model import feed_forward
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
-from app.model.build import build_model
 from app.model.feed_forward import ChunkedFeedForward, chunk_feed_forwards
 from app.model.kernels import unfuse_layers
 from app.model.layers import repeated_layers
-from app.model.quantization import QuantizationConfig
-from app.model.recompute import RecomputeConfig
 from tests.strategy.context_training import LLAMA
+from tests.tiny import built
 
 TOKENS, CHUNK = 256, 24
 GEMMA = LLAMA | {"model_type": "gemma3_text", "head_dim": 8, "layer_types": ["full_attention"] * 3}
@@ -33,11 +31,8 @@ MOE = LLAMA | {"model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_expe
 
 
 def build(numbers: dict[str, Any], adapter: AdapterConfig, mode: str = "full") -> Any:
-    torch.manual_seed(0)
-    model: Any = build_model(
-        ModelConfig(from_scratch=True, architecture=numbers),
-        *(QuantizationConfig(), "sdpa", adapter, RecomputeConfig(mode=mode), "fp32"),
-    )
+    config = ModelConfig(from_scratch=True, architecture=numbers)
+    model = built(config, adapter=adapter, recompute=mode)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import bitsandbytes
@@ -11,32 +12,20 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from app.model.adapter import AdapterConfig, LoraConfig
+from app.model.adapter import LoraConfig
 from app.model.adapter import lora as lora_room
 from app.model.adapter.lora import apply_lora
 from app.model.base import ModelConfig
-from app.model.build import build_model, load_tuned
-from app.model.quantization import QuantizationConfig
-from app.model.recompute import RecomputeConfig
+from app.model.build import load_tuned
 from app.strategy.ddp import Ddp, SingleDevice
 from app.strategy.deepspeed import Zero
 from app.strategy.settings import ZeroConfig
-from tests.tiny import TINY_BASE, tiny_llama
+from tests.tiny import TINY_BASE, built, tiny_llama
 
 DEVICE = torch.device("meta")
 
 
-def build(method: str = "none", adapter: AdapterConfig | None = None, **how: Any) -> Any:
-    torch.manual_seed(0)
-    return build_model(
-        ModelConfig(path=str(TINY_BASE)),
-        QuantizationConfig(method=method),
-        "sdpa",
-        adapter or LoraConfig(dropout=0.0),
-        RecomputeConfig(),
-        "fp32",
-        **how,
-    )
+build = partial(built, TINY_BASE)
 
 
 @pytest.fixture

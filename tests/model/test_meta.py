@@ -12,11 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
 from app.model.base import ModelConfig
-from app.model.build import build_model
-from app.model.quantization import QuantizationConfig
-from app.model.recompute import RecomputeConfig
 from common.errors import UserError
-from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from tests.tiny import (
+    TINY_BASE,
+    built,
+    save_with_tokenizer,
+    tiny_bart,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_t5,
+)
 
 LORA = LoraConfig(r=4)
 
@@ -33,10 +38,10 @@ def tensors_of(model: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def check_same(base: Path, adapter: AdapterConfig, precision: str = "fp32", **how: Any) -> None:
-    quantization = QuantizationConfig(method=how.pop("quantization", "none"))
-    settings = ModelConfig(path=str(base)), quantization, "sdpa", adapter, RecomputeConfig()
-    read = build_model(*settings, precision, **how)
-    empty = build_model(*settings, precision, on_meta=True, **how)
+    read, empty = (
+        built(base, precision=precision, adapter=adapter, on_meta=on_meta, **how)
+        for on_meta in (False, True)
+    )
     assert list(tensors_of(empty)) == list(tensors_of(read))
     assert {weight.device.type for weight in empty.parameters()} == {"meta"}
     assert [type(module) for module in empty.modules()] == [type(one) for one in read.modules()]
@@ -53,7 +58,7 @@ def tied_names(model: Any) -> list[str]:
     ("adapter", "precision", "how"),
     [
         (LORA, "bf16", {}),
-        (LORA, "bf16-pure", {"quantization": "nf4"}),
+        (LORA, "bf16-pure", {"method": "nf4"}),
         (LoraConfig(r=4, use_dora=True), "fp32", {}),
         (LoraConfig(r=4, init="pissa"), "bf16", {}),
         (LoraConfig(r=4, init="olora"), "fp32", {}),
@@ -112,6 +117,4 @@ def test_any_architecture_is_the_same_on_meta(model: Any, tmp_path: Path) -> Non
 def test_a_class_that_no_module_has_is_refused() -> None:
     config = ModelConfig(path=str(TINY_BASE), wrap_class="MistralDecoderLayer")
     with pytest.raises(ValueError, match=r"type model.wrap_class=LlamaDecoderLayer"):
-        build_model(
-            config, QuantizationConfig(), "sdpa", LORA, RecomputeConfig(), "fp32", on_meta=True
-        )
+        built(config, on_meta=True)

@@ -28,15 +28,12 @@ from app.model.adapter import LoraConfig, apply_adapter
 from app.model.attention import attention_inputs, check_isolation, hide_boundaries_from_mixers
 from app.model.attention.mixer_search import missing_kernels
 from app.model.attention.mixers import MixerForward
-from app.model.base import ModelConfig
-from app.model.build import build_model
 from app.model.cpu.packed_mixers import CHUNK, causal_conv1d, triton_causal_conv1d
-from app.model.quantization import QuantizationConfig
-from app.model.recompute import RecomputeConfig
 from app.model.weight_reads import disable_bypassing_kernels
 from common.installation import install_extra
 from tests.families import tiny_family
 from tests.model.test_mixers import alone, ids_and_positions, isolated_model, packed
+from tests.tiny import built
 
 hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
 DOCUMENT_LENGTHS = [13, 7, 17, 3, 21, 9, 10]
@@ -320,14 +317,7 @@ def test_no_kernel_reads_packed_weights(
 ) -> None:
     tiny_family(family).save_pretrained(tmp_path)
     install(tiny_family(family), monkeypatch)
-    model = build_model(
-        ModelConfig(path=str(tmp_path)),
-        QuantizationConfig(method="nf4"),
-        "eager",
-        LoraConfig(r=2, dropout=0.0),
-        RecomputeConfig(),
-        "fp32",
-    )
+    model = built(tmp_path, "nf4", backend="eager")
     kinds = {name.rpartition(".")[2]: type(one).__name__ for name, one in model.named_modules()}
     assert kinds["out_proj"] == "Linear4bit" and kinds["lm_head"] != "Linear4bit"
     assert kinds.get("dt_proj", "Linear") == "Linear"  # its weight is read in every forward

@@ -23,19 +23,17 @@ from app.model.adapter import (
 )
 from app.model.attention import attention_implementation, check_isolation, inputs
 from app.model.base import ModelConfig, load_base
-from app.model.build import build_model
 from app.model.quantization import (
     QuantizationConfig,
     quantization_settings,
     quantize_tokens_independently,
     storage_of,
 )
-from app.model.recompute import RecomputeConfig
 from app.process.environment import configure_libraries
 from common.errors import UserError
 from tests.in_process import make_data, run_command
 from tests.matrix import matrix
-from tests.tiny import move, probe, random_ids, tiny_llama
+from tests.tiny import built, move, probe, random_ids, tiny_llama
 
 METHODS = {"nf4": bnb.nn.Linear4bit, "int8": bnb.nn.Linear8bitLt}
 PACKED = tuple(METHODS.values())
@@ -61,24 +59,6 @@ def save_quantized(folder: Path, method: str, **numbers: Any) -> ModelConfig:
 def load(config: ModelConfig, dtype: torch.dtype, **settings: Any) -> Any:
     implementation = attention_implementation("sdpa")
     return load_base(config, implementation, dtype, QuantizationConfig(**settings))
-
-
-def build(
-    config: ModelConfig,
-    method: str,
-    precision: str = "fp32",
-    adapter: AdapterConfig | None = None,
-    recompute: str = "none",
-    backend: str = "sdpa",
-) -> Any:
-    return build_model(
-        config,
-        QuantizationConfig(method=method),
-        backend,
-        adapter or LoraConfig(dropout=0.0),
-        RecomputeConfig(mode=recompute),
-        precision,
-    )
 
 
 @pytest.mark.parametrize(
@@ -197,7 +177,7 @@ def test_other_architectures_are_quantized_and_train(
     kind = "Seq2SeqLM" if shape.is_encoder_decoder else "CausalLM"
     plain = getattr(transformers, f"AutoModelFor{kind}").from_config(shape)
     plain.save_pretrained(tmp_path)
-    model = build(ModelConfig(path=str(tmp_path)), method, backend="eager")
+    model = built(ModelConfig(path=str(tmp_path)), method, backend="eager")
     ids = random_ids(2)
     with torch.no_grad():
         expected = plain.eval()(input_ids=ids, labels=ids).logits
@@ -241,9 +221,9 @@ def test_gradients_are_the_same_after_a_validation(
     tmp_path: Path, method: str, is_stored: bool, precision: str, recompute: str
 ) -> None:
     if is_stored:
-        model = build(save_quantized(tmp_path, method), "none", precision, recompute=recompute)
+        model = built(save_quantized(tmp_path, method), "none", precision, recompute=recompute)
     else:
-        model = build(save_llama(tmp_path), method, precision, recompute=recompute)
+        model = built(save_llama(tmp_path), method, precision, recompute=recompute)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -296,8 +276,8 @@ def test_a_method_other_than_that_of_the_files_is_refused(tmp_path: Path) -> Non
 def test_training_quantized_base_weights_is_refused(tmp_path: Path, adapter: AdapterConfig) -> None:
     config = save_quantized(tmp_path, "int8")
     with pytest.raises(UserError, match=r"in int8 .*cannot be trained; type adapter=lora"):
-        build(config, "none", adapter=adapter)
-    build(config, "none", adapter=LoraConfig())
+        built(config, "none", adapter=adapter)
+    built(config, "none", adapter=LoraConfig())
 
 
 @pytest.mark.parametrize("by", ["gptq", "fp8"])
@@ -387,7 +367,7 @@ def test_an_adapter_of_a_quantized_base_is_saved_and_loaded_exactly(
     tmp_path: Path, kind: str, method: str, precision: str
 ) -> None:
     config = save_llama(tmp_path / "base")
-    model = build(config, method, precision, ADAPTERS[kind])
+    model = built(config, method, precision, ADAPTERS[kind])
     move(model)
     # As a run saves: inside one autocast, which keeps copies of the weights that it has cast.
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):

@@ -16,9 +16,7 @@ from app.config import load_config
 from app.model import streaming
 from app.model.adapter import AdapterConfig, FullConfig, Ia3Config, LoraConfig
 from app.model.base import ModelConfig
-from app.model.build import build_model, load_tuned
-from app.model.quantization import QuantizationConfig
-from app.model.recompute import RecomputeConfig
+from app.model.build import load_tuned
 from app.model.streaming import LayerStream, read_mb_per_second
 from common.errors import UserError
 from tests.conftest import ROOT
@@ -26,7 +24,7 @@ from tests.model.test_quantization import save_quantized
 from tests.processes import RUN
 from tests.reliability.shell import Shell
 from tests.runs import check_same_run
-from tests.tiny import TINY_BASE, small_run, tiny_gpt2, tiny_llama, tiny_t5
+from tests.tiny import TINY_BASE, built, small_run, tiny_gpt2, tiny_llama, tiny_t5
 from tools.simulate.device import find_obstacle
 
 LAYERS, STEPS = 5, 2
@@ -65,15 +63,8 @@ def build(
     recompute: str = "none",
     precision: str = "bf16-pure",
 ) -> Any:
-    torch.manual_seed(0)
-    return build_model(
-        ModelConfig(path=str(folder), stream=stream),
-        QuantizationConfig(method=method),
-        "sdpa",
-        adapter or LoraConfig(dropout=0.1),
-        RecomputeConfig(mode=recompute),
-        precision,
-    )
+    config = ModelConfig(path=str(folder), stream=stream)
+    return built(config, method, precision, adapter or LoraConfig(dropout=0.1), recompute)
 
 
 def gradients(model: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
