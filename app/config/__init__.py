@@ -22,28 +22,3 @@ from app.config.verbs import (
     TrainConfig,
     TunedConfig,
 )
-
-__all__ = [
-    "ChatConfig",
-    "Config",
-    "EvaluateConfig",
-    "LaunchConfig",
-    "LauncherConfig",
-    "MergeConfig",
-    "PlanConfig",
-    "PreviewConfig",
-    "ServerConfig",
-    "SweepConfig",
-    "TrainConfig",
-    "TunedConfig",
-    "changed_settings",
-    "check_before_start",
-    "compose",
-    "load_config",
-    "load_run_config",
-    "run_verb",
-    "save_config",
-    "settings_of",
-    "words_to_type",
-    "write_experiment",
-]

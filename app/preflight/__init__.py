@@ -16,15 +16,3 @@ from app.preflight.couplings import (
 )
 from app.preflight.files import check_files
 from app.preflight.fingerprint import describe_base
-
-__all__ = [
-    "check_compatibility",
-    "check_devices",
-    "check_files",
-    "check_global_batch",
-    "check_gpus",
-    "check_layout",
-    "count_gpus",
-    "describe_base",
-    "requested_devices",
-]

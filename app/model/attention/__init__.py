@@ -7,8 +7,6 @@ tests before training that a model uses them.
 
 from app.model.attention.backends import (
     BACKEND_PACKAGES,
-    BY_BOUNDARIES,
-    BY_DOCUMENT,
     EXCHANGED,
     GPU_ONLY,
     HALF_PRECISION_ONLY,
@@ -37,34 +35,3 @@ from app.model.attention.probes import (
     check_pair_isolation,
     hide_boundaries_from_mixers,
 )
-
-__all__ = [
-    "BACKEND_PACKAGES",
-    "BY_BOUNDARIES",
-    "BY_DOCUMENT",
-    "EXCHANGED",
-    "GPU_ONLY",
-    "HALF_PRECISION_ONLY",
-    "AttentionChoice",
-    "AttentionConfig",
-    "attention_implementation",
-    "attention_inputs",
-    "batching_error",
-    "check_against_eager",
-    "check_causal",
-    "check_implementation",
-    "check_isolation",
-    "check_padded_rows",
-    "check_pair_isolation",
-    "choose_backend",
-    "gather_reason",
-    "generation_attention",
-    "hide_boundaries_from_mixers",
-    "key_repeats",
-    "mixers_run_by_document",
-    "packing_error",
-    "pair_inputs",
-    "recompute_on_same_documents",
-    "restore_kernel",
-    "select_fastest_kernel",
-]

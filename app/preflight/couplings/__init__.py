@@ -32,19 +32,6 @@ from common.facts import check_values
 if TYPE_CHECKING:
     from app.config.verbs import TrainConfig, TunedConfig
 
-__all__ = [
-    "check_compatibility",
-    "check_devices",
-    "check_global_batch",
-    "check_gpus",
-    "check_layout",
-    "count_gpus",
-    "has_data",
-    "is_merge",
-    "is_on_tuned",
-    "is_training",
-    "requested_devices",
-]
 
 GROUPS = (*model.GROUPS, *training.GROUPS, *strategy.GROUPS)
 """the rows, in the order in which conflicts are listed"""
