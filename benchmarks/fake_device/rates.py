@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tools.simulate.counting import Kernel
 
 HALF = ("bfloat16", "float16")
+FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +19,7 @@ class Gpu:
     name: str
     products: float
     """FLOP/s of matrix products in half precision"""
+    products_fp8: float
     products_fp32: float
     attention: float
     """FLOP/s of FlashAttention 2, causal, forward and backward"""
@@ -34,7 +36,8 @@ class Gpu:
         if kernel.kind == "attention":
             rate = self._attention_rate(kernel.name)
         else:
-            rate = self.products if kernel.dtype in HALF else self.products_fp32
+            rates = {FP8: self.products_fp8, **dict.fromkeys(HALF, self.products)}
+            rate = rates.get(kernel.dtype, self.products_fp32)
         return max(kernel.flops / rate, kernel.num_bytes / self.bandwidth)
 
     def _attention_rate(self, name: str) -> float:
@@ -47,6 +50,7 @@ GPUS = {
     "h100": Gpu(
         name="H100 SXM",
         products=715e12,
+        products_fp8=1150e12,
         products_fp32=50e12,
         attention=238e12,
         attention_4=443e12,
@@ -55,12 +59,14 @@ GPUS = {
         source=(
             "measured in LoRA and full steps of an 8B model on one H100 (2026-11-27): products, "
             "cuDNN's attention and memory-bound kernels; FlashAttention 2 as on the H200, and "
-            "FlashAttention 4, which did not run there, as cuDNN's"
+            "FlashAttention 4, which did not run there, as cuDNN's; products in FP8 by the lower "
+            "of the published 1,150 to 1,250 TFLOP/s"
         ),
     ),
     "h200": Gpu(
         name="H200",
         products=735e12,
+        products_fp8=1150e12,
         products_fp32=50e12,
         attention=238e12,
         attention_4=443e12,
@@ -68,8 +74,8 @@ GPUS = {
         bandwidth=3.3e12,
         source=(
             "measured in LoRA steps of an 8B model on one H200 (2026-11-26): products, "
-            "FlashAttention 2 and memory-bound kernels; cuDNN's attention as on the H100, and "
-            "FlashAttention 4, which did not run there, as cuDNN's"
+            "FlashAttention 2 and memory-bound kernels; cuDNN's attention and products in FP8 as "
+            "on the H100, and FlashAttention 4, which did not run there, as cuDNN's"
         ),
     ),
 }

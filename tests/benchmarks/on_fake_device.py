@@ -15,11 +15,12 @@ from tools.simulate.device import start
 LAYERS = 4
 METHODS = {
     "lora": [*words_of("lora"), "recompute=none"],
+    "lora fp8": [*words_of("lora fp8"), "recompute=none"],
     "qlora": [*words_of("qlora"), "recompute=none"],
     "full": [*words_of("full"), "recompute=none"],
     "selective": [*words_of("lora"), "recompute=selective"],
 }
-FEWER = {"lora": 2, "qlora": 2, "selective": 2}
+FEWER = {"lora": 2, "lora fp8": 2, "qlora": 2, "selective": 2}
 """layers of methods whose other layers would take the test's time and show nothing new"""
 DEPTHS = (1, 2)
 

@@ -14,7 +14,7 @@ from benchmarks.fake_device.trace import extrapolate
 from tests.benchmarks.on_fake_device import DEPTHS, FEWER, LAYERS, METHODS
 from tools.simulate.device import find_obstacle
 
-BUDGETS_GIB = {"lora": 3.7, "qlora": 3.7, "full": 5.0, "selective": 2.3}
+BUDGETS_GIB = {"lora": 3.7, "lora fp8": 3.7, "qlora": 3.7, "full": 5.0, "selective": 2.3}
 """activations of a micro-batch of 8,192 tokens, full 4,096, in four layers of an 8B or `FEWER`"""
 
 
@@ -112,7 +112,7 @@ def test_activations_stay_within_their_budget(found: Any, method: str) -> None:
 
 @pytest.mark.versions
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("method", ["lora", "lora fp8", "qlora", "full"])
 def test_no_product_is_computed_twice(found: Any, method: str) -> None:
     numbers = found["traced"][method]
     # Below 1: nothing needs the gradient of the first layer's input.

@@ -232,8 +232,8 @@ class OperatorCounter(TorchDispatchMode):
             is_dense = name.startswith("_scaled_dot_product")  # CUDA may select cuDNN's kernel
             if not is_dense and current_flash_attention_impl() == "FA4":
                 name += FLASH4
-        elif name == "_grouped_mm":
-            kind, flops = "product", _grouped_flops(*args[:2])
+        elif name in ("_grouped_mm", "_scaled_mm_v2"):  # PyTorch has no formula of theirs
+            kind, flops = "product", _rows_flops(*args[:2])
         elif formula is not None and "mm" in name:
             flops = float(formula(*args, **kwargs, out_val=output))
         num_bytes = _bytes_moved(func, name, args, kwargs, given, returned)
@@ -333,8 +333,8 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _grouped_flops(left: Tensor, right: Tensor) -> float:
-    """Return the FLOPs of a product of rows with their expert's matrix, or of rows by expert."""
+def _rows_flops(left: Tensor, right: Tensor) -> float:
+    """Return the FLOPs of rows times a matrix, or times their expert's, or of rows by expert."""
     return 2.0 * left.numel() * right.shape[-1]
 
 

@@ -1,4 +1,4 @@
-"""Replacements of the Triton kernels of Liger and of the loss, for FakeTensors.
+"""Replacements of the Triton kernels of Liger, of the loss and of FP8, for FakeTensors.
 
 They read, write and save the same tensors, under the same names, and compute nothing. FakeTensors
 cannot see what a Triton kernel reads and writes, and Triton needs a GPU.
@@ -52,7 +52,13 @@ def cross_entropy_gradient(logits: Tensor, labels: Tensor) -> None:
     """Reads the logits once more and overwrites them with their gradients."""
 
 
-for _operator in (rms_norm, rms_norm_backward, gate):
+@custom_op("standin::quantize_rows", mutates_args=())
+def quantize_rows(rows: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    values = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
+    return values, rows.new_empty(len(rows), dtype=torch.float32)
+
+
+for _operator in (rms_norm, rms_norm_backward, gate, quantize_rows):
     _operator.register_fake(_operator._init_fn)
 for _operator in (gate_backward, rope, cross_entropy, cross_entropy_gradient):
     _operator.register_fake(lambda *_: None)
@@ -143,10 +149,12 @@ def cross_entropy_(
 
 @functools.cache
 def install_kernels() -> None:
-    """Install these functions as the modules of Liger's kernels and of the loss kernel."""
+    """Install these functions as the modules of Liger's kernels and of our own."""
     loss: Any = types.ModuleType("app.model.loss_kernel")
     loss.cross_entropy_ = cross_entropy_
-    sys.modules[loss.__name__] = loss
+    fp8: Any = types.ModuleType("app.model.fp8_kernel")
+    fp8.quantize_rows = lambda rows, factors, **_: quantize_rows(rows, factors)
+    sys.modules.update({module.__name__: module for module in (loss, fp8)})
     _install_flash4()
     for name in ("", ".transformers", ".transformers.functional"):
         module = types.ModuleType(f"liger_kernel{name}")
