@@ -252,6 +252,8 @@ class Activations:
     """saved by all layers and by the norm before the head, at the end of the forward pass"""
     at_last: float
     """during the backward pass of the last layer, which comes first"""
+    at_second: float
+    """during the backward pass of the layer above the lowest one that needs one"""
     at_first: float
     """during the backward pass of the lowest layer that needs one"""
     of_stream: float
@@ -270,16 +272,11 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     gathered *= is_shared and share > 0
     if run.recompute == "selective":
         own += (run.context_size - 1) * share * value_bytes * (widths.query + 2 * widths.key_value)
-    keys = masks = 0.0
-    if is_shared and gather_reason(widths.heads, widths.key_heads, run.context_size):
-        keys = (run.context_size - 1) * 2.0 * value_bytes * widths.key_value
-        # The last of the ranks adds masks, which its layers share, to the scores of all keys.
-        before = (1 - 0.5 / run.context_size) * execution.sequence_len
-        masks = value_bytes * before * execution.sequence_len / run.context_size
-    whole += keys
-    own += keys * (run.recompute == "none")
-    chunk = run.feed_forward_share
-    whole -= (1 - chunk) * feed_forward_bytes(widths, execution)
+    exchanged, masks = _exchange_bytes(run, widths, execution)
+    whole += exchanged
+    own += exchanged * (run.recompute == "none")
+    chunk, of_feed_forward = run.feed_forward_share, feed_forward_bytes(widths, execution)
+    whole -= (1 - chunk) * of_feed_forward
     if run.model.is_pair:  # a token passes through either the encoder or the decoder
         tokens //= 2
         whole = encoder_decoder_layer_bytes(widths, execution)
@@ -291,17 +288,19 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
         again += stream
     if not recomputed and not run.model.trains_embedding:
         of_layers -= norm_bytes * hidden  # the first norm's input needs no gradient
-    # With offload, the inputs of two layers are on the GPU: the current one and the next.
-    waiting = 2 * stream if run.recompute == "offload" else 0
+    # With offload, another input is on the GPU: that of the next layer, which the lowest has not.
+    waiting = stream if run.recompute == "offload" else 0
     working = _working(run, widths, execution)
-    if chunk < 1:  # then the gradients of attention may take more: of its output, q, k and v
-        of_attention = 2 * value_bytes * (widths.query + widths.key_value)
-        working = stream + max(chunk * working + value_bytes * hidden, of_attention)
-    working += waiting
+    if chunk < 1:
+        by_chunk = chunk * (working + value_bytes * hidden) + value_bytes * hidden
+        # The gradients of attention may take more: of its output, q, k and v. By then the
+        # feed-forward is finished, with its norm.
+        of_attention = 2 * value_bytes * (widths.query + widths.key_value - hidden)
+        working = stream + max(by_chunk, of_attention - chunk * of_feed_forward)
     if execution.keeps_scores:
         scores = SCORE_TEMPORARIES * value_bytes * widths.heads * execution.sequence_len
         # The backward pass of the feed-forward is finished by then.
-        working = max(working, scores - feed_forward_bytes(widths, execution))
+        working = max(working, scores - of_feed_forward)
     unpacked = _bytes_of_copy(run) * run.model.largest_matrix
     # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
     shared = (
@@ -309,12 +308,30 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     )
     if run.stage is not None:  # those of the other micro-batches on their way
         shared += (run.stage.in_flight - 1) * tokens * of_layers
+    at_first = tokens * (whole + gathered + working) + unpacked + shared
     return Activations(
         all=tokens * (of_layers + (norm_bytes + value_bytes) * hidden + waiting) + shared,
-        at_last=tokens * (of_layers + again + working) + unpacked + shared,
-        at_first=tokens * (whole + gathered + working) + unpacked + shared,
+        at_last=tokens * (of_layers + again + working + waiting) + unpacked + shared,
+        at_second=at_first + tokens * waiting,
+        at_first=at_first,
         of_stream=float(tokens * stream),
     )
+
+
+def _exchange_bytes(
+    run: PlannedRun, widths: Widths, execution: LayerExecution
+) -> tuple[float, float]:
+    """Return the bytes per token that a layer of sliced rows saves on top, and those of masks."""
+    value_bytes, size = execution.value_bytes, run.context_size
+    if size == 1:
+        return 0.0, 0.0
+    if gather_reason(widths.heads, widths.key_heads, size) is None:
+        # The output of attention, by head: by token it is saved anyway.
+        return value_bytes * widths.query, 0.0
+    # The last of the ranks adds masks, which its layers share, to the scores of all keys.
+    before = (1 - 0.5 / size) * execution.sequence_len
+    masks = value_bytes * before * execution.sequence_len / size
+    return (size - 1) * 2.0 * value_bytes * widths.key_value, masks
 
 
 def _widths_on_rank(run: PlannedRun) -> Widths:

@@ -342,6 +342,10 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
             "activations": layers.at_last,
             "copies": copies,
         },
+        "backward pass of the second layer": {
+            "gradients": gradients.at_first,
+            "activations": layers.at_second,
+        },
         "backward pass of the first layer": {
             "gathered": gathered.at_first,
             "gradients": gradients.at_first,

@@ -296,4 +296,4 @@ def test_layers_with_unlike_heads_are_planned_with_their_mean(
     memory = estimate_gpu_memory(run)
     assert fits(run, memory) and estimate_speed(run).tokens_per_second > 0
     monkeypatch.setattr("app.planning.activations.gather_reason", lambda *_: None)
-    assert (estimate_gpu_memory(run).total < memory.total) == (ranks > 1)  # of shared rows alone
+    assert (estimate_gpu_memory(run).total != memory.total) == (ranks > 1)  # of shared rows alone

@@ -14,7 +14,7 @@ import pytest
 
 from app.config import conf_files, load_config
 from app.config.verbs import PlanConfig
-from app.planning.memory import GpuMemory, PlannedRun, estimate_gpu_memory
+from app.planning.memory import GpuMemory, PlannedRun, estimate_gpu_memory, usable_bytes
 from app.planning.planned import on_hardware, plan_run, read_config_json
 from app.planning.planned_model import build_planned_model
 from common.errors import UserError
@@ -159,9 +159,11 @@ def test_gradients_at_a_peak_in_the_backward_pass() -> None:
     assert found["gpu_gib"]["gradients"] * 2**30 >= 2 * 512 * 64
 
 
+SMALLEST = {"quickstart": "h100", "tiny_long": "2xh100"}
 SHIPPED = {
     "tiny_base": "h100",
     "llama8b": "h100",
+    "llama8b_128k": "8xh100",
     "llama8b_dora": "h100",
     "llama8b_full": "h100",
     "llama8b_ia3": "h100",
@@ -295,25 +297,33 @@ def test_estimates_and_simulation_of_families_agree(name: str) -> None:
     assert allocated(estimate_gpu_memory(run)) == pytest.approx(found, rel=WITHIN)
 
 
+LLAMA_70B = "+experiment=llama70b trainer.global_batch_size=64 recompute=full"
+
+
+def long(tokens: int) -> str:
+    return f"data.sequence_len={tokens} model.architecture.max_position_embeddings={tokens}"
+
+
 @pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     "typed",
     [
-        ("strategy=fsdp", "hardware=8xh100"),
-        ("strategy=fsdp", "hardware=8x8xh100"),
-        ("strategy=fsdp_tp", "strategy.tensor_parallel_size=8", "hardware=8x8xh100"),
+        f"{LLAMA_70B} strategy=fsdp hardware=8xh100",
+        f"{LLAMA_70B} strategy=fsdp hardware=8x8xh100",
+        f"{LLAMA_70B} strategy=fsdp_tp strategy.tensor_parallel_size=8 hardware=8x8xh100",
+        f"+experiment=llama8b_128k recompute=full hardware=8xh100 {long(2**19)}",
+        f"+experiment=llama8b_qlora recompute=offload hardware=h100 {long(350 * 2**10)}",
     ],
-    ids=" ".join,
 )
-def test_estimates_and_simulation_of_70b_parts_agree(typed: tuple[str, ...]) -> None:
+def test_estimates_and_simulation_of_parts_agree(typed: str) -> None:
     """Within 5 % of each part, or 1.2 % of the total for small parts."""
-    words = ["+experiment=llama70b", "trainer.global_batch_size=64", "recompute=full", *typed]
-    config = load_config("plan", words)
+    config = load_config("plan", typed.split())
     assert isinstance(config, PlanConfig)
     hardware, numbers = on_hardware(config, config.hardware), read_config_json(config.model)
     run = plan_run(config, hardware, numbers, strategies=STRATEGIES)[0]
+    assert estimate_gpu_memory(run).total < usable_bytes(run.hardware)
     config, run = with_layers(config, run, 4)
     estimated, steps = estimate_gpu_memory(run), simulation.simulate(config, run)
     for names in PARTS:
@@ -326,14 +336,15 @@ def test_estimates_and_simulation_of_70b_parts_agree(typed: tuple[str, ...]) -> 
 @pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
-def test_estimates_and_simulation_of_all_layers_agree() -> None:
-    found = compare("+experiment=quickstart", "hardware=h100")
+@pytest.mark.parametrize("name", SMALLEST)
+def test_estimates_and_simulation_of_all_layers_agree(name: str) -> None:
+    found = compare(f"+experiment={name}", f"hardware={SMALLEST[name]}")
     assert abs(found["difference"]) <= WITHIN
 
 
 def test_every_shipped_experiment_is_simulated_or_refused() -> None:
     assert set(conf_files.list_groups(conf_files.CONF)["experiment"]) == {
-        "quickstart",
+        *SMALLEST,
         *SHIPPED,
         *NOT_SIMULATED,
     }
@@ -346,17 +357,15 @@ NOT_SIMULATED = {
     "llama405b_3d": "4x8xh100",
     "llama70b_3d": "8xh100",
     "llama70b_zero3": "8xh100",
-    "llama8b_128k": "8xh100",
     "llama8b_dpo": "h100",
     "qwen1_5b_distill": "h100",
     "qwen3_5_9b_256k": "8xh100",
     "qwen3_5_9b_qlora": "h100",
     "qwen7b_kto": "h100",
     "reward_1b": "h100",
-    "tiny_long": "2xh100",
 }
 """experiments that cannot be simulated: DeepSpeed needs real ranks, hybrids need their kernels, and
-a simulated micro-batch has no pairs, no teacher, no slices of rows and no stages"""
+a simulated micro-batch has no pairs, no teacher and no stages"""
 
 
 @pytest.mark.versions

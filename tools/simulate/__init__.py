@@ -84,8 +84,6 @@ def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
         why = "states on a disk cannot be simulated; type strategy.offload_optimizer=none"
     elif run.stream == "disk":
         why = "files cannot be simulated; type model.stream=host"
-    elif run.context_size > 1:
-        why = "slices of rows cannot be simulated; type strategy.context_parallel_size=1"
     elif pipeline_parallel_size(strategy) > 1:
         why = "stages of a pipeline cannot be simulated; type strategy=fsdp"
     elif config.objective.name != "sft":

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import Mock, patch
 
 import torch
@@ -35,6 +35,7 @@ from app.strategy.build import build_strategy
 from app.strategy.fsdp import Fsdp
 from app.strategy.loading import Broadcaster
 from app.strategy.mixin import StrategyMixin
+from app.strategy.placement import Placement
 from app.strategy.settings import DdpConfig
 from app.training.algorithms import MuonWithAdamW
 from app.training.metrics import Metrics
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
     from app.config.verbs import TrainConfig
 
+T = TypeVar("T")
 DEVICE = torch.device("cuda", 0)
 HOST = torch.device("cpu")
 ACTIVATIONS = {"liger_swiglu": "silu", "liger_geglu": "gelutanh"}
@@ -117,6 +119,7 @@ def _ranks(num_ranks: int) -> Iterator[None]:
             patch("torch.nn.parallel.distributed._sync_module_states", nothing),
             patch.object(_fsdp_param, "_chunk_with_empty", _first_chunks),
             patch.object(Fsdp, "_init_mesh", _with_real_tensors(Fsdp._init_mesh)),
+            patch.object(Placement, "shard_batch", _with_real_tensors(Placement.shard_batch)),
             patch.object(Broadcaster, "_parameter", _receive),
             patch("bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module", _set_state),
         ):
@@ -134,12 +137,12 @@ def _first_chunks(tensor: torch.Tensor, number: int, dim: int) -> list[torch.Ten
     return [tensor.narrow(dim, 0, min(length, tensor.shape[dim]))] * number
 
 
-def _with_real_tensors(function: Callable[..., None]) -> Callable[..., None]:
-    """Run a function outside of fake mode: the tensor of a mesh holds the numbers of its ranks."""
+def _with_real_tensors(function: Callable[..., T]) -> Callable[..., T]:
+    """Run a function outside of fake mode: it reads the numbers of ranks, or of columns."""
 
-    def wrapped(*args: Any) -> None:
+    def wrapped(*args: Any) -> T:
         with _disable_current_modes():
-            function(*args)
+            return function(*args)
 
     return wrapped
 
@@ -300,7 +303,7 @@ def _take_step(
         return value
 
     optimizer.zero_grad()
-    strategy.run_micro_batches([batch.to(DEVICE)] * number, loss)
+    strategy.run_micro_batches([batch] * number, loss)
     live.assign((weight.grad for weight in weights), "gradients")
     live.phase = "step"
     module.configure_gradient_clipping(optimizer, module.trainer.gradient_clip_val)
@@ -318,6 +321,7 @@ def _states(optimizer: Optimizer) -> list[torch.Tensor]:
     return [value for value in states if isinstance(value, torch.Tensor)]
 
 
+@_with_real_tensors
 def _batch(run: PlannedRun) -> Batch:
     """Return a micro-batch of full packs, each with one document that is trained on entirely."""
     rows, length = 1, run.micro_batch_size * run.sequence_len
