@@ -94,7 +94,7 @@ def build_trainer(
         total_steps=data.total_steps,
         loggers=loggers,
         callbacks=[
-            *_build_monitors(config, run, facts, estimate),
+            *_build_monitors(config, run, env, facts, estimate),
             build_saver(
                 config.trainer,
                 checkpoints,
@@ -116,12 +116,18 @@ def build_trainer(
 
 
 def _build_monitors(
-    config: TrainConfig, run: Run, facts: Mapping[str, Any], estimate: Estimate | None
+    config: TrainConfig,
+    run: Run,
+    env: Environment,
+    facts: Mapping[str, Any],
+    estimate: Estimate | None,
 ) -> list[L.Callback]:
     """Build the callbacks that show progress and check a run; they precede the saver."""
-    monitors: list[L.Callback] = [
-        ProgressBar(),
-        SameOnAllRanks(rank_invariant_values(config, facts), program_values(installed_versions())),
+    monitors: list[L.Callback] = [ProgressBar()]
+    if env.num_ranks > 1:  # hashing the program reads all of it
+        values = rank_invariant_values(config, facts)
+        monitors.append(SameOnAllRanks(values, program_values(installed_versions())))
+    monitors += [
         GradientCheck(),
         MachineStatsMonitor(
             run.folder, None if estimate is None else estimate.peak_tokens_per_second

@@ -5,6 +5,7 @@ A missing or damaged file is treated as empty, so that every run has a page.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,12 +143,20 @@ def _read_text(file: Path) -> str:
         return ""
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    """Return what config.yaml says of model and adapter, if it is readable."""
+@functools.lru_cache(maxsize=1)  # the page of a running run is written after each validation
+def _parse_yaml(text: str) -> Any:
     import yaml  # type: ignore[import-untyped]
 
     try:
-        config = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return None
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Return what config.yaml says of model and adapter, if it is readable."""
+    try:
+        config = _parse_yaml(file.read_text("utf-8"))
+    except (OSError, ValueError):
         return {}
     return config if next(differences(config, SHOWN_CONFIG, ""), None) is None else {}

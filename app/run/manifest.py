@@ -6,6 +6,7 @@ run is refused, even where it would fit.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -90,7 +91,8 @@ def describe_hardware() -> dict[str, Any]:
     }
 
 
-def installed_versions() -> dict[str, str]:
+@functools.cache
+def installed_versions() -> Mapping[str, str]:
     """Return the versions of the libraries that results depend on."""
     from importlib.metadata import version
 

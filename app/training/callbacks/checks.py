@@ -90,8 +90,6 @@ class SameOnAllRanks(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Compare hashes after the ranks have connected and before weights are loaded."""
-        if trainer.world_size == 1:
-            return
         self._compare(trainer, self.program)
         self._compare(trainer, self.values)
 
