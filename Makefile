@@ -135,10 +135,12 @@ test-versions: $(STAMP)  ## sweeps over model families and simulated GPUs; neede
 	$(PYTEST) -m versions
 	$(BIN)/python -m tools.tested_versions record
 
-test-all:  ## every test that this machine can run
-	@$(MAKE) --no-print-directory test
-	@$(MAKE) --no-print-directory test-slow
-	@$(MAKE) --no-print-directory test-versions
+# One call, in which the slow tests' waits are filled by the fast ones, and all is imported once a worker.
+test-both: WORKERS = 3
+test-both: $(STAMP)  ## the fast and the slow tests, as `.ci/run` runs them
+	$(PYTEST) -m "not versions" $(ARGS)
+
+test-all: test-both test-versions  ## every test that this machine can run
 
 test-strategies: $(STAMP)  ## the same run under every strategy gives the same numbers (test-all runs a part of it)
 	$(PYTEST) -m "slow or strategies" tests/parity/strategies $(ARGS)
@@ -176,4 +178,4 @@ schema: $(STAMP)  ## write conf/experiment/schema.json, by which editors complet
 clean:  ## remove caches; runs under outputs/ are kept
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr doctor bandwidth tiny-base check test test-slow test-versions test-all test-strategies test-floor chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
+.PHONY: help install train preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr doctor bandwidth tiny-base check test test-slow test-versions test-both test-all test-strategies test-floor chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

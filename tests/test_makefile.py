@@ -150,12 +150,11 @@ def test_tests_run_in_two_processes_of_whole_files(clone: Path) -> None:
     (everyday,) = make(clone, "test", "ARGS=tests/config/test_help.py")
     assert everyday.startswith("-m pytest -n 2 --dist loadfile ")
     assert everyday.endswith("-m not slow tests/config/test_help.py")
-    everyday, slow, versions, record = make(clone, "test-all", "WORKERS=4")
-    assert everyday.startswith("-m pytest -n 4 ") and everyday.rstrip().endswith("-m not slow")
-    assert slow.startswith("-m pytest -n 4 ") and slow.rstrip().endswith("slow and not versions")
+    both, versions, record = make(clone, "test-all", "WORKERS=4")
+    assert both.startswith("-m pytest -n 4 ") and both.rstrip().endswith("-m not versions")
     assert versions.rstrip().endswith("-m versions") and record.endswith("tested_versions record")
     (slow,) = make(clone, "test-slow")
-    assert slow.startswith("-m pytest -n 3 ")
+    assert slow.startswith("-m pytest -n 3 ") and slow.rstrip().endswith("slow and not versions")
 
 
 def test_the_files_that_are_run_first_are_there() -> None:
