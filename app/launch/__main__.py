@@ -20,8 +20,7 @@ from app.launch.jobs import SHARED, Job, job_name
 from app.launch.schedulers import SCHEDULERS, Scheduler, Submission, missing_program, submit, watch
 from app.plan import make_plan
 from app.preflight import check_compatibility, check_files
-from app.process.environment import configure_libraries, protect_streams
-from app.process.signals import end_process, install_signal_handlers
+from app.process.environment import configure_libraries, run_program
 from app.run import AUTO, compare_existing
 from app.run.folder import CONFIG_FILE, OUTPUTS, into_folder
 from app.run.remote import is_url, url_of
@@ -260,7 +259,5 @@ def start(config: LaunchConfig) -> int:
 
 
 if __name__ == "__main__":
-    protect_streams()
     configure_libraries(offline=False)
-    install_signal_handlers()
-    end_process(run_verb("launch", start))
+    run_program(lambda: run_verb("launch", start))

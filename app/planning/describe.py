@@ -9,7 +9,6 @@ per weight, instead of 2 + 18 / GPUs): 15.93 GB instead of 11.28 for 2,851 M wei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from app.planning.advice import Candidate
@@ -144,24 +143,19 @@ def describe_candidate(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelStates:
-    """Bytes of model states on one GPU, and on the host of one node."""
-
-    gpu: float
-    host: float
-
-
 def estimate_zero2_states(
     num_weights: float, *, gpus_per_node: int, num_nodes: int = 1, offloads: bool = False
-) -> ModelStates:
-    """Estimate ZeRO-2's model states; with `offloads`, optimizer states are on the host."""
+) -> tuple[float, float]:
+    """Estimate the bytes of ZeRO-2's states on one GPU, and on the host of one node.
+
+    With `offloads`, optimizer states are on the host.
+    """
     gpus = gpus_per_node * num_nodes
     if offloads:
         host = num_weights * max(4 * gpus, FP32_BYTES)
-        return ModelStates(gpu=HALF_BYTES * num_weights, host=host * BUFFER_FACTOR)
+        return HALF_BYTES * num_weights, host * BUFFER_FACTOR
     gpu = HALF_BYTES * num_weights + (HALF_BYTES + FP32_BYTES) * num_weights / gpus
-    return ModelStates(gpu=gpu, host=4 * num_weights * gpus_per_node * BUFFER_FACTOR)
+    return gpu, 4 * num_weights * gpus_per_node * BUFFER_FACTOR
 
 
 def estimate_zero3_states(
@@ -172,24 +166,19 @@ def estimate_zero3_states(
     num_nodes: int = 1,
     offloads_optimizer: bool = False,
     offloads_weights: bool = False,
-    loads_in_shares: bool = False,
-) -> ModelStates:
-    """Estimate ZeRO-3's model states; `largest_layer`: number of weights of the largest layer.
+) -> tuple[float, float]:
+    """Estimate the bytes of ZeRO-3's states on one GPU, and on the host of one node.
 
-    `loads_in_shares`: with DeepSpeed's zero.Init no process builds the full model.
+    `largest_layer`: number of weights of the largest layer. Each process builds the full model.
     """
     gathered, gpus = 2 * HALF_BYTES * largest_layer, gpus_per_node * num_nodes
-    bytes_per_weight = HALF_BYTES + FP32_BYTES
+    bytes_per_weight, loading = HALF_BYTES + FP32_BYTES, 4 * num_weights * gpus_per_node
     if not offloads_optimizer:
-        loaded = largest_layer if loads_in_shares else num_weights
-        host = 4 * loaded * gpus_per_node
-        sharded = bytes_per_weight * num_weights / gpus
-        return ModelStates(gpu=gathered + sharded, host=host * BUFFER_FACTOR)
+        return gathered + bytes_per_weight * num_weights / gpus, loading * BUFFER_FACTOR
     on_host = bytes_per_weight if offloads_weights else FP32_BYTES
     offloaded = num_weights * on_host / num_nodes
-    loading = 0.0 if loads_in_shares else 4 * num_weights * gpus_per_node
     on_gpu = 0.0 if offloads_weights else HALF_BYTES * num_weights / gpus
-    return ModelStates(gpu=gathered + on_gpu, host=max(offloaded, loading) * BUFFER_FACTOR)
+    return gathered + on_gpu, max(offloaded, loading) * BUFFER_FACTOR
 
 
 def estimate_deepspeed_states(run: PlannedRun) -> dict[str, float] | None:
@@ -199,11 +188,11 @@ def estimate_deepspeed_states(run: PlannedRun) -> dict[str, float] | None:
         return None
     offloads, weights = strategy.offload_optimizer != "none", float(run.model.num_weights)
     if strategy.stage == 2:
-        states = estimate_zero2_states(
+        gpu, host = estimate_zero2_states(
             weights, gpus_per_node=gpus, num_nodes=run.num_nodes, offloads=offloads
         )
     else:
-        states = estimate_zero3_states(
+        gpu, host = estimate_zero3_states(
             weights,
             run.model.head_weights,
             gpus_per_node=gpus,
@@ -211,4 +200,4 @@ def estimate_deepspeed_states(run: PlannedRun) -> dict[str, float] | None:
             offloads_optimizer=offloads,
             offloads_weights=strategy.offload_parameters != "none",
         )
-    return {"gpu": states.gpu / GIB, "host": states.host / GIB}
+    return {"gpu": gpu / GIB, "host": host / GIB}

@@ -12,7 +12,13 @@ from app.planning.states import (
     optimizer_state_bytes,
     outer_state_bytes,
 )
-from app.strategy.settings import DdpConfig, FsdpConfig, LocalSgdConfig, ZeroConfig
+from app.strategy.settings import (
+    DdpConfig,
+    FsdpConfig,
+    LocalSgdConfig,
+    ZeroConfig,
+    shards_weights,
+)
 
 if TYPE_CHECKING:
     from app.planning.memory import PlannedRun
@@ -41,9 +47,7 @@ def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> Host
     on_disk = strategy.offload_optimizer == "disk"
     all_states = whole.trained + (0.0 if on_disk else _state_bytes(run, size))
     loading = offloaded = 0.0
-    if isinstance(strategy, FsdpConfig) or (
-        isinstance(strategy, ZeroConfig) and strategy.stage == 3
-    ):
+    if shards_weights(strategy):
         loading = (whole.frozen + whole.trained) * run.tensor_size
     if run.stream == "host":
         loading, offloaded = whole.frozen + whole.trained, size.layer.frozen * size.num_layers

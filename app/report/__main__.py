@@ -10,8 +10,7 @@ from pathlib import Path
 
 from app.config import changed_settings, load_run_config
 from app.config.plain import run_plain_verb
-from app.process.environment import protect_streams
-from app.process.signals import end_process, install_signal_handlers
+from app.process.environment import run_program
 from app.report.run_files import read_run_files, refuse_damaged
 from app.report.run_page import PAGE_FILE, Setting, render_comparison, title_of, write_page
 from app.run import find_run
@@ -94,6 +93,4 @@ def settings_in(folder: Path) -> list[Setting]:
 
 
 if __name__ == "__main__":
-    protect_streams()
-    install_signal_handlers()
-    end_process(run_plain_verb("report", ReportConfig, report_runs))
+    run_program(lambda: run_plain_verb("report", ReportConfig, report_runs))

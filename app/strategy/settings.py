@@ -211,6 +211,11 @@ def is_sharding(config: StrategyConfig) -> bool:
     return isinstance(config, (ZeroConfig, FsdpConfig))
 
 
+def shards_weights(config: StrategyConfig) -> bool:
+    """Return whether no rank holds all weights, as under FSDP and ZeRO-3."""
+    return config.stage == 3 if isinstance(config, ZeroConfig) else isinstance(config, FsdpConfig)
+
+
 def tensor_parallel_size(config: StrategyConfig, ranks_per_node: int) -> int:
     """Return the number of ranks that split each layer's matrices and see the same data."""
     if not isinstance(config, FsdpConfig):

@@ -21,9 +21,9 @@ from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
     StrategyConfig,
-    ZeroConfig,
     context_parallel_size,
     expert_parallel_size,
+    shards_weights,
 )
 from common.installation import verb_command
 
@@ -52,12 +52,6 @@ def _missing_package(config: Any) -> str | None:
 def _from_hub(config: Any) -> set[str]:
     model = config.model
     return {path for path in (model.path, model.tokenizer_path) if path and not Path(path).is_dir()}
-
-
-def _shards_whole_base(config: Any) -> bool:
-    strategy = config.strategy
-    is_zero3 = isinstance(strategy, ZeroConfig) and strategy.stage == 3
-    return is_zero3 or isinstance(strategy, FsdpConfig)
 
 
 def _untried_in_fp8(config: Any, devices: Devices) -> str:
@@ -238,7 +232,7 @@ GROUPS = (
         Conflict(lambda c, d: c.adapter.use_dora,
                  "{name}, but adapter.use_dora=true learns the magnitudes of the unchanged weights",
                  "{without}, or adapter.use_dora=false"),
-        Conflict(lambda c, d: _shards_whole_base(c),
+        Conflict(lambda c, d: shards_weights(c.strategy),
                  "{name}, and is saved relative to the original weights, which are loaded again "
                  "for it: {strategy} leaves no rank room for them",
                  "{without}, or strategy=ddp"),

@@ -12,7 +12,7 @@ from app.preflight.couplings.conflict import Conflict, Group
 from app.preflight.couplings.devices import has_data, is_training, splits_matrices
 from app.preflight.couplings.model import changes_base
 from app.preflight.couplings.unused import is_set
-from app.strategy.settings import ZeroConfig, is_sharding
+from app.strategy.settings import shards_weights
 from common.errors import nearest
 from common.installation import install_extra, verb_command
 from data_modules import dataset_names
@@ -29,12 +29,6 @@ OF_OBJECTIVES = {
 def _ambiguous_tasks(config: Any) -> list[str]:
     names = {*dataset_names(config.data.loss_datasets), *dataset_names(config.data.test_datasets)}
     return [task.name for task in config.evaluation.tasks if task.name in names]
-
-
-def _shards_weights(config: Any) -> bool:
-    strategy = config.strategy
-    keeps_weights = isinstance(strategy, ZeroConfig) and strategy.stage < 3
-    return is_sharding(strategy) and not keeps_weights
 
 
 def _losses(config: Any) -> list[str]:
@@ -287,7 +281,7 @@ GROUPS = (
                  "evaluation.every_steps=N, too, to measure it during the run"),
     )),
     Group(lambda c, d: is_training(c), rows=(
-        Conflict(lambda c, d: _shards_weights(c) and ", ".join(c.evaluation.harness),
+        Conflict(lambda c, d: shards_weights(c.strategy) and ", ".join(c.evaluation.harness),
                  "evaluation.harness=[{found}] needs the whole model on a rank, but {strategy} "
                  "shards the weights",
                  f"evaluation.harness=[], and afterwards {verb_command('evaluate')} run=FOLDER "
