@@ -26,10 +26,11 @@ from app.strategy.settings import (
     RanksConfig,
     StrategyConfig,
     context_parallel_size,
+    divisors,
     pipeline_parallel_size,
     words_of,
 )
-from app.training.micro_batch import can_probe_micro_batch, divisors
+from app.training.micro_batch import can_probe_micro_batch
 
 SPLITTING = ("ddp", "fsdp", "fsdp_hybrid", "fsdp_pp")
 """strategies of which those with shared rows, split experts or stages on nodes are considered"""

@@ -46,11 +46,13 @@ from app.preflight.couplings import (
     is_training,
     requested_devices,
 )
+from app.preflight.couplings.devices import indivisible
 from app.preflight.fingerprint import describe_base
 from app.strategy.settings import (
     PIPELINED,
     StrategyConfig,
     context_parallel_size,
+    divisors,
     expert_parallel_size,
     num_stages,
     tensor_parallel_size,
@@ -108,12 +110,12 @@ def check_tensor_parallel(size: int, base: BaseDescription) -> list[str]:
         "inner features": numbers.get("intermediate_size"),
     }
     known = {what: count for what, count in counts.items() if isinstance(count, int)}
-    common = math.gcd(size, *known.values()) if known else 0
-    fits = [str(n) for n in range(2, common + 1) if common % n == 0]
-    instead = f"strategy.tensor_parallel_size={' or '.join(fits)}, or " if fits else ""
+    fits = divisors(math.gcd(size, *known.values()), 2) if known else []
     return [
-        f"strategy.tensor_parallel_size={size} does not divide the {count} {what} of "
-        f"{base.name} ({count} / {size} leaves {count % size}); type {instead}strategy=fsdp"
+        indivisible(
+            *("tensor_parallel_size", size, count, f"the {count} {what} of {base.name}", fits),
+            "strategy=fsdp",
+        )
         for what, count in known.items()
         if count % size
     ][:1]
@@ -144,17 +146,15 @@ def check_expert_parallel(size: int, base: BaseDescription) -> list[str]:
     """List why `size` ranks cannot split the experts of this base among them."""
     if size == 1 or not base.config:
         return []
-    name, count = f"strategy.expert_parallel_size={size}", num_experts(text_numbers(base.config))
+    count = num_experts(text_numbers(base.config))
     if count < 2:
         return [
-            f"{name} splits the experts of a mixture, and {base.name} ({base.model_type}) has "
-            "none; type strategy.expert_parallel_size=1"
+            f"strategy.expert_parallel_size={size} splits the experts of a mixture, and "
+            f"{base.name} ({base.model_type}) has none; type strategy.expert_parallel_size=1"
         ]
-    fits = [str(n) for n in range(1, count + 1) if count % n == 0]
-    return [
-        f"{name} does not divide the {count} experts of {base.name} ({count} / {size} leaves "
-        f"{count % size}); type strategy.expert_parallel_size={' or '.join(fits)}"
-    ] * (count % size > 0)
+    what = f"the {count} experts of {base.name}"
+    problem = indivisible("expert_parallel_size", size, count, what, divisors(count))
+    return [problem] * (count % size > 0)
 
 
 def check_pipeline(strategy: StrategyConfig, base: BaseDescription) -> list[str]:

@@ -50,9 +50,9 @@ def _build_family(
 
         return LocalSgd(config)
     if isinstance(config, FsdpConfig):
-        from app.strategy.fsdp import build_sharded
+        from app.strategy.fsdp import Fsdp
 
-        return build_sharded(config, accelerator=accelerator, num_ranks=num_ranks)
+        return Fsdp(config)
     if isinstance(config, DdpConfig) and config.compression != "none":
         return CompressedDdp(config)
     if isinstance(config, DdpConfig) or num_ranks > 1:

@@ -42,21 +42,10 @@ from app.strategy.settings import MAX_UNSHARDED_SHARE, TIMEOUT, FsdpConfig
 from app.strategy.state import Allocate, ShardedTensor, StateTensor, local
 from app.strategy.step import clip_in_step, clips_in_step
 from app.strategy.tensor_parallel import Split, TensorParallel
-from common.errors import UserError
 
 log = logging.getLogger(__name__)
 
 COUNTS = "counts below are per rank"
-
-
-def build_sharded(config: FsdpConfig, *, accelerator: str, num_ranks: int) -> StrategyMixin:
-    """Build FSDP2, tensor parallelism, or both; UserError if the accelerator lacks support."""
-    if config.offload_parameters and accelerator != "gpu":
-        raise UserError(
-            f"strategy={config.name} offloads weights from a GPU to pinned host memory, and this "
-            "run is on the CPU; type strategy=fsdp"
-        )
-    return Fsdp(config)
 
 
 class Fsdp(StrategyMixin, ModelParallelStrategy):
@@ -156,21 +145,11 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         return self.device_mesh.get_group("tensor")
 
     def _divide(self) -> tuple[int, int]:
-        tensor, ranks = self.tensor_size, self._stage_ranks
-        if ranks % tensor:
-            raise UserError(
-                f"strategy.tensor_parallel_size={tensor} does not divide the {ranks} ranks; type a "
-                f"divisor of {ranks}"
-            )
-        groups = ranks // tensor
+        """Return the number of replicas, and of the ranks that shard each (`check_layout`)."""
+        groups = self._stage_ranks // self.tensor_size
         replicas = self.num_nodes if self.config.replicas is None else self.config.replicas
         if not self.config.shards_data_parallel:
             replicas = groups
-        if groups % replicas:
-            raise UserError(
-                f"strategy.replicas={replicas} does not divide the {groups} ranks with different "
-                f"data; type a divisor of {groups}"
-            )
         return replicas, groups // replicas
 
     # Model
@@ -401,15 +380,18 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         """Gather a state of which each rank has the part of its shard of `weight` on its disk."""
         part = value.read()
         if isinstance(weight, DTensor):
-            placement = weight.device_mesh, weight.placements
-            part = DTensor.from_local(
-                part.to(self.root_device),
-                *placement,
-                run_check=False,
-                shape=weight.shape,
-                stride=weight.stride(),
-            )
+            part = self._on_device(part, weight)
         return self._full(part, split)
+
+    def _on_device(self, part: Tensor, like: DTensor) -> DTensor:
+        """Return a tensor that is sharded like another, of which this rank has `part`."""
+        return DTensor.from_local(
+            part.to(self.root_device),
+            *(like.device_mesh, like.placements),
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
         """Copy this rank's shard of a full tensor into a weight."""
@@ -449,11 +431,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     def _full(self, tensor: Tensor, split: Split | None) -> Tensor:
         if isinstance(tensor, DTensor):
             if tensor.device != self.root_device:  # offloaded shards are gathered on the devices
-                part = tensor.to_local().to(self.root_device)
-                placement = tensor.device_mesh, tensor.placements
-                tensor = DTensor.from_local(
-                    part, *placement, run_check=False, shape=tensor.shape, stride=tensor.stride()
-                )
+                tensor = self._on_device(tensor.to_local(), tensor)
             tensor = tensor.full_tensor()
         if split is None:
             return tensor

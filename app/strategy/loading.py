@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.model.quantization import attach_quant_states, detach_quant_states
+from app.process.collectives import all_gather, is_rank0
 from app.process.environment import host_bytes
 from app.strategy.settings import TIMEOUT
 from common.errors import UserError
@@ -52,13 +53,10 @@ class Broadcaster:
             )
             for name, t in _named_tensors(model)
         ]
-        hashes: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(hashes, hashlib.sha256(repr(own).encode()).hexdigest())
-        if len(set(hashes)) == 1:
+        if len(set(all_gather(hashlib.sha256(repr(own).encode()).hexdigest()))) == 1:
             return
         # All ranks raise: a rank that continued would wait for the others.
-        built: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(built, own)
+        built = all_gather(own)
         first = built[0]
         rank, other = next(pair for pair in enumerate(built) if pair[1] != first)
         pairs = zip_longest(first, other, fillvalue="nothing")
@@ -133,12 +131,10 @@ def peak_host_bytes() -> int:
 
 def log_host_memory(before: int, *, reads_here: bool) -> None:
     """Log on rank 0 the peak host memory of every rank before and after loading."""
-    own = before, peak_host_bytes(), reads_here
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
+    ranks = all_gather((before, peak_host_bytes(), reads_here))
     peaks = ", ".join(
         f"rank {rank} {start / GIB:.2f} -> {end / GIB:.2f}{' (reads the base)' if reads else ''}"
         for rank, (start, end, reads) in enumerate(ranks)
     )
-    if dist.get_rank() == 0:
+    if is_rank0():
         log.info("load: peak host memory in GiB, before and after: %s", peaks)

@@ -245,6 +245,11 @@ def num_stages(config: StrategyConfig) -> int:
     return config.pipeline_parallel_size * config.stages_of_rank
 
 
+def divisors(number: int, least: int = 1) -> list[int]:
+    """Return the divisors of a number from `least` on, in order."""
+    return [each for each in range(least, number + 1) if number % each == 0]
+
+
 def cut_layers(costs: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
     """Return the layers [first, stop) of each stage, of nearly equal costs; none is empty."""
     ends, last = [0], 0

@@ -15,6 +15,7 @@ from app.strategy.settings import (
     DdpConfig,
     StrategyConfig,
     context_parallel_size,
+    divisors,
 )
 from app.training.optimizers import (
     embedding_weights,
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from data_modules import Batch
 
 log = logging.getLogger(__name__)
-
-
-def divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def can_probe_micro_batch(strategy: StrategyConfig) -> bool:

@@ -30,8 +30,7 @@ from app.planning.speed import estimate_flops, estimate_speed
 from app.planning.training import detect_hardware
 from app.preflight import check_compatibility
 from app.run import describe_global_batch, global_batch_of
-from app.strategy.settings import DdpConfig, FsdpConfig, words_of
-from app.training.micro_batch import divisors
+from app.strategy.settings import DdpConfig, FsdpConfig, divisors, words_of
 from app.training.trainer import Environment
 from common.errors import UserError
 from data_modules import BatchSpec

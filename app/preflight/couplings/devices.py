@@ -11,12 +11,14 @@ from app.strategy.settings import (
     FsdpConfig,
     StrategyConfig,
     context_parallel_size,
+    divisors,
     expert_parallel_size,
     pipeline_parallel_size,
     ranks_per_row,
     tensor_parallel_size,
 )
 from common.errors import DeviceError
+from common.text import counted
 
 if TYPE_CHECKING:
     from app.config.verbs import EvaluateConfig, MergeConfig, TrainConfig, TunedConfig
@@ -133,6 +135,18 @@ def check_devices(trainer: TrainerConfig, num_gpus: int | None) -> list[str]:
     ]
 
 
+def indivisible(name: str, size: int, count: int, what: str, fits: list[int], *others: str) -> str:
+    """Say that strategy.`name`=`size` does not divide `what`, and which numbers would.
+
+    `count`: the number in `what`. `others`: what to type instead of one of `fits`.
+    """
+    typed = (f"strategy.{name}={' or '.join(map(str, fits))}",) if fits else ()
+    return (
+        f"strategy.{name}={size} does not divide {what} ({count} / {size} leaves {count % size}); "
+        f"type {', or '.join(typed + others)}"
+    )
+
+
 def check_layout(
     strategy: StrategyConfig, trainer: TrainerConfig, ranks_per_node: int
 ) -> list[str]:
@@ -144,34 +158,21 @@ def check_layout(
         ("pipeline_parallel_size", pipe, 2),
     ):
         if ranks % split:
-            fits = [str(n) for n in range(least, ranks + 1) if ranks % n == 0]
-            return [
-                f"strategy.{name}={split} does not divide {ranks} rank{'s' * (ranks != 1)} "
-                f"({ranks} / {split} leaves {ranks % split}); type "
-                + (f"strategy.{name}={' or '.join(fits)}, or " if fits else "")
-                + f"trainer.devices={split}"
-            ]
+            what, devices = counted(ranks, "rank"), f"trainer.devices={split}"
+            return [indivisible(name, split, ranks, what, divisors(ranks, least), devices)]
     if not isinstance(strategy, FsdpConfig):
         return []
     ranks //= pipe
-    size = tensor_parallel_size(strategy, ranks_per_node)
+    name, size = "tensor_parallel_size", tensor_parallel_size(strategy, ranks_per_node)
     if ranks % size:
-        fits = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and n <= ranks_per_node]
-        fitting = f"strategy.tensor_parallel_size={' or '.join(fits)}" if fits else "strategy=ddp"
-        return [
-            f"strategy.tensor_parallel_size={size} does not divide {ranks} rank"
-            f"{'s' * (ranks != 1)} ({ranks} / {size} leaves {ranks % size}); type {fitting}, or "
-            f"trainer.devices={size}"
-        ]
+        fits = [each for each in divisors(ranks, 2) if each <= ranks_per_node]
+        others = (*(() if fits else ("strategy=ddp",)), f"trainer.devices={size}")
+        return [indivisible(name, size, ranks, counted(ranks, "rank"), fits, *others)]
     groups, replicas = ranks // size, strategy.replicas or trainer.nodes
     if groups % replicas == 0 or not strategy.shards_data_parallel:
         return []
-    fits = [str(n) for n in range(1, groups + 1) if groups % n == 0]
-    return [
-        f"strategy.replicas={replicas} does not divide {groups} data-parallel ranks "
-        f"({groups} / {replicas} leaves {groups % replicas}); type strategy.replicas="
-        f"{' or '.join(fits)}"
-    ]
+    what = f"{groups} data-parallel ranks"
+    return [indivisible("replicas", replicas, groups, what, divisors(groups))]
 
 
 def check_global_batch(
