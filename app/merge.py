@@ -83,7 +83,10 @@ def merge(config: MergeConfig) -> Difference | None:
         file = convert(converter, unfinished, str(dtype).removeprefix("torch."), kind)
         check_gguf(config, tuned, unfinished, file)
         write_atomically(unfinished / OLLAMA_FILE, render_ollama_file(tuned, unfinished))
-    card = render_merged_card(config, tuned, differences, dtype, manifest, metrics)
+    objective = None if config.run is None else asdict(load_run_config(Path(config.run)).objective)
+    card = render_merged_card(
+        config, tuned, differences, dtype, manifest, metrics, objective=objective
+    )
     write_atomically(unfinished / CARD_FILE, card)
     report = {name: asdict(difference) for name, difference in differences.items()}
     write_atomically(unfinished / REPORT_FILE, json.dumps(report, indent=2) + "\n")

@@ -2,7 +2,8 @@
 
 Liger's kernels on a GPU; our own RMS norm and oneDNN's matrix products on a CPU. A kernel is used
 only if it gives the same results and gradients as the module on random inputs, and only in
-training: evaluation runs the original forward. The `forward` of a module is replaced, and restored
+training, and for what a training step compares itself with: evaluation runs the original forward.
+The `forward` of a module is replaced, and restored
 after the fit; its parameters stay, so that adapters, sharding and saving are not affected.
 """
 
@@ -13,13 +14,14 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from app.model.contexts import eval_mode, replaced
 from app.model.feed_forward import ChunkedFeedForward
 from app.model.head import LossHead, linear_cross_entropy
 from common.text import reason_of
@@ -108,11 +110,13 @@ class FusedRope:
     kernel: Rotation
     original: Rotation
     source: ModuleType
+    runs_without_gradients: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
-        if len(args) != 4 or kwargs or not torch.is_grad_enabled():
+        is_training = self.runs_without_gradients or torch.is_grad_enabled()
+        if len(args) != 4 or kwargs or not is_training:
             return self.original(*args, **kwargs)
         return self.compute(*args)
 
@@ -251,6 +255,24 @@ def unfuse_layers(model: torch.nn.Module) -> None:
     for source in _rope_sources(model):
         if isinstance(rope := vars(source)[ROPE], FusedRope):
             setattr(source, ROPE, rope.original)
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Disable dropout and gradients in this context, but keep the kernels of a model that trains.
+
+    What is measured so differs from a training step's results by the weights alone: in bf16, two
+    kernels' roundings add up to more than a nat over the tokens of a long answer.
+    """
+    fused: list[tuple[Any, str, Any]] = []
+    if model.training:
+        modules = (m for m in model.modules() if isinstance(vars(m).get("forward"), Fused))
+        fused += [(module, "training", True) for module in modules]
+        ropes = (vars(source)[ROPE] for source in _rope_sources(model))
+        ropes = (rope for rope in ropes if isinstance(rope, FusedRope))
+        fused += [(rope, "runs_without_gradients", True) for rope in ropes]
+    with eval_mode(model), replaced(fused):
+        yield
 
 
 def _rope_sources(model: torch.nn.Module) -> list[ModuleType]:

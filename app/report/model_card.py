@@ -74,8 +74,7 @@ def render_run_card(
         front["datasets"] = hub_ids
     kind = str(adapter.get("name") or "adapter")
     objective = run.config.get("objective") or {}
-    learned, beta = str(objective.get("name") or "sft"), objective.get("beta")
-    front["tags"] = ["loft", learned, *([kind] if is_adapter else [])]
+    front["tags"] = ["loft", str(objective.get("name") or "sft"), *([kind] if is_adapter else [])]
     name = Path(base).name or "A model from random weights"
     numbers = ", ".join(f"{key} {adapter[key]:g}" for key in ("r", "alpha") if adapter.get(key))
     kind_of = f"{cell(kind)} adapter{f' ({numbers})' if numbers else ''}"
@@ -85,7 +84,7 @@ def render_run_card(
         f"# {cell(name)}, fine-tuned",
         "",
         f"{what} `{cell(Path(base).name if is_local else base)}`{at_revision}, by "
-        f"objective={cell(learned)}{'' if beta is None else cell(f' (beta {beta})')}.",
+        f"{_objective_and_beta(objective)}.",
         "",
         "## Use",
         "",
@@ -121,8 +120,13 @@ def render_merged_card(
     dtype: torch.dtype,
     manifest: Mapping[str, Any],
     metrics: Mapping[str, float],
+    *,
+    objective: Mapping[str, Any] | None,
 ) -> str:
-    """Return the card of a merged model as Markdown, with the hub's metadata in front."""
+    """Return the card of a merged model as Markdown, with the hub's metadata in front.
+
+    `objective`: that of the run, None without one.
+    """
     task = _task(tuned.base.architecture.is_encoder_decoder, len(config.model.labels))
     front = {"library_name": "transformers", "pipeline_tag": task}
     base = str(config.model.path)
@@ -149,7 +153,8 @@ def render_merged_card(
     body = [
         f"# {cell(Path(base).name)}, fine-tuned",
         "",
-        f"`{cell(base)}`{cell(revision)} with an adapter ({adapter}) merged into it, in "
+        f"`{cell(base)}`{cell(revision)} with an adapter ({adapter}) merged into it"
+        f"{'' if objective is None else f', trained by {_objective_and_beta(objective)}'}, in "
         f"{str(dtype).removeprefix('torch.')}.",
         "",
         *(f"- {sentence}" for sentence in how),
@@ -167,12 +172,17 @@ def render_merged_card(
     shown = {
         name: value
         for name, value in metrics.items()
-        if re.match("(base|tuned)/(val/loss|exact_match)", name)
+        if re.match("(base|tuned)/(val/(loss|accuracy)|exact_match)", name)
     }
     if shown:
         figures = [[cell(name), f"{value:.4g}"] for name, value in shown.items()]
         body += ["", "## Measured on held-out rows", "", *_table([["figure", "value"], *figures])]
     return _join(front, [*body, ""])
+
+
+def _objective_and_beta(objective: Mapping[str, Any]) -> str:
+    name, beta = cell(objective.get("name") or "sft"), objective.get("beta")
+    return f"objective={name}{'' if beta is None else f' (beta {cell(beta)})'}"
 
 
 def _task(is_encoder_decoder: bool, num_outputs: int) -> str:

@@ -27,6 +27,7 @@ from app.model.kernels import (
     FusedRope,
     fuse_layers,
     unfuse_layers,
+    without_dropout,
 )
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.training.module import FinetuneModule
@@ -190,6 +191,9 @@ def test_rope_is_replaced_by_one_kernel(
         assert (grad - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
     with torch.no_grad():
         assert torch.equal(vars(home)[ROPE](*angles())[0], own(*angles())[0])  # evaluated
+    with without_dropout(model):  # compared with a training step
+        assert vars(home)[ROPE].runs_without_gradients
+    assert not vars(home)[ROPE].runs_without_gradients
     unfuse_layers(model)
     assert vars(home)[ROPE] is own
 

@@ -654,8 +654,8 @@ BUGS = [
     Bug(
         name="the reference keeps the adapter",
         file="app/training/objective/pairs.py",
-        right="with eval_mode(model), adapter_disabled(model):",
-        wrong="with eval_mode(model):",
+        right="with without_dropout(model), adapter_disabled(model):",
+        wrong="with without_dropout(model):",
         test="tests/training/test_dpo.py::test_loss_and_gradients_are_those_of_the_formula",
     ),
     Bug(

@@ -310,6 +310,7 @@ def test_a_trained_classifier_opens_in_transformers_with_the_same_outputs(
         folder = tmp_path / "merged"
         typed = [f"run={run}", f"output.dir={folder}", "merge.dtype=fp32"]
         assert shell.type_train(typed, tmp_path, module="app.merge").code == 0
+        assert "trained by objective=classify, in float32" in (folder / "README.md").read_text()
         assert shell.type_train([f"run={run}"], tmp_path, module="app.chat").code == 2
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

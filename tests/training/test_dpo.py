@@ -13,11 +13,12 @@ from torch.nn.functional import log_softmax, logsigmoid
 
 from app.model.attention import attention_implementation
 from app.model.head import fuse_head
+from app.model.kernels import FusedNorm, fuse_layers
 from app.training.metrics import FirstLoss
 from app.training.objective.build import build_objective
 from app.training.objective.cached import measure_references
 from app.training.objective.objective import batch_loss
-from app.training.objective.pairs import base_log_probs, find_warning
+from app.training.objective.pairs import base_log_probs, document_log_probs, find_warning
 from app.training.objective.settings import (
     DpoConfig,
     IpoConfig,
@@ -280,6 +281,24 @@ def test_a_new_adapter_has_the_loss_that_the_first_step_is_checked_for(
     first.check(found["train/loss"])
     with pytest.raises(TrainingFault, match="step 1: the loss of objective=dpo is"):
         first.check(1.001 * known)
+
+
+def test_the_base_is_measured_by_the_kernels_of_training(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for parameter, weight in model.named_parameters():
+        if "lora_B" in parameter:
+            weight.data.zero_()
+    (batch,) = batches(make_pairs(), [4], packed=True)
+    own = document_log_probs(model, batch, "sdpa")[0].view(-1, 2)
+    fuse_layers(model)
+    compute = FusedNorm.compute
+    monkeypatch.setattr(FusedNorm, "compute", lambda *given: 1.01 * compute(*given))  # rounds so
+    trained = document_log_probs(model, batch, "sdpa")[0].view(-1, 2)
+    assert not torch.allclose(trained, own, rtol=1e-4)
+    assert torch.equal(base_log_probs(model, batch, "sdpa"), trained)
+    assert all(module.training for module in model.modules())
+    assert torch.allclose(base_log_probs(model.eval(), batch, "sdpa"), own, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["rpo", "dpo alone", "orpo", "simpo"])

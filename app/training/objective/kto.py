@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.model.contexts import eval_mode
+from app.model.kernels import without_dropout
 from app.training.objective.objective import (
     Losses,
     Objective,
@@ -62,7 +62,7 @@ class Kto(Objective):
             assert others is not None
             others = others.to(device)
             reference = self.reference(model, others, backend)
-            with eval_mode(model):
+            with without_dropout(model):
                 log_probs, _ = document_log_probs(model, others, backend)
             gains = log_probs - reference
             sums += torch.stack([gains.sum(), gains.new_tensor(float(len(gains)))])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from app.model.adapter import adapter_disabled
-from app.model.contexts import eval_mode
 from app.model.head import head_log_probs
+from app.model.kernels import without_dropout
 from app.training.objective.forward import document_numbers, head_inputs
 from app.training.objective.objective import (
     Losses,
@@ -142,7 +142,7 @@ def base_log_probs(model: Any, batch: Batch, backend: str) -> Tensor:
 
 
 def _without_adapter(model: Any, batch: Batch, backend: str) -> Tensor:
-    with eval_mode(model), adapter_disabled(model):
+    with without_dropout(model), adapter_disabled(model):
         return document_log_probs(model, batch, backend)[0]
 
 
