@@ -130,6 +130,14 @@ def _compositions_are_kept() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _faults_are_of_one_test() -> Iterator[None]:
+    from app.process import faults
+
+    yield
+    faults.arm_faults([], Path())
+
+
+@pytest.fixture(autouse=True)
 def _no_inherited_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove variables that a verb sets for its ranks, so that the next test is not a rank.
 

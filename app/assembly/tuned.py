@@ -93,7 +93,10 @@ def open_tuned(config: TunedConfig, env: Environment) -> Tuned:
 
     UserError if a run's adapter or model no longer exists.
     """
-    adapter, folder = adapter_of(config), find_tuned(config)
+    adapter = adapter_of(config)
+    folder = None if config.tuned_path is None else Path(config.tuned_path)
+    if folder and not is_adapter(folder) and not (folder / "config.json").is_file():
+        raise UserError(f"run={config.run}: {folder} has neither an adapter nor a model")
     base = open_base(config, env, adapter)
     tokenizer, stop_ids = base.tokenizer, set(base.stop_ids)
     if folder is not None and (folder / "tokenizer_config.json").is_file():
@@ -121,16 +124,6 @@ def adapter_of(config: TunedConfig) -> AdapterConfig:
         return load_run_config(Path(str(config.run))).adapter
     is_lora = config.tuned_path is None or is_adapter(Path(config.tuned_path))
     return LoraConfig() if is_lora else FullConfig()
-
-
-def find_tuned(config: TunedConfig) -> Path | None:
-    """Return the folder of the adapter or model; None for a base alone, UserError if it is gone."""
-    if config.tuned_path is None:
-        return None
-    folder = Path(config.tuned_path)
-    if not is_adapter(folder) and not (folder / "config.json").is_file():
-        raise UserError(f"run={config.run}: {folder} has neither an adapter nor a model")
-    return folder
 
 
 def open_reward_model(

@@ -182,12 +182,12 @@ class Environment:
 
     accelerator: str
     """gpu or cpu"""
-    devices: int
-    num_ranks: int
-    num_data_ranks: int
-    """ranks that see different data; those that split matrices or rows count as one"""
     precision: str
-    accumulation: int
+    devices: int = 1
+    num_ranks: int = 1
+    num_data_ranks: int = 1
+    """ranks that see different data; those that split matrices or rows count as one"""
+    accumulation: int = 1
     """micro-batches that a rank accumulates per optimizer step"""
     micro_batch_size: int = 1
     """packs per micro-batch"""
@@ -289,14 +289,7 @@ def resolve_single_device(accelerator: str, precision: str) -> Environment:
     """Resolve the environment of an evaluation: one process, no optimizer steps."""
     accelerator = resolve_accelerator(accelerator)
     precision = resolve_precision(precision, accelerator)
-    return Environment(
-        accelerator=accelerator,
-        devices=1,
-        num_ranks=1,
-        num_data_ranks=1,
-        precision=precision,
-        accumulation=1,
-    )
+    return Environment(accelerator=accelerator, precision=precision)
 
 
 def resolve_accelerator(accelerator: str) -> str:

@@ -16,12 +16,6 @@ from tests.processes import LONGEST
 from tests.training.checkpoint.saves import NOT_KILLED, in_a_child
 
 
-@pytest.fixture(autouse=True)
-def disarmed() -> object:
-    yield
-    faults.arm_faults([], Path())
-
-
 def plan_faults(run: Path, *texts: str, rank: int = 0, num_ranks: int = 1) -> None:
     armed, problems = faults.parse_faults(texts)
     assert problems == []

@@ -336,8 +336,7 @@ BUGS = [
         file="app/training/schedule.py",
         right="return (step + 1) / warmup",
         wrong="return step / warmup",
-        test="tests/training/test_schedule.py"
-        "::test_the_warm_up_rises_evenly_and_reaches_the_peak_with_its_last_step",
+        test="tests/training/test_schedule.py::test_factors_are_those_by_hand[warm-up]",
     ),
     Bug(
         name="a copy of a held-out row is trained on",

@@ -104,11 +104,6 @@ def test_a_rate_that_scaling_made_too_large_is_doubted_and_from_scratch_none_is(
     assert resolve(FullConfig(), lr=3e-3, from_scratch=True).warning is None
 
 
-def test_the_shipped_quickstart_is_silent() -> None:
-    """Tiny models need more than the field's models; ten times leaves room for that."""
-    assert resolve(LoraConfig(), lr=3e-3).warning is None
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(2e-4, "2e-4"), (5.656e-4, "5.66e-4"), (3e-3, "3e-3"), (0.01, "0.01"), (1.0, "1"), (0, "0")],

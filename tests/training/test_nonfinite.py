@@ -48,12 +48,6 @@ STEPS, BAD = 5, 3
 State = tuple[dict[str, Tensor], dict[str, Tensor], Any]
 
 
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    faults.arm_faults([], Path())
-
-
 @dataclass
 class Fit:
     """States and metrics of a short run."""

@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from app.config import run_verb
-from app.process import faults
 from app.train import train
 from app.training.checkpoint.saving import CheckpointSaver
 from app.training.checkpoint.store import CheckpointStore
@@ -35,12 +34,6 @@ RUN = (
     "logger=csv",
 )
 STREAM = ("data.streaming=true", "data.mixture.weights=rows")
-
-
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    faults.arm_faults([], Path())
 
 
 @pytest.fixture

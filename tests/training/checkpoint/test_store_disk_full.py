@@ -22,12 +22,6 @@ NUM_POINTS = 20
 Usage = namedtuple("Usage", "total used free")
 
 
-@pytest.fixture(autouse=True)
-def disarmed() -> object:
-    yield
-    faults.arm_faults([], Path())
-
-
 def plan_faults(run: Path, text: str) -> None:
     armed, problems = faults.parse_faults([text])
     assert not problems
