@@ -162,11 +162,13 @@ class ShownBatches:
     key: str
     num_rows: int
     show: Callable[[str, int, int], None]
+    sharding: Placement | None = None
+    """the strategy that gives each rank its part of a batch, None for whole batches"""
 
     def __iter__(self) -> Iterator[Any]:
         for done, batch in enumerate(self.batches):
             self.show(self.key, self.num_rows * done // len(self.batches), self.num_rows)
-            yield batch
+            yield batch if self.sharding is None else self.sharding.shard_batch(batch)
         self.show(self.key, self.num_rows, self.num_rows)
 
 
@@ -263,7 +265,7 @@ class Evaluator:
         losses = validate(
             self.objective,
             model,
-            ShownBatches(batches, f"{variant}-losses", num_rows, self.runner.show),
+            ShownBatches(batches, f"{variant}-losses", num_rows, self.runner.show, self.sharding),
             self.backend,
             names,
             device,

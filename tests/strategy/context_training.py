@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface
 
+from app.evaluation.evaluator import ShownBatches
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.attention import check_isolation
 from app.model.attention.exchange import check_exchange
@@ -21,7 +22,7 @@ from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.strategy.loading import peak_host_bytes
 from app.strategy.placement import Placement
-from app.training.objective.objective import batch_loss
+from app.training.objective.objective import batch_loss, validate
 from app.training.objective.sft import Sft
 from app.training.objective.sums import DatasetSums
 from app.training.routing import balance_loss
@@ -285,11 +286,15 @@ def peak_of_a_document(num_tokens: int) -> int:
     return peaks[1] - peaks[0]
 
 
-def refused_and_balanced() -> tuple[str, float, float]:
-    """Return why a model without the exchange is refused, and the routers' loss of both ways."""
+def refused_and_balanced() -> tuple[str, list[list[float]], list[float]]:
+    """Return why a model without the exchange is refused, and losses of slices and of whole rows.
+
+    The losses are those of an evaluation, by data set and in all, and the routers'.
+    """
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
     slices, model = Slices(), make_model("llama")
     assert slices.context_ranks is not None
+    losses = [evaluated(model, None, None), evaluated(model, slices, summed)]
     kind = model.config._attn_implementation
     AttentionInterface.register(kind, lambda *args, exchange=None, **rest: attend(*args, **rest))
     try:
@@ -302,8 +307,23 @@ def refused_and_balanced() -> tuple[str, float, float]:
     part = slices.shard_batch(batch)
     assert part.sequence is not None
     own = balance_loss([logits[part.sequence.start : part.sequence.stop]], part, 2)
-    dist.all_reduce(own)
-    return refusal, own.item(), balance_loss([logits], batch, 2).item()
+    return refusal, losses, [balance_loss([logits], batch, 2).item(), summed(own).item()]
+
+
+def evaluated(
+    model: Any, sharding: Slices | None, sum_over_ranks: Callable[[Tensor], Tensor] | None
+) -> list[float]:
+    """Return the losses of an evaluation by data set, and in all."""
+    batches = ShownBatches([make_batch("llama")], "losses", 7, lambda *_: None, sharding)
+    losses = validate(
+        Sft(), model, batches, "sdpa", ["a", "b"], None, sum_over_ranks, is_packed=True
+    )
+    return list(losses.values())
+
+
+def summed(tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor)
+    return tensor
 
 
 def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any) -> Any:

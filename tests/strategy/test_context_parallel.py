@@ -90,10 +90,11 @@ def test_the_way_is_chosen_by_heads_and_bytes() -> None:
     assert key_repeats(16, 6, 2) == 2  # the mean of Gemma 4's layers, in a plan
 
 
-def test_layers_without_exchange_are_refused_and_routers_balance_whole_documents() -> None:
-    for refusal, own, whole in on_ranks(2, refused_and_balanced):
+def test_layers_without_exchange_are_refused_and_slices_are_evaluated_as_whole_rows() -> None:
+    for refusal, (whole, sliced), (whole_balance, balance) in on_ranks(2, refused_and_balanced):
         assert "strategy.context_parallel_size=2: slices of a row give other logits" in refusal
-        assert own == pytest.approx(whole, rel=1e-6)
+        assert len(whole) >= 3 and sliced == pytest.approx(whole, rel=1e-6)
+        assert balance == pytest.approx(whole_balance, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,18 @@ def test_slices_train_as_one_process(name: str, long_rows: tuple[str, ...], runs
 
 
 @pytest.mark.slow
+def test_rounded_weights_are_measured_as_by_one_process(
+    long_rows: tuple[str, ...], runs: Runs
+) -> None:
+    words = (*ADAPTERS["full"], "output.dtype=bf16", *long_rows)
+    sliced_run, whole = (
+        json.loads((runs.train(layout, *words) / "metrics.json").read_text())["tuned/val/loss"]
+        for layout in (sliced("fsdp"), SINGLE)
+    )
+    assert sliced_run == pytest.approx(whole, rel=1e-4)  # other last digits round otherwise
+
+
+@pytest.mark.slow
 def test_rows_that_auto_splits_train_as_one_process(long_rows: tuple[str, ...], runs: Runs) -> None:
     words = (*ADAPTERS["lora"], CLIPPED, *long_rows, "recompute=none")
     layout = Layout(strategy="auto", words=("trainer.micro_batch_size=1",))
