@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -78,6 +79,15 @@ def group(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
+@contextmanager
+def without_messages(logs: str) -> Iterator[None]:
+    """Have ranks that do not exist send nothing, and log no memory by the module `logs`."""
+    silent = ("broadcast", "broadcast_object_list", "all_gather_object")
+    nothing = dict.fromkeys(silent, mock.Mock(return_value=None))
+    with mock.patch.multiple(dist, **nothing), mock.patch(f"{logs}.log_host_memory"):
+        yield
+
+
 def builder_of(config: Any) -> Any:
     """Return a function that builds an experiment's model on the meta device."""
 
@@ -110,9 +120,7 @@ def states_of(model: Any, strategy: Any, num_ranks: int) -> ModelStates:
     [("llama70b", 8), pytest.param("falcon180b", 8, marks=pytest.mark.versions)],
     indirect=["group"],
 )
-def test_experiments_are_sharded_by_fsdp(
-    monkeypatch: pytest.MonkeyPatch, name: str, group: int
-) -> None:
+def test_experiments_are_sharded_by_fsdp(name: str, group: int) -> None:
     """On the meta device."""
     config = load_config("train", [f"+experiment={name}"])
     build = builder_of(config)
@@ -125,13 +133,11 @@ def test_experiments_are_sharded_by_fsdp(
             names = ("replicate", "shard", "tensor")
             self._device_mesh = init_device_mesh("cpu", (1, group, 1), mesh_dim_names=names)
 
-    for silent in ("broadcast", "broadcast_object_list", "all_gather_object"):
-        monkeypatch.setattr(dist, silent, lambda *args, **kwargs: None)
-    monkeypatch.setattr(sharded, "log_host_memory", lambda *args, **kwargs: None)
     settings = config.strategy if isinstance(config.strategy, FsdpConfig) else FsdpConfig()
     strategy = WithoutNumbers(settings)
 
-    model = strategy.build_model(build)
+    with without_messages("app.strategy.fsdp"):
+        model = strategy.build_model(build)
     shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
     # Its layers, the embedding, the head, and the root with the last norm.
     assert len(shared) == len(decoder_layers(model)) + 3 == model.config.num_hidden_layers + 3
@@ -148,7 +154,7 @@ def test_experiments_are_sharded_by_fsdp(
     ("name", "num_ranks", "stage"), [("llama70b_3d", 8, "first"), ("llama405b_3d", 32, "last")]
 )
 def test_a_meta_model_is_cut_into_stages_of_split_layers(
-    name: str, num_ranks: int, stage: str, monkeypatch: pytest.MonkeyPatch
+    name: str, num_ranks: int, stage: str
 ) -> None:
     """A rank has its share of the layers and ends that its stages are planned with."""
     config = load_config("train", [f"+experiment={name}"])
@@ -165,12 +171,10 @@ def test_a_meta_model_is_cut_into_stages_of_split_layers(
             names = ("pipe", "replicate", "shard", "tensor")
             self._device_mesh = init_device_mesh("cpu", (size, 1, 1, split), mesh_dim_names=names)
 
-    for silent in ("broadcast", "broadcast_object_list", "all_gather_object"):
-        monkeypatch.setattr(dist, silent, lambda *args, **kwargs: None)
-    monkeypatch.setattr(sharded, "log_host_memory", lambda *args, **kwargs: None)
     strategy = WithoutNumbers(config.strategy)
     try:
-        strategy.build_model(builder_of(config))
+        with without_messages("app.strategy.fsdp"):
+            strategy.build_model(builder_of(config))
     finally:
         dist.destroy_process_group()
     planned = model_from_modules("", builder_of(config)(), {})
@@ -209,14 +213,10 @@ def shard_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
         world_size, num_processes, num_nodes, global_rank = num_ranks, num_ranks, 1, 0
         root_device = torch.device("meta")
 
-    nothing = mock.Mock(return_value=None)
     with (
-        mock.patch.multiple(
-            dist, broadcast=nothing, broadcast_object_list=nothing, all_gather_object=nothing
-        ),
-        mock.patch("app.strategy.deepspeed.log_host_memory"),
+        without_messages("app.strategy.deepspeed"),
         # By its module: the package has PyTorch under the same name.
-        mock.patch.object(import_module("deepspeed.comm.torch"), "build_shm_op", nothing),
+        mock.patch.object(import_module("deepspeed.comm.torch"), "build_shm_op"),
         mock.patch.object(type(get_accelerator()), "device_name", lambda *_: "meta"),
     ):
         deepspeed.init_distributed("fake", verbose=False)
@@ -266,13 +266,9 @@ def set_up_zero(num_ranks: int) -> dict[str, float]:
         world_size, num_processes, num_nodes, global_rank = num_ranks, 8, num_ranks // 8, 0
         root_device = torch.device("cpu")
 
-    nothing = mock.Mock(return_value=None)
     with (
-        mock.patch.multiple(
-            dist, broadcast=nothing, broadcast_object_list=nothing, all_gather_object=nothing
-        ),
-        mock.patch("app.strategy.deepspeed.log_host_memory"),
-        mock.patch.object(import_module("deepspeed.comm.torch"), "build_shm_op", nothing),
+        without_messages("app.strategy.deepspeed"),
+        mock.patch.object(import_module("deepspeed.comm.torch"), "build_shm_op"),
     ):
         deepspeed.init_distributed("fake", verbose=False)
         strategy = OneOfMany(config.strategy)
