@@ -24,7 +24,7 @@ from app.process.environment import configure_libraries, run_program
 from app.run import AUTO, compare_existing
 from app.run.folder import CONFIG_FILE, OUTPUTS, into_folder
 from app.run.remote import is_url, url_of
-from app.sweep.slurm import SLURM_NAME
+from app.sweep.slurm import check_names
 from common.errors import DONE, UserError
 from common.files import write_atomically
 from common.installation import ROOT, is_checkout, verb_command
@@ -94,10 +94,7 @@ def check_launch(
 ) -> Iterator[str]:
     """Yield what keeps this run from starting elsewhere, as far as its settings say."""
     launcher, name = config.launcher, config.launcher.name
-    for key in ("partition", "account"):
-        value = getattr(launcher, key)
-        if value is not None and not SLURM_NAME.fullmatch(value):
-            yield f"launcher.{key}={value!r}: expected letters, digits, and any of _.,:@+-"
+    yield from check_names(launcher)
     defaults = LauncherConfig()
     for key in OF_SLURM if name != "slurm" else ("gpus",):
         if getattr(launcher, key) != getattr(defaults, key):

@@ -22,10 +22,11 @@ from app.preflight import requested_devices
 from app.process.launch import quote_words
 from app.run.folder import (
     OUTPUTS,
-    UNSET,
-    into_folder,
+    OutputConfig,
+    expand_home,
     lock_run,
     make_new_dir,
+    make_run_dir,
     separate_files,
 )
 from app.sweep.parameters import (
@@ -257,24 +258,15 @@ def _default_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
 
 
 def _make_folder(name: str, folder: str | None) -> Path:
-    """Create the folder of a sweep: the requested one, or outputs/NAME/sweep-TIME."""
-    if folder is not None and not folder.strip():
-        raise UserError(f"output.dir is empty; {UNSET}")
+    """Make the folder of a sweep: the requested one, or outputs/NAME/sweep-TIME."""
     if folder is None:
         return make_new_dir(OUTPUTS / name, "sweep-")
-    path = Path(folder)
-    if (path / SWEEP_FILE).exists():
+    if (expand_home("output.dir", folder) / SWEEP_FILE).exists():
         raise UserError(
-            f"output.dir={path} contains another sweep; use another folder, or resume that sweep "
-            f"with -m resume={path}"
+            f"output.dir={folder} contains another sweep; use another folder, or resume that sweep "
+            f"with -m resume={folder}"
         )
-    if path.is_dir() and any(path.iterdir()):
-        raise UserError(f"output.dir={path} is not empty; use another folder")
-    if path.exists() and not path.is_dir():
-        raise UserError(f"output.dir={path} is a file; use the name of a folder")
-    with into_folder(path):
-        path.mkdir(parents=True, exist_ok=True)
-    return path
+    return make_run_dir(OutputConfig(name=name, dir=folder))
 
 
 def _gpu_slots(config: TrainConfig) -> list[str | None]:

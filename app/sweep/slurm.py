@@ -132,14 +132,19 @@ def check_slurm() -> None:
         )
 
 
-def check_jobs(config: LauncherConfig, parameters: Sequence[Parameter]) -> list[str]:
-    """List the settings that cannot be written into the files of a job."""
+def check_names(config: LauncherConfig) -> list[str]:
+    """List the names of SLURM that cannot be written into a job's script."""
     names = {"partition": config.partition, "account": config.account}
     return [
         f"launcher.{key}={name!r}: expected a name of SLURM: letters, digits, and any of _.,:@+-"
         for key, name in names.items()
         if name is not None and not SLURM_NAME.fullmatch(name)
-    ] + [
+    ]
+
+
+def check_jobs(config: LauncherConfig, parameters: Sequence[Parameter]) -> list[str]:
+    """List the settings that cannot be written into the files of a job."""
+    return check_names(config) + [
         f"{parameter.key}: contains a secret, and submitit writes the settings of a job to a file; "
         "use launcher=local, or data that needs no secret"
         for parameter in parameters

@@ -356,9 +356,9 @@ def test_a_folder_that_is_not_empty_is_refused(
     Path("full/notes.txt").touch()
     result = sweep(*overrides, "adapter.r=2,4", "output.dir=full")
     assert result.code == 2
-    assert "is not empty" in result.stderr
+    assert "output.dir=full holds files that do not belong to a run: notes.txt" in result.stderr
     for folder, code, message in (
-        ("full/notes.txt", 2, "output.dir=full/notes.txt is a file; use the name of a folder"),
+        ("full/notes.txt", 2, "output.dir=full/notes.txt: this is a file; type a folder's name"),
         ("full/notes.txt/x", 3, "output.dir=full/notes.txt/x: cannot be written"),
     ):
         result = sweep(*overrides, "adapter.r=2,4", f"output.dir={folder}")
