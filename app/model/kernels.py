@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from app.model.contexts import eval_mode, replaced
 from app.model.feed_forward import ChunkedFeedForward
 from app.model.head import LossHead, linear_cross_entropy
 from common.text import reason_of
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -113,8 +112,6 @@ class FusedRope:
     runs_without_gradients: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        import torch
-
         is_training = self.runs_without_gradients or torch.is_grad_enabled()
         if len(args) != 4 or kwargs or not is_training:
             return self.original(*args, **kwargs)
@@ -213,8 +210,6 @@ def _fuse_loss(model: Any, device: torch.device) -> None:
 def _is_equal_loss(
     kernel: Callable[..., None], softcap: float | None, device: torch.device
 ) -> bool:
-    import torch
-
     random = torch.Generator(device).manual_seed(0)
     # More logits per row than the kernel processes at a time.
     shapes = ((PROBE_TOKENS, LOSS_WIDTH), (LOSS_VOCABULARY, LOSS_WIDTH))
@@ -285,8 +280,6 @@ def _find_equal_ropes(
     model: torch.nn.Module, kernel: Rotation, run: Callable[[], None]
 ) -> tuple[list[FusedRope], bool]:
     """Return the ropes that `kernel` may replace, and whether it differs from any other."""
-    import torch
-
     equal: list[FusedRope] = []
     is_any_different = False
 
@@ -321,8 +314,6 @@ def _is_equal_rope(
     rope: FusedRope, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> bool:
     """Compare kernel and original on random queries and keys of the model's shapes and strides."""
-    import torch
-
     random = torch.Generator(query.device).manual_seed(0)
     inputs = [
         # `empty_like` keeps the model's memory layout, [rows, tokens, heads, width].
@@ -364,8 +355,6 @@ def _find_equal_forwards(
 
 def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int, Sequence[Fused]]]:
     """Yield the input width of each replaceable module, and the fused forwards to compare."""
-    import torch
-
     for module in model.modules():
         attributes, children = vars(module), module._modules
         eps = attributes.get("variance_epsilon", attributes.get("eps"))
@@ -387,8 +376,6 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
 
 
 def is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    import torch
-
     module = forward.module
     trained = [weight for weight in module.parameters(recurse=False) if weight.requires_grad]
     random = torch.Generator(device).manual_seed(0)
@@ -402,8 +389,6 @@ def is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.devic
 
 def _agree(functions: Sequence[Callable[[], Any]], inputs: Sequence[torch.Tensor]) -> bool:
     """Return whether two functions have equal outputs and gradients of `inputs`, up to rounding."""
-    import torch
-
     results = []
     with torch.enable_grad():
         for compute in functions:
@@ -417,8 +402,6 @@ def _agree(functions: Sequence[Callable[[], Any]], inputs: Sequence[torch.Tensor
 
 def _are_close(own: torch.Tensor, fused: torch.Tensor) -> bool:
     """Return whether two results differ by no more than rounding."""
-    import torch
-
     if own.dtype != fused.dtype:
         return False
     # Under autocast even fp32 gradients were computed by products in half precision.

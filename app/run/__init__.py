@@ -6,5 +6,5 @@ run with the current settings, `start` opens a run, and `ranks` executes it in t
 """
 
 from app.run.changes import ALLOWED, describe_global_batch, global_batch_of
-from app.run.find import AUTO, MUST, NEVER, checkpoints_of, find_run, find_run_to_resume, typed_step
+from app.run.find import AUTO, NEVER, checkpoints_of, find_run, find_run_to_resume, typed_step
 from app.run.start import ExistingRun, Run, compare_existing, find_newest_good, open_run
