@@ -13,7 +13,7 @@ from torch import Tensor
 from app.model.adapter import LoraConfig, apply_adapter, skip_redundant_casts, unfuse_adapters
 from benchmarks.gpu.model import quantize
 from tests.operators import Operators
-from tests.tiny import built, random_ids, save_with_tokenizer, tiny_llama
+from tests.tiny import built, move, random_ids, save_with_tokenizer, tiny_llama
 
 
 def trained(config: LoraConfig, *, is_quantized: bool = False) -> Any:
@@ -22,9 +22,7 @@ def trained(config: LoraConfig, *, is_quantized: bool = False) -> Any:
     if is_quantized:
         quantize(model, torch.bfloat16)
     adapted = apply_adapter(model, config, half_precision=False)
-    for name, weight in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    move(adapted)
     unfuse_adapters(adapted)  # as for layers that cannot be fused
     for module in adapted.modules():
         vars(module).pop("forward", None)

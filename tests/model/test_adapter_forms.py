@@ -22,7 +22,7 @@ from app.model.adapter import (
 )
 from app.model.adapter.saved_config import RULES, UNSUPPORTED, WITHOUT_EFFECT, read_adapter_config
 from common.errors import UserError
-from tests.tiny import tiny_llama
+from tests.tiny import move, tiny_llama
 
 IDS = torch.arange(3, 20)[None]
 TARGETS = ["q_proj", "v_proj"]
@@ -60,18 +60,12 @@ def base(*, is_tied: bool) -> Any:
     return tiny_llama(vocab_size=64, tie_word_embeddings=is_tied, attention_bias=True)
 
 
-def randomize(model: Any) -> None:
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-
-
 def make(folder: Path, *, is_tied: bool, **settings: Any) -> torch.Tensor:
     """Save an adapter with peft; return its logits."""
     plain = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"}
     config = peft.LoraConfig(**plain | settings)
     model = peft.get_peft_model(base(is_tied=is_tied), config).eval()
-    randomize(model)
+    move(model)
     model.save_pretrained(folder)
     return model(IDS).logits
 
@@ -90,7 +84,7 @@ def test_each_form_is_used_as_peft_does_or_refused(
             load_adapter(base(is_tied=is_tied), tmp_path, trainable=True)
         return
     continued = load_adapter(base(is_tied=is_tied), tmp_path, trainable=True)
-    randomize(continued)
+    move(continued)
     save_adapter(continued, tmp_path / "saved")
     assert verify_adapter(continued, tmp_path / "saved", {"input_ids": IDS}) < 1e-5
 
@@ -213,6 +207,6 @@ def test_each_field_of_ia3_is_used_as_peft_does_or_refused(key: str, tmp_path: P
         loaded = load_adapter(base(is_tied=False), folder)
         torch.testing.assert_close(loaded(IDS).logits, made(IDS).logits)
         continued = load_adapter(base(is_tied=False), folder, trainable=True)
-        randomize(continued)
+        move(continued)
         save_adapter(continued, folder / "saved")
         assert verify_adapter(continued, folder / "saved", {"input_ids": IDS}) < 1e-5

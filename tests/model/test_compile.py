@@ -33,7 +33,15 @@ from common.errors import Origin, UserError
 from data_modules.collator import Batch, Collator
 from data_modules.types import Example
 from tests.conftest import ROOT, read_column
-from tests.tiny import save_with_tokenizer, small_run, tiny_gpt2, tiny_llama, tiny_t5, train_into
+from tests.tiny import (
+    move,
+    save_with_tokenizer,
+    small_run,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_t5,
+    train_into,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -68,10 +76,7 @@ def build(kind: str = "llama", adapter: AdapterConfig | None = None, **recompute
     torch.manual_seed(3)
     adapter = adapter or LoraConfig(r=4, dropout=0.0)
     model = apply_adapter(base, adapter, half_precision=False).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.05 * torch.randn_like(parameter)
+    move(model, scale=0.05)
     return model
 
 

@@ -24,7 +24,7 @@ from tests.model.test_quantization import save_quantized
 from tests.processes import RUN
 from tests.reliability.shell import Shell
 from tests.runs import check_same_run
-from tests.tiny import TINY_BASE, built, small_run, tiny_gpt2, tiny_llama, tiny_t5
+from tests.tiny import TINY_BASE, built, move, small_run, tiny_gpt2, tiny_llama, tiny_t5
 from tools.simulate.device import find_obstacle
 
 LAYERS, STEPS = 5, 2
@@ -155,9 +155,7 @@ def test_experts(tmp_path: Path) -> None:
 
 def test_a_trained_adapter_answers_as_on_the_device(llama: Path, tmp_path: Path) -> None:
     trained = build(llama, None)
-    for name, weight in trained.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.1)
+    move(trained)
     trained.save_pretrained(tmp_path)
     ids = torch.arange(3, 9).unsqueeze(0)
     answers, logits = [], []
