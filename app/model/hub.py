@@ -12,7 +12,7 @@ import threading
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from app.model.base_files import INDEX, WEIGHTS
 from common.errors import UserError
@@ -163,31 +163,16 @@ def reach_hub() -> tuple[str, str | None]:
 
     The reason is None if it succeeds. Takes at most CONNECT_SECONDS.
     """
-    host, port = _address()
-    return f"{host}:{port}", _connection_error(host, port)
-
-
-def _address() -> tuple[str, int]:
-    """Return host and port of the hub, or of the proxy to it."""
-    import urllib.parse
-    import urllib.request
-
-    endpoint = urllib.parse.urlsplit(_endpoint())
-    proxies, host = urllib.request.getproxies(), endpoint.hostname or ""
+    endpoint, proxies = urlsplit(_endpoint()), urllib.request.getproxies()
     proxy = proxies.get(endpoint.scheme) or proxies.get("all")
-    if proxy and not urllib.request.proxy_bypass(host):
-        endpoint = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    port = endpoint.port or (443 if endpoint.scheme == "https" else 80)
-    return endpoint.hostname or "", port
-
-
-def _connection_error(host: str, port: int) -> str | None:
-    """Return why a connection fails; None if it succeeds."""
+    if proxy and not urllib.request.proxy_bypass(endpoint.hostname or ""):
+        endpoint = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    address = endpoint.hostname or "", endpoint.port or (443 if endpoint.scheme == "https" else 80)
     results: list[str | None] = []
 
     def connect() -> None:
         try:
-            socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+            socket.create_connection(address, timeout=CONNECT_SECONDS).close()
             results.append(None)
         except OSError as error:
             results.append(error.strerror or str(error))
@@ -196,7 +181,8 @@ def _connection_error(host: str, port: int) -> str | None:
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(CONNECT_SECONDS)
-    return results[0] if results else f"no answer within {CONNECT_SECONDS:g} s"
+    reason = results[0] if results else f"no answer within {CONNECT_SECONDS:g} s"
+    return f"{address[0]}:{address[1]}", reason
 
 
 def missing_weights(hub_id: str, revision: str | None) -> list[str]:

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +137,8 @@ class LayerStream:
         """
         number = len(self._layers)
         buffer, pieces = self.slots[number % 2].buffer, []
-        for weight, offset in zip(weights, _offsets(weights), strict=True):
+        sizes = (_padded(weight.values.nbytes) for weight in weights)
+        for weight, offset in zip(weights, accumulate(sizes, initial=0), strict=False):
             values = weight.values.contiguous()
             pieces.append(Piece(offset, values.view(-1).view(torch.uint8)))
             place = buffer[offset : offset + values.nbytes].view(values.dtype).view(values.shape)
@@ -285,14 +287,6 @@ def _padded(num_bytes: int) -> int:
 
 def _layer_bytes(weights: Sequence[Weight]) -> int:
     return sum(_padded(weight.values.nbytes) for weight in weights)
-
-
-def _offsets(weights: Sequence[Weight]) -> Iterator[int]:
-    """Yield the offset of each weight in its buffer."""
-    offset = 0
-    for weight in weights:
-        yield offset
-        offset += _padded(weight.values.nbytes)
 
 
 def _num_bytes(pieces: Sequence[Piece]) -> int:

@@ -213,7 +213,6 @@ def test_a_window_needs_a_pytorch_with_windows(
     ("backend", "changes", "message"),
     [
         ("varlen", {"accelerator": "cpu"}, "needs an NVIDIA GPU; type attention=sdpa"),
-        ("flex", {"accelerator": "cpu"}, "needs an NVIDIA GPU; type attention=sdpa"),
         ("flash2", {"precision": "fp32"}, "half precision only"),
         ("flash3", {}, "for Hopper GPUs; type attention=varlen"),
         ("varlen", {"model": GPT2Config()}, "has no attention dropout"),

@@ -18,16 +18,10 @@ from tests.tiny import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
     ("kind", "prefix"),
     [
         ("llama", "model.layers"),
-        ("mistral", "model.layers"),
-        ("qwen2", "model.layers"),
-        ("qwen3", "model.layers"),
-        ("gemma", "model.layers"),
-        ("gemma2", "model.layers"),
         ("gemma3_text", "model.layers"),
         ("phi", "model.layers"),
         ("phi3", "model.layers"),
         ("gpt2", "transformer.h"),
-        ("bloom", "transformer.h"),
         ("falcon", "transformer.h"),
     ],
 )

@@ -77,8 +77,6 @@ def flan_t5(folder: Path) -> T5ForConditionalGeneration:
     ("kind", "numbers", "expected"),
     [
         ("llama", {"tie_word_embeddings": False}, LLAMA),
-        ("qwen3", {}, LLAMA),
-        ("gemma2", {}, LLAMA),
         ("phi", {}, {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"}),
         ("phi3", {}, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
         ("gpt2", {}, {"c_attn", "c_proj", "c_fc"}),
@@ -87,7 +85,6 @@ def flan_t5(folder: Path) -> T5ForConditionalGeneration:
             {"tie_word_embeddings": False},
             {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
         ),
-        ("bloom", {}, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),
         ("t5", {}, {"q", "k", "v", "o", "wi", "wo"}),
         ("bart", {}, {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}),
     ],

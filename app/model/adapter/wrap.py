@@ -174,21 +174,16 @@ def group_adapters(model: torch.nn.Module, run: Callable[[], Any]) -> int:
     inputs = _record_inputs(model, run)
     count = 0
     for parent in model.modules():
-        layers = [child for child in parent.children() if child in inputs]
-        while layers:
-            first, *layers = layers
-            alike = [
-                layer
-                for layer in layers
-                if inputs[layer] is inputs[first] and layer.scaling == first.scaling
-            ]
-            if not alike:
-                continue
-            layers = [layer for layer in layers if layer not in alike]
-            group = LoraGroup(sorted([first, *alike], key=list(inputs).index))
-            for layer in group.layers:
-                layer.group = group
-            count += 1
+        alike: dict[Any, list[Any]] = {}
+        for layer in filter(inputs.__contains__, parent.children()):
+            key = id(inputs[layer]), *layer.scaling.values()
+            alike.setdefault(key, []).append(layer)
+        for layers in alike.values():
+            if len(layers) > 1:
+                group = LoraGroup(sorted(layers, key=list(inputs).index))
+                for layer in layers:
+                    layer.group = group
+                count += 1
     return count
 
 
