@@ -3,8 +3,8 @@
 Liger's kernels on a GPU; our own RMS norm and oneDNN's matrix products on a CPU. A kernel is used
 only if it gives the same results and gradients as the module on random inputs, and only in
 training, and for what a training step compares itself with: evaluation runs the original forward.
-The `forward` of a module is replaced, and restored
-after the fit; its parameters stay, so that adapters, sharding and saving are not affected.
+The `forward` of a module is replaced, and restored after the fit; its parameters stay, so that
+adapters, sharding and saving are not affected.
 """
 
 from __future__ import annotations
@@ -259,14 +259,15 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     What is measured so differs from a training step's results by the weights alone: in bf16, two
     kernels' roundings add up to more than a nat over the tokens of a long answer.
     """
-    fused: list[tuple[Any, str, Any]] = []
-    if model.training:
-        modules = (m for m in model.modules() if isinstance(vars(m).get("forward"), Fused))
-        fused += [(module, "training", True) for module in modules]
-        ropes = (vars(source)[ROPE] for source in _rope_sources(model))
-        ropes = (rope for rope in ropes if isinstance(rope, FusedRope))
-        fused += [(rope, "runs_without_gradients", True) for rope in ropes]
-    with eval_mode(model), replaced(fused):
+    forwards = [m for m in model.modules() if isinstance(vars(m).get("forward"), Fused)]
+    ropes = [vars(source)[ROPE] for source in _rope_sources(model)]
+    ropes = [rope for rope in ropes if isinstance(rope, FusedRope)]
+    is_training = model.training
+    with (
+        eval_mode(model),
+        replaced((module, "training", is_training) for module in forwards),
+        replaced((rope, "runs_without_gradients", is_training) for rope in ropes),
+    ):
         yield
 
 
