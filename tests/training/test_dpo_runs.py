@@ -197,13 +197,20 @@ def test_objectives_without_a_reference_train_all_weights(
 
 
 @pytest.mark.slow
+def test_the_quickstart_tells_answers_apart_above_chance(shell: Shell, tmp_path: Path) -> None:
+    shell.train_into(tmp_path, "+experiment=dpo_quickstart", "logger=csv")
+    accuracies = read_column(tmp_path, "val/accuracy")
+    assert accuracies[max(accuracies)] >= 0.7  # of 30 pairs: the 95 % interval begins above 50 %
+
+
+@pytest.mark.slow
 def test_what_was_fine_tuned_before_is_kept(
     default_run: Path, shell: Shell, tmp_path: Path
 ) -> None:
     base, run, compared = (tmp_path / name for name in ("base", "run", "compared"))
     typed = [f"run={default_run}", f"output.dir={base}"]
     assert shell.type_train(typed, tmp_path, module="app.merge").code == 0
-    words = ["+experiment=dpo_quickstart", f"model.path={base}", "optimizer.lr=1e-4", "logger=csv"]
+    words = ["+experiment=dpo_quickstart", f"model.path={base}", "logger=csv"]
     shell.train_into(run, *words)
     accuracies = read_column(run, "val/accuracy")
     assert accuracies[max(accuracies)] > 0.9 > 0.5 > accuracies[0]
@@ -219,5 +226,5 @@ def test_what_was_fine_tuned_before_is_kept(
     measured = json.loads((compared / "metrics.json").read_text())
     for name in skills:
         assert measured[f"base/exact_match/{name}"] > 0.8
-        # Of 200 rows; at the rate for the tiny base, which writes no answers yet, 41 % are lost.
+        # Of 200 rows; at a rate of 1e-3, 41 % of the orders are lost.
         assert measured[f"change/exact_match/{name}"] > -0.05, name
