@@ -109,7 +109,7 @@ class WriteMetadata(L.Callback):
         # After the checkpoints: a crash in between must not leave checkpoints without their rows.
         for logger in loggers:
             logger.drop_rows_after(None if run.checkpoint is None else run.step)
-        if run.config == run.typed_config:  # new, or of an earlier version
+        if run.config == run.typed_config:  # otherwise it is kept already
             keep_start(run.typed_config.adapter, run.folder)
         save_config(run.typed_config, run.folder / CONFIG_FILE)
         self.data.write_reports(run.folder)

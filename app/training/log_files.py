@@ -125,7 +125,7 @@ class CsvLogger(RunLogger):
     def _add_missing_columns(self) -> list[str]:
         """Add the columns that an existing file lacks, and return all of its columns.
 
-        An earlier version of the program may have started the run with fewer columns.
+        The run may have started without a GPU, or without tasks to measure.
         """
         with open_no_follow(self.path, "r", newline="") as file:
             header, *rows = csv.reader(file)

@@ -63,11 +63,6 @@ class CheckpointStore:
     """Write, find and rotate the checkpoints of one run in `folder`."""
 
     def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
-        if keep_last < 1 or keep_best < 0:
-            raise UserError(
-                f"keep_last={keep_last}, keep_best={keep_best}: a run must keep its last "
-                "checkpoint; type trainer.checkpoint.keep_last=1 or more"
-            )
         self.folder = folder
         self.keep_last, self.keep_best = keep_last, keep_best
         self._written: dict[str, disk.WrittenFile] = {}

@@ -106,11 +106,6 @@ def test_leftovers_are_removed_by_the_next_save_and_not_by_a_reader(tmp_path: Pa
     assert names_in(store.folder) == ["step-20", "step-40"]
 
 
-def test_a_run_keeps_one_at_least(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"keep_last=0.*type trainer\.checkpoint\.keep_last=1"):
-        make_store(tmp_path, keep_last=0)
-
-
 def test_the_manifest_tells_hashes_sizes_and_versions(tmp_path: Path) -> None:
     checkpoint = save(make_store(tmp_path), 10)
     manifest = json.loads((checkpoint.folder / "manifest.json").read_text())
