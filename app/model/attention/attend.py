@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from app.model.attention.backends import MAX_FLASH_HEAD_DIM
+import torch
+
+from app.model.activation_checkpointing import attend_once
+from app.model.attention.backends import MAX_FLASH_HEAD_DIM, SINKS_ERROR
 from app.model.attention.documents import (
     DocumentGroups,
     PairGroups,
     place_documents,
     stack_documents,
 )
+from app.model.attention.sinks import attend_to_rows
+from app.model.cpu import causal_attention as matmul
 from common.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
 
 BLOCK_TOKENS = 512
 """queries that attend together under a window"""
-SINKS_ERROR = "attention sinks are computed on a CPU only, and without dropout"
 
 
 @dataclass(slots=True)
@@ -47,8 +48,6 @@ class MaskRule:
         the positions that are a multiple of `size` further on, where windows and chunks look the
         same.
         """
-        import torch
-
         shift = keys.start // self.size * self.size
         place = (queries.start - shift, len(queries), keys.start - shift, len(keys), dtype)
         if place not in self._visible:
@@ -130,8 +129,6 @@ def attend_by_document(
     attend = partial(attend, window=window, rule=attention_mask)
     parts = (query, key, value)
     if isinstance(documents, DocumentGroups):
-        from app.model.cpu import causal_attention as matmul
-
         longest = max(document.length for document in documents.documents)
         reach = attention_mask.size if attention_mask is not None else sliding_window
         is_full = reach is None or reach >= longest
@@ -154,8 +151,6 @@ def cast_to_one_dtype(
     Rotary embeddings in fp32 leave queries and keys in fp32, and autocast does not cover every
     kernel.
     """
-    import torch
-
     device = query.device.type
     is_cast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_cast else value.dtype
@@ -226,8 +221,6 @@ def _attend_in_groups(
 
     A group: flat positions of queries and of keys, and the mask of visible keys.
     """
-    import torch
-
     rows, _, tokens, _ = parts[0].shape
     query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in parts)
     outputs = []
@@ -256,10 +249,6 @@ def _attend(
 
     `visible` bool [documents, 1, 1, keys]; None for causal attention.
     """
-    import torch
-
-    from app.model.cpu import causal_attention as matmul
-
     num_queries, num_keys = query.shape[2], key.shape[2]
     if rule is None and window is not None and is_causal:
         rule = window_rule(window)
@@ -300,8 +289,6 @@ def attend_in_blocks(
 
     A block reads only keys within the reach of `rule`: no mask is that of a whole document.
     """
-    import torch
-
     query, key, value = cast_to_one_dtype(query, key, value)
     key, value = _repeat_heads(query, key, value)  # once, not in every block
     num_keys, outputs = key.shape[2], []
@@ -331,13 +318,7 @@ def _run_kernel(
     *,
     is_causal: bool,
 ) -> torch.Tensor:
-    import torch
-
-    from app.model.activation_checkpointing import attend_once
-
     if sinks is not None:
-        from app.model.attention.sinks import attend_to_rows
-
         if dropout or parts[0].device.type != "cpu":
             raise UserError(f"attention=sdpa: {SINKS_ERROR}; type attention=eager")
         parts = cast_to_one_dtype(*parts)
@@ -374,8 +355,6 @@ def _repeat_heads(
 
 def _runs_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Return whether PyTorch runs this attention on a GPU by its FlashAttention kernel."""
-    import torch
-
     if torch.cuda.get_device_capability() < (8, 0):
         return False
     query, _, value = cast_to_one_dtype(query, value, value)

@@ -31,6 +31,7 @@ BY_BOUNDARIES = "varlen_by_boundaries"
 BY_BLOCKS = "flex_attention_by_blocks"
 """names under which our attention functions are registered in transformers; with "sdpa" in one, it
 refuses models without an sdpa of its own"""
+SINKS_ERROR = "attention sinks are computed on a CPU only, and without dropout"
 EXCHANGED = ("sdpa", "varlen")
 """backends that can run on a share of the heads, for rows split over ranks"""
 IN_TRANSFORMERS = {

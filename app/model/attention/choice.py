@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.attend import SINKS_ERROR
 from app.model.attention.backends import (
     BACKEND_PACKAGES,
     BY_CLASS,
@@ -16,6 +15,7 @@ from app.model.attention.backends import (
     IN_TRANSFORMERS,
     MAX_FLASH_HEAD_DIM,
     SELECTED_TOKENS,
+    SINKS_ERROR,
     AttentionConfig,
 )
 from app.model.families import family_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.attend import cast_to_one_dtype
 from app.model.attention.documents import Lengths
 
 if TYPE_CHECKING:
@@ -30,6 +29,8 @@ def attend_by_blocks(
     [rows, tokens, heads, head_dim].
     """
     from transformers.integrations.flex_attention import flex_attention_forward
+
+    from app.model.attention.attend import cast_to_one_dtype
 
     # As in transformers: a layer without the attribute is causal.
     if attention_mask is None and getattr(module, "is_causal", True):

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from app.model.activation_checkpointing import attend_once
 from app.model.attention.attend import MaskRule, cast_to_one_dtype
+from app.model.attention.sinks import attend_to_documents
 from common.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +81,6 @@ class VarlenKernel:
         tokens of a document; window: most tokens that a token sees, itself included; sinks [heads].
         Key and value may have fewer heads (GQA).
         """
-        from app.model.activation_checkpointing import attend_once
-
         options: dict[str, Any] = {}
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1 and self.takes_gqa:
@@ -95,8 +94,6 @@ class VarlenKernel:
             query = query if math.isclose(factor, 1.0) else query * factor
         window_size = (-1 if window is None else window - 1, 0) if is_causal else (-1, -1)
         if sinks is not None:
-            from app.model.attention.sinks import attend_to_documents
-
             parts, scaling = (query, key, value), options.get("scale")
             return attend_to_documents(parts, sinks, boundaries, longest, scaling, window_size)
         if not self.takes_window:
@@ -137,8 +134,6 @@ def attend_by_boundaries(
     [rows, tokens, heads, head_dim]. Raises UserError for variants and masks that the kernel does
     not compute.
     """
-    import torch
-
     _check_variant(dropout, unsupported)
     rows, _, tokens, head_dim = query.shape
     if cu_seq_lens_q is None or max_length_q is None:
@@ -185,10 +180,6 @@ def _attend_to_batch(
 
     query, key, value, and the output: [tokens of all documents, heads, head_dim].
     """
-    import torch
-
-    from app.model.activation_checkpointing import attend_once
-
     batch = (part.unflatten(0, (num_documents, -1)).transpose(1, 2) for part in (query, key, value))
     output: torch.Tensor = attend_once(
         torch.nn.functional.scaled_dot_product_attention,
@@ -239,8 +230,6 @@ def activate_flash4(
 
     Holds for the process, until `restore_flash2`. Logs the outcome on GPUs that it supports.
     """
-    import torch
-
     if torch.cuda.get_device_capability(device)[0] not in FLASH4_CAPABILITIES:
         return
     try:
@@ -279,8 +268,6 @@ def _run_kernel(
     head_dims: Sequence[int], query_heads_per_key: int, device: torch.device, *, has_sinks: bool
 ) -> list[torch.Tensor]:
     """Return the kernel's outputs and gradients for random documents, with and without a window."""
-    import torch
-
     kernel, results = VarlenKernel.installed(), []
     generator = torch.Generator(device).manual_seed(0)
     boundaries = torch.tensor(PROBE_BOUNDARIES, dtype=torch.int32, device=device)
