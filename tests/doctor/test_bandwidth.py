@@ -37,6 +37,7 @@ from common.errors import UserError
 from tests.conftest import ROOT
 from tests.hosts import Host, hosts
 from tests.processes import user_environment
+from tests.reliability.shell import Shell
 
 __all__ = ["hosts"]
 
@@ -131,7 +132,9 @@ end_process(run_doctor(["seconds=600"]))
 
 
 @contextmanager
-def ranks(*command: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
+def ranks(
+    *command: str, python: str = sys.executable
+) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
     """Start two ranks as torchrun does, but without its agent, which would end the other rank."""
     port = str(free_port())
     processes = []
@@ -147,7 +150,7 @@ def ranks(*command: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Pop
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, *command],
+                [python, *command],
                 cwd=ROOT,
                 env=user_environment() | variables,
                 stdout=subprocess.PIPE,
@@ -164,10 +167,10 @@ def ranks(*command: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Pop
 
 
 @pytest.mark.slow
-def test_two_cpu_ranks_are_measured_and_compared_with_a_step() -> None:
+def test_two_cpu_ranks_are_measured_and_compared_with_a_step(shell: Shell) -> None:
     words = ("--json", "seconds=6", "+experiment=quickstart", "strategy=zero3")
     link = "hardware.link_gb_per_second=10000"
-    with ranks("-m", "app.doctor", *words, link) as (first, second):
+    with ranks("-m", "app.doctor", *words, link, python=shell.python) as (first, second):
         printed, errors = first.communicate(timeout=180)
         assert second.communicate(timeout=60)[0] == ""
     assert (first.returncode, second.returncode) == (0, 0), errors
@@ -244,14 +247,17 @@ SHAPED = 0.0125
 
 
 @pytest.mark.slow
-def test_a_link_of_known_speed_is_measured(
-    hosts: tuple[Host, Host],
-) -> None:
+def test_a_link_of_known_speed_is_measured(hosts: tuple[Host, Host], shell: Shell) -> None:
     words = ("--json", "seconds=20", f"hardware.network_gb_per_second={SHAPED}")
     for host in hosts:
         host.shape("100mbit")
     first, second = (
-        host.torchrun("-m", "app.doctor", *words, first=hosts[0].name, stderr=subprocess.PIPE)
+        host.torchrun(
+            *("-m", "app.doctor", *words),
+            first=hosts[0].name,
+            python=shell.python,
+            stderr=subprocess.PIPE,
+        )
         for host in hosts
     )
     printed, errors = first.communicate(timeout=240)

@@ -352,7 +352,9 @@ class Job:
             card=None,
             launcher=LauncherConfig(name="slurm"),
         )
-        (self.folder / "script").write_text(launch.slurm_script(job))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", str(self.python))  # forks of the warm process
+            (self.folder / "script").write_text(launch.slurm_script(job))
         own = {
             "SLURM_JOB_ID": "77",
             "SLURM_JOB_NODELIST": "node[1-2]",
@@ -360,7 +362,7 @@ class Job:
             "SLURM_JOB_NUM_NODES": "2",
             "SLURM_NTASKS_PER_NODE": "1",
             "JOB": str(self.folder),
-            "PATH": f"{self.folder / 'bin'}:{self.python.parent}:{os.environ['PATH']}",
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
         }
         done = subprocess.run(
             ["bash", str(self.folder / "script")],
