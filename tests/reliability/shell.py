@@ -15,14 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.process.launch import PARENT_VARIABLE
 from tests.conftest import ROOT
 from tests.processes import GONE_WITHIN, LONGEST, user_environment
-
-if TYPE_CHECKING:
-    from tests.hosts import Host
 
 LOG = "log.txt"
 """file next to a run's folder: the output of all its processes"""
@@ -45,11 +42,8 @@ class ExitStatus:
 class Shell:
     """Runs the commands of a user, one at a time."""
 
-    def __init__(self, cache: Path, host: Host | None = None, *, root: Path = ROOT) -> None:
-        """Start the warm process, on `host` or on this machine.
-
-        `cache` is the folder of tokenized data, `root` that of the program.
-        """
+    def __init__(self, cache: Path, *, root: Path = ROOT) -> None:
+        """Start the warm process; `cache`: folder of tokenized data, `root`: of the program."""
         self.environment = {
             "OMP_NUM_THREADS": "1",
             "LOFT_DATA_CACHE": str(cache),
@@ -58,10 +52,9 @@ class Shell:
         }
         # A short name, since it is part of a socket's path.
         self._python = Path(tempfile.mkdtemp(prefix="loft")) / "python"
-        command = [sys.executable, "-m", "tests.reliability.warm", str(self._python)]
         # Start it in the thread that lives longest: it is killed when that thread ends.
         self._server = subprocess.Popen(
-            command if host is None else host.command(*command),
+            [sys.executable, "-m", "tests.reliability.warm", str(self._python)],
             cwd=root,
             env=self._environment() | {PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.PIPE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tests.hosts import PORT, Host, hosts_error, two_hosts
 from tests.parity.strategies.counted import NOTES
 from tests.parity.strategies.layouts import SINGLE, Layout, Runs, check_same_steps
 from tests.planning.test_planned import STRATEGIES
-from tests.reliability.shell import ExitStatus, Shell
+from tests.processes import LONGEST
 from tests.runs import rows_of
 from tests.tiny import SAMPLES, save_with_tokenizer, tiny_llama
 
@@ -97,14 +96,8 @@ class HostRuns:
 
     def __init__(self, pair: tuple[Host, Host], runs: Runs, base: Path, folder: Path) -> None:
         self._pair, self._runs, self._base, self._folder = pair, runs, base, folder
-        cache = folder / "cache"
-        self._shells = [Shell(cache, host=host) for host in pair]
         self._done: dict[Layout, Traffic] = {}
         self._references: dict[tuple[Layout, int], Path] = {}
-
-    def close(self) -> None:
-        for shell in self._shells:
-            shell.close()
 
     def reference(self, layout: Layout, num_ranks: int) -> Path:
         """Return a run on this machine with the steps of `num_ranks` ranks."""
@@ -122,35 +115,29 @@ class HostRuns:
         return self._done[layout]
 
     def _train(self, layout: Layout) -> Traffic:
-        """Train on both hosts, in forks of their warm processes."""
+        """Train on both hosts, in forks of the warm process."""
         folder = self._folder / f"{layout.strategy}-{layout.ranks}"
         run = folder / "run"
         words = [*words_of(self._base, layout, 2 * layout.ranks), "trainer.num_nodes=2"]
-
-        def ranks_of(number: int) -> ExitStatus:
-            own = folder / self._pair[number].name
-            own.mkdir(parents=True)
-            return self._shells[number].type_train(
-                [*words, f"output.dir={run}"],
-                own,
-                module="tests.parity.strategies.counted",
-                environment={
-                    NOTES: str(own / "notes.jsonl"),
-                    "RANK": str(number * layout.ranks),
-                    "LOCAL_RANK": "0",
-                    "WORLD_SIZE": str(2 * layout.ranks),
-                    "LOCAL_WORLD_SIZE": str(layout.ranks),
-                    "GROUP_RANK": str(number),
-                    "MASTER_ADDR": self._pair[0].address,
-                    "MASTER_PORT": str(PORT + len(self._done)),
-                    "TORCHELASTIC_RUN_ID": "hosts",  # by which Lightning detects torchrun's ranks
-                },
-            )
-
-        with ThreadPoolExecutor(2) as both:
-            endings = list(both.map(ranks_of, range(2)))
-        output = "\n".join(ending.output for ending in endings)
-        assert [ending.code for ending in endings] == [0, 0], output
+        processes = []
+        for number, host in enumerate(self._pair):
+            (folder / host.name).mkdir(parents=True)
+            environment = {
+                NOTES: str(folder / host.name / "notes.jsonl"),
+                "RANK": str(number * layout.ranks),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(2 * layout.ranks),
+                "LOCAL_WORLD_SIZE": str(layout.ranks),
+                "GROUP_RANK": str(number),
+                "MASTER_ADDR": self._pair[0].address,
+                "MASTER_PORT": str(PORT + len(self._done)),
+                "TORCHELASTIC_RUN_ID": "hosts",  # by which Lightning detects torchrun's ranks
+            }
+            command = ("-m", "tests.parity.strategies.counted", *words, f"output.dir={run}")
+            python = self._runs.shell.python
+            processes.append(host.start(python, *command, environment=environment))
+        output = "\n".join(process.communicate(timeout=LONGEST)[0] for process in processes)
+        assert [process.returncode for process in processes] == [0, 0], output
         sent, seconds = [], []
         for host in self._pair:
             lines = (folder / host.name / "notes.jsonl").read_text().splitlines()
@@ -170,9 +157,7 @@ def host_runs(
     if (reason := hosts_error()) is not None:
         pytest.skip(reason)
     with two_hosts() as pair:
-        found = HostRuns(pair, runs, wide, tmp_path_factory.mktemp("host_runs"))
-        yield found
-        found.close()
+        yield HostRuns(pair, runs, wide, tmp_path_factory.mktemp("host_runs"))
 
 
 def formula_of(layout: Layout, base: Path) -> float:
