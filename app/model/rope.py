@@ -56,11 +56,7 @@ def extend_context(architecture: PretrainedConfig, context_len: int, scaling: st
             f"{what}: the base has a context of {original} tokens; leave it out, or type more"
         )
     if kind != "default":
-        raise UserError(
-            f"{what}: the base's rope is scaled already ({kind}, factor "
-            f"{parameters.get('factor', 'by feature')}, to {original} tokens); leave it out, or "
-            "take a base without rope scaling"
-        )
+        raise UserError(scaled_error(context_len, kind, parameters, original))
     parameters |= {"rope_type": scaling, "factor": context_len / original, **SCALINGS[scaling]}
     if scaling == "dynamic":
         return  # transformers and vLLM read the base's own context there, and multiply
@@ -68,16 +64,32 @@ def extend_context(architecture: PretrainedConfig, context_len: int, scaling: st
     config.max_position_embeddings = context_len
 
 
-def dynamic_factor(config: Mapping[str, Any]) -> float:
-    """Return by how much dynamic NTK extends `max_position_embeddings`; 1 for other ropes."""
+def scaled_error(context_len: int, kind: str, rope: Mapping[str, Any], original: int) -> str:
+    """Return why a base whose rope has a type other than `default` is not scaled again."""
+    return (
+        f"model.context_len={context_len}: the base's rope is scaled already ({kind}, factor "
+        f"{rope.get('factor', 'by feature')}, to {original} tokens); leave it out, or take a base "
+        "without rope scaling"
+    )
+
+
+def rope_scaling(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return type and parameters of a config.json's rope, `default` if it is not scaled."""
     for name in SCALED:
         rope = config.get(name)
         if isinstance(rope, dict):
             rope = rope.get("full_attention") or rope
-            if rope.get("rope_type", rope.get("type")) == "dynamic":
-                factor = rope.get("factor")
-                return factor if isinstance(factor, (int, float)) else 1.0
-    return 1.0
+            kind = rope.get("rope_type", rope.get("type"))
+            if kind not in (None, "default", "mrope"):  # positions by axis scale nothing
+                return str(kind), rope
+    return "default", {}
+
+
+def dynamic_factor(config: Mapping[str, Any]) -> float:
+    """Return by how much dynamic NTK extends `max_position_embeddings`; 1 for other ropes."""
+    kind, rope = rope_scaling(config)
+    factor = rope.get("factor") if kind == "dynamic" else None
+    return factor if isinstance(factor, (int, float)) else 1.0
 
 
 def fix_rope_factors(model: PreTrainedModel, num_tokens: int | None) -> None:

@@ -15,6 +15,7 @@ from app.model.base import ModelConfig
 from app.model.description import BaseDescription
 from app.model.families import family_of
 from app.model.hub import newest_cached_file
+from app.model.rope import rope_scaling, scaled_error
 from app.planning.choose import (
     choose_micro_batch,
     choose_recompute,
@@ -172,6 +173,9 @@ def check_planned(
     base = BaseDescription(name=config.model.path or "model.architecture", config=config_json)
     if config.data.sequence_len is not None:
         problems += check_sequence_len(config.data.sequence_len, base, config.model.context_len)
+    kind, rope = rope_scaling(text_numbers(config_json))
+    if config.model.context_len is not None and base.context_len and kind != "default":
+        problems.append(scaled_error(config.model.context_len, kind, rope, base.context_len))
     size = tensor_parallel_size(config.strategy, hardware.gpus_per_node)
     keeps_scores = _keeps_scores(config, config_json, hardware)
     problems += check_split(config.strategy, base, "eager" if keeps_scores else "sdpa")

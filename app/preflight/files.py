@@ -34,6 +34,7 @@ from app.model.hub import COMMIT
 from app.model.layers import compile_error
 from app.model.neftune import find_neftune_problem
 from app.model.quantization import find_quantization_conflict
+from app.model.rope import rope_scaling
 from app.preflight.base_model import (
     current_folder,
     inspect_base,
@@ -128,7 +129,7 @@ def check_split(
     size = context_parallel_size(strategy)
     problems = check_pipeline(strategy, base)
     problems += check_expert_parallel(expert_parallel_size(strategy), base)
-    if size > 1 and base.config.get("is_encoder_decoder"):
+    if size > 1 and base.is_pair:
         problems.append(
             f"strategy.context_parallel_size={size} splits the rows of causal models, and "
             f"{base.model_type} is an encoder-decoder; type strategy.context_parallel_size=1"
@@ -340,7 +341,8 @@ def check_sequence_len(
     context = base.context_len if extended is None else extended
     if context is None or sequence_len <= context:
         return []
-    longer = "" if base.is_pair else f", or model.context_len={sequence_len} to scale its rope"
+    is_scaled = base.is_pair or rope_scaling(text_numbers(base.config))[0] != "default"
+    longer = "" if is_scaled else f", or model.context_len={sequence_len} to scale its rope"
     return [
         f"data.sequence_len={sequence_len} exceeds the context length of {base.name}, "
         f"{context} tokens; type data.sequence_len={context}{longer}"

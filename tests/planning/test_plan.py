@@ -160,8 +160,21 @@ def refused(*words: str) -> str:
 
 BAD = {
     "C11 a sequence beyond the context": (
-        ("+experiment=llama8b", "data.sequence_len=200000", "hardware=h100"),
-        ("data.sequence_len=200000", "131072"),
+        ("+experiment=qwen3_30b_a3b", "data.sequence_len=200000", "hardware=h100"),
+        ("data.sequence_len=200000", "40960, or model.context_len=200000 to scale its rope"),
+    ),
+    "a context that is scaled already": (
+        ("+experiment=llama8b", "model.context_len=200000", "hardware=h100"),
+        ("model.context_len=200000", "(llama3, factor 8.0, to 131072 tokens); leave it out"),
+    ),
+    "rows of an encoder-decoder": (
+        [
+            "+experiment=flan_t5_xl",
+            "hardware=2xh100",
+            "strategy=fsdp",
+            "strategy.context_parallel_size=2",
+        ],
+        ("t5 is an encoder-decoder", "strategy.context_parallel_size=1"),
     ),
     "C12 ranks that do not divide the heads": (
         ("+experiment=llama70b", "strategy=tp", "hardware=6xh100"),

@@ -100,7 +100,7 @@ def test_layers_without_exchange_are_refused_and_slices_are_evaluated_as_whole_r
 @pytest.mark.parametrize(
     ("numbers", "size", "backend", "message"),
     [
-        ({"model_type": "t5", "is_encoder_decoder": True}, 2, "sdpa", "t5 is an encoder-decoder;"),
+        ({"model_type": "t5"}, 2, "sdpa", "t5 is an encoder-decoder;"),
         (LLAMA, 2, "eager", "which attention=eager cannot compute; type attention=sdpa or varlen"),
     ],
 )
