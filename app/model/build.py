@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from app.model.adapter import (
     AdapterConfig,
     FullConfig,
@@ -28,12 +30,12 @@ from app.model.quantization import (
 )
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.model.shards import has_config_of_its_own
+from app.model.streaming import stream_layers
 from app.model.tokenizer import resize_embeddings
 from app.model.weight_reads import disable_bypassing_kernels
 from common.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 
@@ -59,8 +61,6 @@ def build_model(
     others. Weights are loaded, quantized and decomposed on `device`, and with `on_host` moved back
     to the CPU afterwards. Random weights are drawn on the CPU.
     """
-    import torch
-
     # The default device of all tensors that are created without one.
     with torch.device("meta") if on_meta else nullcontext():
         # 1. Attention: layers look up the implementation in the config they are built from.
@@ -108,10 +108,6 @@ def apply_streaming(
     """
     if config.stream is None or next(model.parameters()).is_meta:
         return
-    import torch
-
-    from app.model.streaming import stream_layers
-
     stream_layers(model, config.stream, device or torch.device("cpu"))
 
 
@@ -157,8 +153,6 @@ def weight_dtype(precision: str, adapter: AdapterConfig) -> torch.dtype:
 
     Under autocast trainable weights are in fp32 and frozen weights in half precision.
     """
-    import torch
-
     if precision == "bf16-pure":
         return torch.bfloat16
     if precision == "fp32" or isinstance(adapter, FullConfig):
