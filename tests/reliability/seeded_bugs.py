@@ -520,6 +520,13 @@ BUGS = [
         "::test_characters_without_an_entry_are_not_trained_and_the_turn_keeps_its_weight",
     ),
     Bug(
+        name="a plan refuses what this machine lacks",
+        file="app/preflight/couplings/__init__.py",
+        right="if on_this_machine or not row.is_of_machine",
+        wrong="if row.why",
+        test="tests/preflight/test_couplings.py::test_a_preview_counts_no_ranks_of_another_machine",
+    ),
+    Bug(
         name="a setting without effect is accepted",
         file="app/preflight/couplings/unused.py",
         right="if is_set(part, name) and rule.is_unused(config):",
