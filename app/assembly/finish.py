@@ -28,7 +28,7 @@ from app.run import Run, checkpoints_of
 from app.run.find import checkpoint_of_step
 from app.run.folder import METRICS_FILE, OUTPUTS
 from app.run.manifest import record_result
-from app.run.remote import uploading
+from app.run.remote import share_checkpoint, uploading
 from app.training.checkpoint.documents import MODEL
 from app.training.run_documents import METRICS, read_document
 from common.errors import DONE, TrainingFault
@@ -278,6 +278,8 @@ def load_step(run: Run, module: FinetuneModule, step: int) -> None:
     """Load the weights that were saved at `step`; if they are sharded, all ranks call this."""
     import torch
 
+    if module.shards is not None:
+        share_checkpoint(run.folder, step)
     if (checkpoint := checkpoint_of_step(run.folder, step)) is None:
         raise TrainingFault(f"{run.folder}: the checkpoint of step {step} is gone")
     module.load_state_dict(checkpoint.tensors(MODEL))

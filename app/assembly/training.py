@@ -20,6 +20,7 @@ from app.process.launch import is_first_rank, read_launch
 from app.run import Run
 from app.run.manifest import identity_of, installed_versions
 from app.run.ranks import build_peers
+from app.run.remote import url_of
 from app.strategy.build import build_strategy
 from app.strategy.settings import states_folder
 from app.training.callbacks.checks import (
@@ -81,6 +82,7 @@ def build_trainer(
         run.checkpoint,
         identity,
         ends_with_best=config.ends_with_best,
+        num_writers=None if url_of(run.folder) is None else read_launch().num_local_ranks,
     )
     trainer = build_lightning_trainer(
         config.trainer,

@@ -65,7 +65,7 @@ def launch(config: LaunchConfig, words: Sequence[str]) -> None:
     problems = list(check_launch(config, scheduler, words, folder))
     if problems:
         raise UserError(problems)
-    job = build_job(config, words, folder, job_name(name))
+    job = build_job(config, words, folder, here.absolute(), job_name(name))
     if scheduler.shares_folder:
         check_here(config, folder)
     with into_folder(here):
@@ -115,11 +115,6 @@ def check_launch(
         yield (
             "the overrides contain a secret, which would be written to the job file: leave it out, "
             "and put it into the environment of the cluster's jobs"
-        )
-    if is_url(folder) and not scheduler.takes_url:
-        yield (
-            f"output.dir={folder}: launcher={name} starts each rank; all need one folder: type "
-            "output.dir=FOLDER on a shared disk, or launcher=sky or kubernetes for one machine"
         )
     if scheduler.shares_folder:
         return
@@ -172,8 +167,13 @@ def check_here(config: LaunchConfig, folder: str) -> None:
         raise UserError(problems)
 
 
-def build_job(config: LaunchConfig, words: Sequence[str], folder: str, name: str) -> Job:
-    """Return the job of a run that was planned for its hardware; UserError if it does not fit."""
+def build_job(
+    config: LaunchConfig, words: Sequence[str], folder: str, here: Path, name: str
+) -> Job:
+    """Return the job of a run that was planned for its hardware; UserError if it does not fit.
+
+    `here`: folder of the job's files on this machine.
+    """
     trainer, card = config.trainer, None
     planned = replace(config, launcher=LauncherConfig())
     if trainer.accelerator == "cpu":  # plans are for GPUs
@@ -187,11 +187,6 @@ def build_job(config: LaunchConfig, words: Sequence[str], folder: str, name: str
         card, nodes, devices = hardware.name, hardware.num_nodes, hardware.gpus_per_node
         for line in plan_lines(facts, config.launcher):
             print(line)
-    if is_url(folder) and nodes > 1:
-        raise UserError(
-            f"output.dir={folder}: {nodes} machines need one folder: type output.dir={SHARED}/runs/"
-            "NAME, or the hardware of one machine (hardware=8xh100)"
-        )
     left_out = (*NOT_OF_RUN, *DECIDED, "-")
     typed = [word for word in words if not word.lstrip("+").startswith(left_out)]
     if not any(word.lstrip("+").startswith("resume=") for word in typed):
@@ -199,6 +194,7 @@ def build_job(config: LaunchConfig, words: Sequence[str], folder: str, name: str
     return Job(
         name=name,
         folder=folder,
+        here=here,
         words=typed,
         nodes=nodes,
         ranks_per_node=devices,

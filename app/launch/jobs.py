@@ -58,7 +58,9 @@ class Job:
 
     name: str
     folder: str
-    """the run's folder, as the machines of the cluster see it"""
+    """the run's folder, as the machines of the cluster see it, or its URL"""
+    here: Path
+    """folder of the job's files on the machine that submits it"""
     words: Sequence[str]
     """overrides of the run, without devices, nodes and folder"""
     nodes: int
@@ -96,7 +98,7 @@ def slurm_script(job: Job) -> str:
         "signal": f"USR1@{SIGNAL_SECONDS}",
         "open-mode": "append",
         "chdir": Path.cwd(),
-        "output": f"{job.folder}/slurm-%j.txt",
+        "output": job.here / "slurm-%j.txt",
     }
     requests = [
         f"#SBATCH --{key}={shlex.quote(str(value))}"
@@ -132,11 +134,16 @@ def verb_words(job: Job, verb: str) -> str:
     if job.image is None:
         return shlex.join(child_command(f"app.{verb}"))
     loft, cwd = f"{IMAGE_HOME}/.venv/bin/loft {verb}", str(Path.cwd())
+    folders = [cwd] if is_url(job.folder) else [cwd, job.folder]
     if job.image.startswith("docker://") or job.image.endswith(".sif"):
-        bind = shlex.join(["--bind", f"{cwd},{job.folder}", "--pwd", cwd, job.image])
+        bind = shlex.join(["--bind", ",".join(folders), "--pwd", cwd, job.image])
         return f"apptainer exec {'--nv ' if job.card else ''}{bind} {loft}"
-    mounts = f"--container-mounts={cwd}:{cwd},{job.folder}:{job.folder}"
-    options = [f"--container-image={job.image}", mounts, f"--container-workdir={cwd}"]
+    mounts = ",".join(f"{folder}:{folder}" for folder in folders)
+    options = [
+        f"--container-image={job.image}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={cwd}",
+    ]
     return f"{shlex.join(options)} {loft}"
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from app.launch.jobs import Job, kubernetes_file, ray_file, sky_file, slurm_script
 from app.process.status import STATUS_FILE
-from app.status import read_status
+from app.run.remote import is_url
+from app.status import fetch_status, read_status
 from common.errors import DONE, ENVIRONMENT_ERROR
 from common.files import open_no_follow
 from common.redaction import redact
@@ -33,7 +34,7 @@ ENDED_RUN = re.compile(r"\b(finished|stopped|failed)  step .*exit code (\d+)\s*$
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduler:
-    """How one launcher is talked to; {name}, {id}, {file} and {folder} stand for the job's."""
+    """How one launcher is talked to; {name}, {id}, {file} and {here} stand for the job's."""
 
     write: Callable[[Job], str]
     file: str
@@ -55,8 +56,6 @@ class Scheduler:
     """command that removes an ended job of this name, whose name could not be used again"""
     shares_folder: bool = False
     """whether the machines see the folders of the machine that submits"""
-    takes_url: bool = False
-    """whether output.dir may be a URL: the ranks of one machine are then started by `app.train`"""
     uploads: bool = False
     """whether the files of the working folder are sent along"""
 
@@ -72,7 +71,7 @@ SCHEDULERS = {
         state="scontrol --oneliner show job {id}",  # sacct needs a database
         ended="JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_ME|BOOT_FAIL|DEADLINE)",
         succeeded="JobState=COMPLETED",
-        log="tail --lines=+1 --follow=name --retry {folder}/slurm-{id}.txt",
+        log="tail --lines=+1 --follow=name --retry {here}/slurm-{id}.txt",
         stop="scancel {id}",
         shares_folder=True,
     ),
@@ -90,7 +89,6 @@ SCHEDULERS = {
         "--tail=-1 --max-log-requests=64 --pod-running-timeout=10m",
         stop="kubectl delete jobset {name}",
         forget="kubectl delete jobset {name} --ignore-not-found",
-        takes_url=True,
     ),
     "sky": Scheduler(
         write=sky_file,
@@ -105,7 +103,6 @@ SCHEDULERS = {
         succeeded=r"\A(?:(?!\b{name}\b)[\s\S])*\b{name}\b.*\bSUCCEEDED\b",
         log="sky jobs logs --name {name}",
         stop="sky jobs cancel --yes --name {name}",
-        takes_url=True,
         uploads=True,
     ),
     "ray": Scheduler(
@@ -138,7 +135,7 @@ class Submission:
     def command(self, template: str) -> list[str]:
         """Return a command of this job."""
         names = {"name": self.job.name, "id": self.id or self.job.name}
-        places = {"file": str(self.file), "folder": self.job.folder}
+        places = {"file": str(self.file), "here": str(self.job.here)}
         return [word.format(**names, **places) for word in template.split()]
 
     def show(self, template: str) -> str:
@@ -203,9 +200,12 @@ def watch(submission: Submission, log: Path) -> tuple[int, str]:
     said = ENDED_RUN.findall(log.read_text(encoding="utf-8", errors="replace"))
     if said:
         return int(said[-1][1]), str(said[-1][0])
-    folder = Path(submission.job.folder)
-    if submission.scheduler.shares_folder and (folder / STATUS_FILE).exists():
-        known = read_status(folder)  # a cancelled job ends before its script asks for it
+    folder = submission.job.folder
+    if is_url(folder) or (
+        submission.scheduler.shares_folder and (Path(folder) / STATUS_FILE).exists()
+    ):
+        # A cancelled job ends before its script asks for it.
+        known = fetch_status(folder) if is_url(folder) else read_status(Path(folder))
         is_of_job = known["written"] > submission.file.stat().st_mtime
         if is_of_job and known.get("exit_code") is not None:
             return known["exit_code"], known["state"]

@@ -1,7 +1,9 @@
 """A run whose output.dir is a URL: it works in a local folder, and an object store gets a copy.
 
 The store holds what the folder does. Of a checkpoint the marker is uploaded last; the newest one
-with a marker counts. Credentials come from the environment, where s3fs and gcsfs look for them.
+with a marker counts. Of several machines the first one's folder is copied, and each of the others
+downloads what it resumes from. Credentials come from the environment, where s3fs and gcsfs look for
+them.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 
+from app.process.collectives import run_on_rank0, run_on_ranks
 from app.process.heartbeat import refresh_liveness, waiting_for_thread
-from app.process.launch import is_child, is_first_rank, read_launch
+from app.process.launch import is_child, is_first_on_machine, is_first_rank, read_launch
+from app.process.reporting import REASON_FILE
 from app.process.status import STATUS_FILE
 from app.run.folder import (
     CONFIG_FILE,
@@ -36,6 +40,7 @@ from app.run.manifest import MANIFEST_FILE
 from app.training.checkpoint.checkpoint import MARKER, DamageError, load_checkpoint
 from app.training.checkpoint.store import CHECKPOINTS, STEP_FOLDER, CheckpointStore
 from common.errors import UserError
+from common.files import open_no_follow
 from common.redaction import redact
 from common.text import printable, reason_of
 from common.untrusted import read_json_object
@@ -62,6 +67,8 @@ LOOK_SECONDS, STATUS_SECONDS = 0.5, 30.0
 SNAPSHOT = ".upload"
 """suffix of a folder of hard links: a checkpoint that is removed while it is uploaded"""
 NOT_UPLOADED = {CHECKPOINTS, LOCK_FILE, UNFINISHED, "partial"}
+NOT_FETCHED = {STATUS_FILE, REASON_FILE}
+"""what the first rank has begun anew when another one downloads the run"""
 PROBE = ".writable"
 
 
@@ -79,8 +86,22 @@ def fetched_folder(key: str, typed: str, *, resumes: bool) -> Path:
     """Return the local folder of a typed run, into which a run at a URL is downloaded."""
     folder = run_folder(key, typed)
     if (url := url_of(folder)) is not None and (resumes or is_url(typed)):
-        fetch_run(url, folder, resumes=resumes)
+        with _one_rank_at_a_time(folder):
+            fetch_run(url, folder, resumes=resumes)
     return folder
+
+
+@contextlib.contextmanager
+def _one_rank_at_a_time(folder: Path) -> Iterator[None]:
+    """Lock a working folder against the other ranks of this machine that torchrun has started."""
+    import fcntl
+
+    with into_folder(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        stream = open_no_follow(folder.with_name(f".{folder.name}.lock"), "a")
+    with stream:
+        fcntl.lockf(stream, fcntl.LOCK_EX)  # until it is closed
+        yield
 
 
 def working_folder(key: str, url: str) -> Path:
@@ -90,11 +111,6 @@ def working_folder(key: str, url: str) -> Path:
         raise UserError(
             f"{key}={url}: expected s3://BUCKET/PATH or gs://BUCKET/PATH of letters, digits and "
             "._=-, without a password, which belongs into the environment"
-        )
-    if read_launch().is_one_of_several and not is_child():
-        raise UserError(
-            f"{key}={url}: ranks started by torchrun or srun need a folder that all of them see; "
-            f"type {key}=FOLDER, or leave out torchrun: the ranks of one machine start without it"
         )
     return OUTPUTS / f"{match[1]}:" / match[2] / match[3]
 
@@ -183,13 +199,8 @@ def open_store(url: str) -> Iterator[ObjectStore]:
 def check_store(config: TrainConfig) -> list[str]:
     """List what keeps a run from being copied to its URL: bucket, rights, clock, another run."""
     url = None if config.output.dir is None else url_of(Path(config.output.dir))
-    if url is None or is_child():
+    if url is None or not is_first_rank() or is_child():
         return []
-    if config.trainer.nodes > 1:
-        return [
-            f"output.dir={url}: several machines write into one folder: type output.dir=FOLDER on "
-            "a shared disk"
-        ]
     try:
         with open_store(url) as store:
             store.files.pipe_file(f"{store.root}/{PROBE}", b"")
@@ -210,19 +221,23 @@ def check_store(config: TrainConfig) -> list[str]:
 def fetch_run(url: str, folder: Path, *, resumes: bool) -> None:
     """Download the run at `url` into `folder`, unless the folder holds a newer checkpoint.
 
-    The newest whole checkpoint comes along if the run `resumes` or has not finished.
+    The newest whole checkpoint comes along if the run `resumes` or has not finished. On several
+    machines newer ones are removed, since the others do not have them.
     """
     with open_store(url) as store:
         names = store.sizes()
         steps = sorted(_steps(names), reverse=True)
-        newest_here = CheckpointStore(folder / CHECKPOINTS).newest_step() or 0
-        if CONFIG_FILE not in names:
-            return
+        here = CheckpointStore(folder / CHECKPOINTS)
+        newest_here, newest = here.newest_step() or 0, max(steps, default=0)
         _check_same_run(store, names, folder)
-        if newest_here > max(steps, default=0):
+        if resumes and newest_here > newest and read_launch().num_nodes > 1:
+            for step in here.drop_newer(newest):
+                log.warning("RESUME: step-%d is removed: %s does not have it yet", step, url)
+            newest_here = here.newest_step() or 0
+        if CONFIG_FILE not in names or newest_here > newest:
             return
         with into_folder(folder):
-            for name in names:
+            for name in names.keys() - NOT_FETCHED:
                 if not name.startswith(f"{CHECKPOINTS}/"):
                     store.get(name, folder / name)
         if resumes or METRICS_FILE not in names:
@@ -261,6 +276,25 @@ def _fetch_checkpoint(store: ObjectStore, names: dict[str, int], folder: Path, s
         return False
     os.replace(unfinished, target)
     return True
+
+
+def share_checkpoint(folder: Path, step: int) -> None:
+    """Bring a checkpoint that the first machine has to all machines of a run; all ranks call it."""
+    url = url_of(folder)
+    if url is None or read_launch().num_nodes == 1:
+        return
+
+    def upload() -> None:
+        with open_store(url) as store:
+            Uploader(folder, url).put_checkpoint(store, step, folder / CHECKPOINTS / f"step-{step}")
+
+    def download() -> None:
+        if step not in CheckpointStore(folder / CHECKPOINTS).steps():
+            with open_store(url) as store:
+                _fetch_checkpoint(store, store.sizes(), folder, step)
+
+    run_on_rank0(upload)
+    run_on_ranks(download, runs=is_first_on_machine())
 
 
 def _steps(names: dict[str, int]) -> set[int]:
@@ -343,7 +377,7 @@ class Uploader:
         self._newest = step
         if snapshot is None or step is None:
             return
-        if self._try(lambda store: self._put_checkpoint(store, step, snapshot)):
+        if self._try(lambda store: self.put_checkpoint(store, step, snapshot)):
             self._try(self._rotate)
         shutil.rmtree(snapshot)
 
@@ -372,7 +406,7 @@ class Uploader:
                 if self._try(lambda store: store.put(name.as_posix(), source)):
                     self.uploaded[file] = known
 
-    def _put_checkpoint(self, store: ObjectStore, step: int, snapshot: Path) -> None:
+    def put_checkpoint(self, store: ObjectStore, step: int, snapshot: Path) -> None:
         """Upload a checkpoint's files, its marker once all of them have arrived as they are."""
         above, there = f"{CHECKPOINTS}/step-{step}", store.sizes()
         if f"{above}/{MARKER}" in there:

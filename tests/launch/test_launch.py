@@ -196,16 +196,21 @@ def test_a_jobset_follows_its_published_schema(cwd: Path, monkeypatch: pytest.Mo
 URL = "s3://bucket/runs/mine"
 
 
-@pytest.mark.parametrize("name", [name for name, one in SCHEDULERS.items() if one.takes_url])
-def test_a_run_on_one_machine_can_keep_its_folder_in_a_bucket(
-    name: str, cwd: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "hardware"), product(SCHEDULERS, ("8xh100", "2x8xh100")))
+def test_a_run_can_keep_its_folder_in_a_bucket(
+    name: str, hardware: str, cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.launch.__main__.check_files", lambda *_, **__: [])
-    text = write(name, "+experiment=llama8b", "hardware=8xh100", f"output.dir={URL}")
-    assert SHARED not in text and "torchrun" not in text
-    assert f"-m app.status run={URL}" in text
-    words = words_of(text, NUM_NODES="1")
-    assert f"output.dir={URL}" in words and "trainer.devices=auto" in words
+    monkeypatch.setattr("app.config.dispatch.check_store", lambda config: [])
+    text = write(name, "+experiment=llama8b", f"hardware={hardware}", f"output.dir={URL}")
+    assert SHARED not in text and f"output.dir={URL}" in text
+    if name == "slurm":
+        assert f"#SBATCH --output={cwd}/outputs/llama8b/launched/slurm-%j.txt" in text
+        assert f"--container-mounts={cwd}:{cwd} " in text
+    elif name != "ray":
+        assert f"-m app.status run={URL}" in text
+        words = words_of(text, NUM_NODES=hardware[0])
+        assert f"output.dir={URL}" in words and "trainer.devices=auto" in words
 
 
 ENDINGS: list[tuple[str | None, int, str | None, int]] = [
@@ -305,9 +310,6 @@ REFUSED: list[tuple[str, str]] = [
     ("launcher=sky launcher.minutes=60 launch.image=i", "launcher.minutes=60 has no effect"),
     ("launcher=kubernetes", "launch.image=NAME"),
     ("launcher=ray output.dir=runs/mine", "output.dir=runs/mine"),
-    (f"launcher=slurm output.dir={URL}", f"output.dir={URL}: launcher=slurm"),
-    (f"launcher=ray output.dir={URL}", "a shared disk"),
-    (f"launcher=sky launch.image=i launch.submit=false output.dir={URL}", "2 machines need one"),
     ("launcher=slurm", "the program sbatch was not found"),
     ("launcher=sky launch.image=i", "pip install 'skypilot"),
     ("launcher=kubernetes launch.image=i data.datasets=[{path: DATA}]", "exists only on this"),

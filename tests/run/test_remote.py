@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.config import load_config
+from app.process.launch import Launch, free_port
 from app.run.remote import (
     Uploader,
     check_store,
@@ -31,6 +32,7 @@ from app.status import fetch_status
 from app.training.checkpoint.checkpoint import MARKER
 from app.training.checkpoint.store import CheckpointStore
 from common.errors import UserError
+from tests.processes import LONGEST
 from tests.resumed import contents, make_run
 from tests.tiny import small_run
 
@@ -123,12 +125,19 @@ def test_a_run_comes_back_equal_on_an_empty_machine(run: Path, tmp_path: Path) -
     }
 
 
-def test_what_a_machine_has_saved_after_its_last_upload_stays(run: Path) -> None:
+def test_what_a_machine_has_saved_after_its_last_upload_stays_unless_there_are_several(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upload(run)
     shutil.copytree(run / "checkpoints/step-4", run / "checkpoints/step-9")
     before = contents(run)
     fetch_run(URL, run, resumes=True)
     assert contents(run) == before
+    with monkeypatch.context() as several:
+        launch = Launch(num_ranks=2, num_local_ranks=1)
+        several.setattr("app.run.remote.read_launch", lambda: launch)
+        fetch_run(URL, run, resumes=True)
+        assert CheckpointStore(run / "checkpoints").newest_step() == 4
     manifest = json.loads((run / "manifest.json").read_text())
     manifest["run"] = {**manifest.get("run", {}), "id": "of another run"}
     (run / "manifest.json").write_text(json.dumps(manifest))
@@ -206,7 +215,7 @@ def test_an_upload_two_checkpoints_behind_is_said(
         shutil.copytree(run / "checkpoints/step-4", run / f"checkpoints/step-{step}")
     uploader = Uploader(run, URL)
     with open_store(URL) as store:
-        uploader._put_checkpoint(store, 4, run / "checkpoints/step-4")
+        uploader.put_checkpoint(store, 4, run / "checkpoints/step-4")
     assert "step-4 is still on its way, and step-8 is saved" in caplog.text
 
 
@@ -215,14 +224,13 @@ def test_what_is_wrong_with_a_bucket_is_refused_before_training(
 ) -> None:
     config = load_config("train", [*small_run(), f"output.dir={URL}"])
 
-    def problems(url: str, *, resume: str = "never", num_nodes: int = 1) -> str:
+    def problems(url: str, *, resume: str = "never") -> str:
         config.output.dir = str(working_folder("output.dir", url))
-        config.resume, config.trainer.num_nodes = resume, num_nodes
+        config.resume = resume
         return "\n".join(check_store(config))
 
     assert problems(URL) == ""
     assert "there is no bucket nowhere" in problems("s3://nowhere/run")
-    assert "shared disk" in problems(URL, num_nodes=2)
     upload(run)
     assert "holds another run" in problems(URL)
     assert problems(URL, resume="auto") == ""
@@ -237,13 +245,17 @@ def test_what_is_wrong_with_a_bucket_is_refused_before_training(
             problems(wrong)
 
 
-def start_training(folder: Path, *words: str) -> subprocess.Popen[bytes]:
-    """Start a run of eight steps that saves each of them."""
+def start_training(
+    folder: Path, *words: str, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a run of eight steps that saves each of them, in `folder`, which may be new."""
+    folder.mkdir(exist_ok=True)
     settings = small_run(
         "trainer.max_steps=8", "trainer.checkpoint.every_steps=1", "logger=csv", *words
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     environment.pop("LOFT_RUN_DIR", None)
+    environment |= variables or {}
     return subprocess.Popen(
         [sys.executable, "-m", "app.train", *settings],
         cwd=folder,
@@ -261,13 +273,14 @@ def last_weights(folder: Path) -> bytes:
 def test_a_run_killed_ten_times_on_ten_machines_ends_bit_equal(
     server: Server, tmp_path: Path
 ) -> None:
-    said, _ = start_training(tmp_path, f"output.dir={tmp_path / 'whole'}").communicate(timeout=200)
+    said, _ = start_training(tmp_path, f"output.dir={tmp_path / 'whole'}").communicate(
+        timeout=LONGEST
+    )
     assert (tmp_path / "whole/metrics.json").exists(), said
     chance, kills = random.Random(1), 0
     server.fault = lambda request: time.sleep(0.05)  # uploads take longer than steps
     while kills < 10:
         machine = tmp_path / f"machine-{kills}"
-        machine.mkdir()
         process = start_training(machine, f"output.dir={URL}", "resume=auto")
         training = machine / "outputs/s3:/bucket/team/run/metrics.csv"
         while not training.exists() and process.poll() is None:
@@ -278,10 +291,58 @@ def test_a_run_killed_ten_times_on_ten_machines_ends_bit_equal(
         kills += 1
     server.fault = lambda request: None
     last = tmp_path / "last"
-    last.mkdir()
     process = start_training(last, f"output.dir={URL}", "resume=auto")
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=LONGEST)
     assert process.returncode == 0, said
     assert last_weights(last / "outputs/s3:/bucket/team/run") == last_weights(tmp_path / "whole")
     assert {"adapter/adapter_model.safetensors", "report.html", "metrics.json"} <= names()
+    assert fetch_status(URL)["state"] == "finished"
+
+
+def start_machines(folders: tuple[Path, Path], *words: str) -> list[subprocess.Popen[bytes]]:
+    """Start a run on two machines of one rank each, as torchrun does; each sees its folder only."""
+    port = str(free_port())
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"TORCHELASTIC_RUN_ID": "one", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return [
+        start_training(
+            *(folder, "trainer.num_nodes=2", "trainer.devices=1", "resume=auto", *words),
+            variables={**shared, "RANK": rank},
+        )
+        for rank, folder in zip("01", folders, strict=True)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
+    strategy: str, server: Server, tmp_path: Path
+) -> None:
+    """Both are killed at random moments; then one of them, or both, is replaced by an empty one."""
+    words = (f"strategy={strategy}", "output.from=best")
+    whole = start_machines((tmp_path / "a", tmp_path / "b"), *words, f"output.dir={tmp_path}/whole")
+    for process in whole:
+        said, _ = process.communicate(timeout=LONGEST)
+        assert process.returncode == 0, said
+    chance = random.Random(1)
+    server.fault = lambda request: time.sleep(0.05)  # uploads take longer than steps
+    folders = (tmp_path / "first-0", tmp_path / "second-0")
+    for kill in range(1, 4):
+        processes = start_machines(folders, *words, f"output.dir={URL}")
+        training = folders[0] / "outputs/s3:/bucket/team/run/metrics.csv"
+        while not training.exists() and processes[0].poll() is None:
+            time.sleep(0.1)
+        time.sleep(chance.uniform(0, 4))
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        first, second = (tmp_path / f"{name}-{kill}" for name in ("first", "second"))
+        folders = [(first, second), (folders[0], second), (first, folders[1])][kill % 3]
+    server.fault = lambda request: None
+    for process in start_machines(folders, *words, f"output.dir={URL}"):
+        said, _ = process.communicate(timeout=LONGEST)
+        assert process.returncode == 0, said
+    assert last_weights(folders[0] / "outputs/s3:/bucket/team/run") == last_weights(
+        tmp_path / "whole"
+    )
     assert fetch_status(URL)["state"] == "finished"

@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
@@ -39,9 +40,10 @@ from app.training.checkpoint.documents import (
     random_state_name,
     read_training,
 )
+from app.training.checkpoint.schema import Json
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
-from app.training.checkpoint.tensors import file_bytes, write_share
+from app.training.checkpoint.tensors import file_bytes, file_order, write_share
 from app.training.metrics import Metrics, is_measured_at
 from app.training.nonfinite import check_finite
 from app.training.stopping import SignalSync
@@ -207,14 +209,14 @@ class CheckpointSaver(L.Callback):
         else:
             faults.fault_point("save", step)
         strategy.barrier("a checkpoint has started")
-        add_random_state = partial(
-            self.store.add_document,
-            step,
-            random_state_name(trainer.global_rank),
-            random_state(strategy.root_device),
-        )
+        rank, device = trainer.global_rank, strategy.root_device
+        random = random_state(device)
         local = strategy.local_state(module.optimizer)
-        self._add_files(trainer, step, add_random_state, tensors, local)
+        self._add_files(trainer, step, random, tensors, local)
+        if rank == 0:
+            self.checkpoints.receive_states(step, trainer.world_size, device)
+        elif self.checkpoints.sends_states(rank):
+            send_state(random, local, device)
         strategy.barrier("all ranks have added their files")
         trainer.save_checkpoint(self.store.folder / f"step-{step}")
         self._saved = step
@@ -223,7 +225,7 @@ class CheckpointSaver(L.Callback):
         self,
         trainer: L.Trainer,
         step: int,
-        add_random_state: Callable[[], object],
+        random: Json,
         tensors: Mapping[str, Mapping[str, StateTensor]],
         local: Mapping[str, Tensor],
     ) -> None:
@@ -233,11 +235,15 @@ class CheckpointSaver(L.Callback):
         try:
             # First, because other ranks gather with this one even if it cannot write.
             self.checkpoints.add_tensors(step, tensors, rank=rank, num_ranks=num_ranks)
-            self.checkpoints.add_local_state(step, local, rank=rank)
-            if rank == 0:
-                self.checkpoints.do_before_commit(add_random_state)
+            if self.checkpoints.sends_states(rank):
+                check_finite(step, local)
             else:
-                add_random_state()
+                add_random = partial(self.store.add_document, step, random_state_name(rank), random)
+                self.checkpoints.add_local_state(step, local, rank=rank)
+                if rank == 0:
+                    self.checkpoints.do_before_commit(add_random)
+                else:
+                    add_random()
         except (SaveError, TrainingFault) as error:
             failure = error
         is_sharded = num_ranks > 1 and any(
@@ -268,16 +274,18 @@ def build_checkpoints(
     identity: Mapping[str, Any] | None = None,
     *,
     ends_with_best: bool = False,
+    num_writers: int | None = None,
 ) -> StoredCheckpoints:
     """Build the CheckpointIO that writes to the folder `run` and reads `source`.
 
     `identity`: id and plan of the run, which its checkpoints record. `ends_with_best`: whether the
-    run needs its best checkpoint at its end.
+    run needs its best checkpoint at its end. `num_writers`: ranks, from 0 on, that see rank 0's
+    folder; None: all do.
     """
     keep_best = max(config.keep_best, int(ends_with_best))
     store = CheckpointStore(run / CHECKPOINTS, keep_last=config.keep_last, keep_best=keep_best)
     writer = BackgroundWriter() if config.asynchronous else None
-    return StoredCheckpoints(store, source, writer, identity)
+    return StoredCheckpoints(store, source, writer, identity, num_writers)
 
 
 def build_saver(
@@ -354,8 +362,11 @@ class StoredCheckpoints(CheckpointIO):
         source: Checkpoint | None = None,
         writer: BackgroundWriter | None = None,
         identity: Mapping[str, Any] | None = None,
+        num_writers: int | None = None,
     ) -> None:
+        """`num_writers`: ranks, from 0 on, that see the store's folder; None: all do."""
         self.store, self.source, self.writer = store, source, writer
+        self.num_writers = num_writers
         self.details = {} if identity is None else {"run": dict(identity)}
         self._before_commit: list[Callable[[], object]] = []
         """functions that the writer's thread calls before it commits the current save"""
@@ -410,11 +421,24 @@ class StoredCheckpoints(CheckpointIO):
             failures.append(failure)
         for name, named in tensors.items():
             try:
-                write_share(write, name, named, check, rank=rank, num_ranks=num_ranks)
+                num_writers = self.num_writers or num_ranks
+                write_share(write, name, named, check, rank=rank, num_ranks=num_writers)
             except (SaveError, TrainingFault) as failure:
                 failures.append(failure)
         if failures:
             raise failures[0]
+
+    def sends_states(self, rank: int) -> bool:
+        """Return whether a rank sends its own state to rank 0, which writes it."""
+        return self.num_writers is not None and rank >= self.num_writers
+
+    def receive_states(self, step: int, num_ranks: int, device: torch.device) -> None:
+        """Write, on rank 0, what the ranks that see another folder send by `send_state`."""
+        for rank in filter(self.sends_states, range(num_ranks)):
+            document, tensors = receive_state(rank, device)
+            self.store.add_document(step, random_state_name(rank), document)
+            if tensors:
+                self.store.add_tensors(step, local_state_name(rank), tensors)
 
     def add_local_state(self, step: int, tensors: Mapping[str, Tensor], *, rank: int) -> None:
         """Write the tensors that only this rank holds, if any, before the save is committed."""
@@ -500,6 +524,36 @@ class StoredCheckpoints(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Raise NotImplementedError, since only the store removes checkpoints."""
         raise NotImplementedError(f"{path}: only the store removes checkpoints")
+
+
+def send_state(document: Json, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Send a rank's own document and tensors to rank 0, one tensor at a time."""
+    ordered = file_order(tensors)
+    facts = {name: (tensor.shape, tensor.dtype) for name, tensor in ordered.items()}
+    dist.send_object_list([document, facts], dst=0, device=device)
+    for tensor in ordered.values():
+        assert isinstance(tensor, Tensor)
+        sent = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+        if len(sent):
+            dist.send(sent, dst=0)
+
+
+def receive_state(rank: int, device: torch.device) -> tuple[Json, dict[str, ShardedTensor]]:
+    """Return what `rank` sends; the tensors must be gathered in the order of a file."""
+    received: list[Any] = [None, None]
+    dist.recv_object_list(received, src=rank, device=device)
+
+    def receive(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if tensor.numel():
+            dist.recv(tensor.view(-1).view(torch.uint8), src=rank)
+        return tensor
+
+    document, facts = received
+    return document, {
+        name: ShardedTensor(shape, dtype, partial(receive, shape, dtype))
+        for name, (shape, dtype) in facts.items()
+    }
 
 
 class BackgroundWriter:
