@@ -136,16 +136,8 @@ def render_merged_card(
         front["base_model"] = base
     revision = f" (revision {config.model.revision})" if config.model.revision else ""
     settings = read_object(Path(str(config.tuned_path)) / ADAPTER_CONFIG)
-    adapter = ", ".join(
-        [
-            str(settings.get("peft_type")),
-            *(
-                f"{name}={settings[name]}"
-                for name in ("r", "lora_alpha", "use_dora", "use_rslora")
-                if settings.get(name)
-            ),
-        ]
-    )
+    shown = [name for name in ("r", "lora_alpha", "use_dora", "use_rslora") if settings.get(name)]
+    adapter = [str(settings.get("peft_type")), *(f"{name}={settings[name]}" for name in shown)]
     how = [f"Merged vs {name}: {difference}." for name, difference in differences.items()]
     if (method := tuned.base.quantization.method) != "none":
         how.insert(0, f"Trained on {method} weights; merged onto {config.merge.onto} ones.")
@@ -153,7 +145,7 @@ def render_merged_card(
     body = [
         f"# {cell(Path(base).name)}, fine-tuned",
         "",
-        f"`{cell(base)}`{cell(revision)} with an adapter ({adapter}) merged into it"
+        f"`{cell(base)}`{cell(revision)} with an adapter ({', '.join(adapter)}) merged into it"
         f"{'' if objective is None else f', trained by {_objective_and_beta(objective)}'}, in "
         f"{str(dtype).removeprefix('torch.')}.",
         "",
@@ -169,13 +161,12 @@ def render_merged_card(
             f"{row.get('validation_rows', 0):,} held out"
             for row in datasets
         ]
-    shown = {
-        name: value
+    figures = [
+        [cell(name), f"{value:.4g}"]
         for name, value in metrics.items()
         if re.match("(base|tuned)/(val/(loss|accuracy)|exact_match)", name)
-    }
-    if shown:
-        figures = [[cell(name), f"{value:.4g}"] for name, value in shown.items()]
+    ]
+    if figures:
         body += ["", "## Measured on held-out rows", "", *_table([["figure", "value"], *figures])]
     return _join(front, [*body, ""])
 
