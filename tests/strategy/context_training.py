@@ -116,6 +116,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 LORA = LoraConfig(r=4, dropout=0.0)
 CASES: dict[str, tuple[dict[str, Any], AdapterConfig, str]] = {
     "llama": (LLAMA, FullConfig(), "none"),
+    "long rows": (LLAMA | {"max_position_embeddings": 8 * TOKENS}, FullConfig(), "none"),
     "one document": (LLAMA, FullConfig(), "none"),
     "padded rows": (LLAMA, FullConfig(), "none"),
     "lora": (LLAMA, LORA, "none"),
@@ -159,6 +160,8 @@ class Slices(Placement):
 def make_batch(case: str) -> Batch:
     """Return a row of documents up to half as long as a slice of it, or longer than one."""
     lengths = [TOKENS - 9] if "one document" in case else [5, 61, 17, 33, 90, 30, 11]
+    if case == "long rows":
+        lengths = [8 * length for length in lengths]
     return batch_of(lengths, packed="padded rows" not in case)
 
 

@@ -41,7 +41,7 @@ MASKED = ("window", "gemma3")
     ("size", "cases"),
     [
         (2, [case for case in CASES if case not in ON_FOUR_RANKS]),
-        (4, ON_FOUR_RANKS),
+        (4, [*ON_FOUR_RANKS, "long rows"]),
         pytest.param(4, ON_BOTH, marks=pytest.mark.slow),
     ],
 )
@@ -53,6 +53,8 @@ def test_slices_give_the_loss_and_gradients_of_whole_rows(size: int, cases: list
             # The largest difference of one number is rounding that differs between CPUs.
             assert figures["gradients"] < 4e-6, case
             saved = (1.1 + 0.15 * (case in MASKED or "odd" in case)) / size
+            if case == "long rows":  # what a row takes whatever its length weighs less
+                saved = 1.02 / size
             # Each rank has the activations of whole rows in recurrent layers.
             assert figures["saved"] < (0.8 if case in RECURRENT else saved), case
             if case in SENT:
