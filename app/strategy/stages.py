@@ -23,6 +23,7 @@ from torch import Tensor
 
 from app.model.head import LossHead
 from app.model.layers import decoder_layers
+from app.model.quantization import storage_of
 from app.strategy.settings import cut_layers
 from common.errors import UserError
 
@@ -167,8 +168,13 @@ class Stages:
 
     def _costs(self) -> list[float]:
         """Return the products of each layer with a token; those of the head are the last one's."""
-        costs = [float(sum(w.numel() for w in layer.parameters())) for layer in self.layers]
-        costs[-1] += sum(w.numel() for end in self.last_ends for w in end.parameters())
+
+        def count(module: torch.nn.Module) -> float:
+            # Not elements: only the ranks that read 4-bit weights have packed them by now.
+            return float(sum(storage_of(weight).num_weights for weight in module.parameters()))
+
+        costs = [count(layer) for layer in self.layers]
+        costs[-1] += sum(map(count, self.last_ends))
         return costs
 
     def _put(self, number: int, module: torch.nn.Module) -> None:

@@ -317,8 +317,8 @@ CONFLICTS = [
      ["strategy=fsdp_pp has not been tested with data.streaming=true", "data.streaming=false, or"]),
     (0, f"data=pairs objective=dpo {STAGED}", "data=pairs objective=dpo",
      ["in its last stage; objective=dpo is not built yet", "type objective=sft, or"]),
-    (0, f"{STAGED} quantization.method=nf4", STAGED,
-     ["not been tested with quantization=nf4 yet", "type quantization=none, or strategy=fsdp"]),
+    (0, f"{STAGED} quantization.method=fp8", f"{STAGED} quantization.method=nf4",
+     ["not been tested with quantization=fp8 yet", "type quantization=nf4 or none, or strategy="]),
     (0, "strategy=fsdp_pp trainer.devices=4 trainer.gradient_accumulation_steps=4 "
      "strategy.context_parallel_size=2",
      "strategy=fsdp trainer.devices=4 strategy.context_parallel_size=2",

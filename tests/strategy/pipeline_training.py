@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_model
 from torch import Tensor
 from torch.distributed.pipelining import schedules
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
@@ -83,14 +87,17 @@ ADAPTERS: dict[str, AdapterConfig] = {
     "lora": LORA,
     "top layers": LoraConfig(r=2, dropout=0.0, layers="top 2"),
     "dora": LoraConfig(r=2, dropout=0.0, use_dora=True),
+    "nf4": LORA,
 }
 Case = tuple[str, str, str]
-"""family, adapter, recompute mode"""
+"""family, adapter (nf4: LoRA on a 4-bit base), recompute mode"""
 
 
 def builder(case: Case) -> Callable[..., Any]:
     """Return what builds the model of a case, as a run passes it to its module."""
     family, adapter, recompute = case
+    if adapter == "nf4":
+        return partial(build_quantized, case)
 
     def build(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
         torch.manual_seed(0)
@@ -107,6 +114,26 @@ def builder(case: Case) -> Callable[..., Any]:
         )
 
     return build
+
+
+def build_quantized(case: Case, **options: Any) -> Any:
+    """Build a model with a 4-bit base, which is read from files."""
+    family, adapter, recompute = case
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES[family]))
+    with tempfile.TemporaryDirectory() as folder:
+        # Not by `save_pretrained`, which writes on one rank only.
+        base.config.to_json_file(f"{folder}/config.json", use_diff=False)
+        save_model(base, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        return build_model(
+            ModelConfig(path=folder),
+            QuantizationConfig(method="nf4"),
+            "sdpa",
+            ADAPTERS[adapter],
+            RecomputeConfig(mode=recompute),
+            "fp32",
+            **options,
+        )
 
 
 def make_batches(step: int, count: int) -> list[Batch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,17 @@ from torch import Tensor
 from app.model.description import BaseDescription
 from app.preflight.files import check_pipeline
 from app.strategy.settings import PIPELINED, DdpConfig, PipelineConfig, cut_layers
+from app.strategy.stages import Stages
 from tests.ranks import on_ranks
-from tests.strategy.pipeline_training import FAMILIES, LLAMA, TOKENS, Case, train_alone, train_cases
+from tests.strategy.pipeline_training import (
+    FAMILIES,
+    LLAMA,
+    TOKENS,
+    Case,
+    builder,
+    train_alone,
+    train_cases,
+)
 
 CASES: list[Case] = [
     *((family, "full", "none") for family in FAMILIES),
@@ -21,6 +31,7 @@ CASES: list[Case] = [
     *((family, "lora", "none") for family in ("tied", "gpt2")),
     ("llama", "top layers", "none"),
     ("llama", "dora", "none"),
+    ("mistral", "nf4", "full"),
 ]
 FEW: list[Case] = [
     ("llama", "full", "none"),
@@ -154,6 +165,18 @@ def test_split_matrices_inside_stages() -> None:
 @pytest.mark.slow
 def test_three_dimensions() -> None:
     check_split([("llama", "full", "none"), ("qwen3", "lora", "full")], 8)
+
+
+def test_a_packed_base_is_cut_as_the_same_one_on_meta() -> None:
+    """Ranks that read 4-bit weights have packed them when they cut; by elements the head weighs."""
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    bounds = []
+    for on_meta in (False, True):
+        model = builder(("llama", "nf4", "none"))(on_meta=on_meta)
+        stages = Stages(model, group, 1, torch.float32)
+        bounds.append([(section.first, section.stop) for section in stages.sections])
+    elements = [float(sum(w.numel() for w in layer.parameters())) for layer in stages.layers]
+    assert bounds[0] == bounds[1] == cut_layers([*elements[:3], elements[3] + 128 * 32], 2)
 
 
 @pytest.mark.parametrize("head", [0.0, 1.0, 3.0, 40.0])

@@ -252,9 +252,9 @@ GROUPS = (
                  "{strategy} computes the loss of objective=sft in its last stage; {objective} is "
                  "not built yet",
                  "objective=sft, or strategy=fsdp"),
-        Conflict(lambda c, d: c.quantization.method != "none",
-                 "{strategy} has not been tested with {quantization} yet",
-                 "quantization=none, or strategy=fsdp"),
+        Conflict(lambda c, d: c.quantization.method == "fp8",
+                 "{strategy} has not been tested with quantization=fp8 yet",
+                 "quantization=nf4 or none, or strategy=fsdp"),
         Conflict(lambda c, d: c.strategy.context_parallel_size > 1,
                  "strategy.context_parallel_size={c.strategy.context_parallel_size} splits rows, "
                  "and {strategy} layers: together they are not built yet",

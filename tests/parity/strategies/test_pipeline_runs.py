@@ -26,6 +26,7 @@ CASES = {
     "full": (PAIR, "full", "tied"),
     "top layer": (PAIR, "top layer", "untied"),
     "sharded stages": (FOUR, "full", "untied"),
+    "nf4": (PAIR, "lora", "tied"),
 }
 
 
@@ -34,6 +35,7 @@ CASES = {
 def test_stages_train_as_one_process(name: str, runs: Runs) -> None:
     layout, adapter, base = CASES[name]
     words = (*ADAPTERS[adapter], CLIPPED, f"model.path={runs.bases[base]}")
+    words += ("quantization=nf4",) if name == "nf4" else ()
     check_same_results(runs.train(layout, *words), runs.train(SINGLE, *words))
 
 
