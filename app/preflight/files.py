@@ -341,11 +341,13 @@ def check_sequence_len(
     context = base.context_len if extended is None else extended
     if context is None or sequence_len <= context:
         return []
-    is_scaled = base.is_pair or rope_scaling(text_numbers(base.config))[0] != "default"
-    longer = "" if is_scaled else f", or model.context_len={sequence_len} to scale its rope"
+    numbers = text_numbers(base.config)
+    is_fixed = "n_positions" in numbers or rope_scaling(numbers)[0] != "default"  # as GPT-2's table
+    longer = f", or model.context_len={sequence_len} to scale its rope"
     return [
         f"data.sequence_len={sequence_len} exceeds the context length of {base.name}, "
-        f"{context} tokens; type data.sequence_len={context}{longer}"
+        f"{context} tokens; type data.sequence_len={context}"
+        f"{'' if base.is_pair or is_fixed else longer}"
     ]
 
 
