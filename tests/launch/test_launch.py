@@ -230,9 +230,13 @@ killed without a word"""
 @pytest.mark.parametrize(
     ("name", "ending"),
     [
-        pytest.param(name, ending, id=f"{name}-{ending[0]}-{ending[1]}")
+        pytest.param(
+            *(name, ending),
+            id=f"{name}-{ending[0]}-{ending[1]}",
+            # Of each launcher an error, a signal and a kill are fast enough for every test run.
+            marks=() if (n + m) % 2 == 0 or ending[0] == "finished" else pytest.mark.slow,
+        )
         for (n, name), (m, ending) in product(enumerate(SCHEDULERS), enumerate(ENDINGS))
-        if (n + m) % 2 == 0 or ending[0] == "finished"  # of each: an error, a signal, a kill
     ],
 )
 def test_exit_code_and_message_of_a_run_survive_its_launcher(

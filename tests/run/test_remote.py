@@ -314,12 +314,15 @@ def start_machines(folders: tuple[Path, Path], *words: str) -> list[subprocess.P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp_compressed strategy.compression=topk", "fsdp"])
 def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
     strategy: str, server: Server, tmp_path: Path
 ) -> None:
-    """Both are killed at random moments; then one of them, or both, is replaced by an empty one."""
-    words = (f"strategy={strategy}", "output.from=best")
+    """Both are killed at random moments; then one of them, or both, is replaced by an empty one.
+
+    With topk each rank has tensors of its own, which the second machine's sends to the first.
+    """
+    words = (*f"strategy={strategy}".split(), "output.from=best")
     whole = start_machines((tmp_path / "a", tmp_path / "b"), *words, f"output.dir={tmp_path}/whole")
     for process in whole:
         said, _ = process.communicate(timeout=LONGEST)
