@@ -231,6 +231,12 @@ def fetch_run(url: str, folder: Path, *, resumes: bool) -> None:
         newest_here, newest = here.newest_step() or 0, max(steps, default=0)
         _check_same_run(store, names, folder)
         if resumes and newest_here > newest and read_launch().num_nodes > 1:
+            if CONFIG_FILE not in names:
+                raise UserError(
+                    f"{url} does not hold the run whose step-{newest_here} is in {folder}, and the "
+                    "other machines do not have it: copy the folder to the URL, remove it, or type "
+                    "another output.dir"
+                )
             for step in here.drop_newer(newest):
                 log.warning("RESUME: step-%d is removed: %s does not have it yet", step, url)
             newest_here = here.newest_step() or 0
@@ -291,7 +297,8 @@ def share_checkpoint(folder: Path, step: int) -> None:
     def download() -> None:
         if step not in CheckpointStore(folder / CHECKPOINTS).steps():
             with open_store(url) as store:
-                _fetch_checkpoint(store, store.sizes(), folder, step)
+                if not _fetch_checkpoint(store, store.sizes(), folder, step):
+                    raise UserError(f"{url}: step-{step} is damaged: resume the run")
 
     run_on_rank0(upload)
     run_on_ranks(download, runs=is_first_on_machine())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from app.model.adapter import FullConfig
 from app.model.attention.attend import attend_by_document, window_rule
 from app.model.attention.choice import ModelOnDevice, support_error
 from app.model.attention.documents import group_documents
+from app.model.attention.exchange import exchanging
 from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
 from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
+from common.errors import UserError
 from tests.model.test_attention_varlen import PACKED, PADDED, run, varlen_2_13
 from tests.model.test_experts import MIXTURES, SIZES
 
@@ -176,3 +179,11 @@ def test_dropout_is_refused() -> None:
     part, sinks = torch.zeros(1, 4, 6, 8), torch.zeros(4)
     with pytest.raises(ValueError, match="without dropout; type attention=eager"):
         attend_by_document(torch.nn.Identity(), part, part, part, None, dropout=0.1, s_aux=sinks)
+
+
+def test_gathered_keys_on_a_gpu_are_refused_with_what_to_type() -> None:
+    parts = [torch.empty(1, heads, 64, 8, device="meta") for heads in (4, 2, 2)]
+    attend = exchanging(attend_by_document)
+    slices: Any = SimpleNamespace(ranks=SimpleNamespace(size=lambda: 3))
+    with pytest.raises(UserError, match="context_parallel_size=1"):
+        attend(torch.nn.Module(), *parts, None, exchange=slices, s_aux=torch.zeros(4))

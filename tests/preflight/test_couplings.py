@@ -154,7 +154,7 @@ CONFLICTS = [
      ["adapter.init=olora subtracts", "quantization=nf4", "or quantization=none"]),
     (0, "model.router_aux_loss=0.01", "model.router_aux_loss=0.01 adapter=full",
      ["adapter=lora leaves them frozen", "type model.router_aux_loss=null, or adapter=full"]),
-    (0, "adapter=ia3 'model.added_tokens=[<|new|>]'", "adapter=lora 'model.added_tokens=[<|new|>]'",
+    (0, "adapter=ia3 'model.added_tokens=[<a>,<b>]'", "adapter=lora 'model.added_tokens=[<a>,<b>]'",
      ["adapter=ia3 trains vectors only", "type adapter=lora or adapter=full"]),
     (0, "trainer.global_batch_size=4 trainer.gradient_accumulation_steps=4",
      "trainer.gradient_accumulation_steps=4", ["set the same thing"]),
@@ -390,7 +390,7 @@ CONFLICTS = [
     (0, f"data=classes objective=classify {LABELS} strategy=tp trainer.devices=2",
      f"data=classes objective=classify {LABELS} strategy=fsdp trainer.devices=2",
      ["strategy=tp splits the head by tokens of the vocabulary"]),
-    (0, f"data=classes objective=classify {LABELS} model.added_tokens=[<x>]",
+    (0, f"data=classes objective=classify {LABELS} model.added_tokens=[<x>,<y>]",
      f"data=classes objective=classify {LABELS}",
      ["model.added_tokens are not built together yet; type model.added_tokens=[]"]),
     (0, f"data=classes objective=classify {LABELS} evaluation.exact_match=true",
@@ -462,7 +462,9 @@ CONFLICTS = [
 def test_a_conflict_is_explained_and_its_twin_passes(
     gpus: int, bad: str, good: str, fragments: list[str]
 ) -> None:
-    problems = "\n".join(problems_of(gpus, bad))
+    found = problems_of(gpus, bad)
+    assert len(set(found)) == len(found)
+    problems = "\n".join(found)
     for fragment in [*fragments, "; type "]:
         assert fragment in problems
     assert problems_of(gpus, good) == []

@@ -136,6 +136,9 @@ def test_what_a_machine_has_saved_after_its_last_upload_stays_unless_there_are_s
     with monkeypatch.context() as several:
         launch = Launch(num_ranks=2, num_local_ranks=1)
         several.setattr("app.run.remote.read_launch", lambda: launch)
+        with pytest.raises(UserError, match="does not hold the run whose step-9"):
+            fetch_run(f"{URL}-empty", run, resumes=True)
+        assert contents(run) == before
         fetch_run(URL, run, resumes=True)
         assert CheckpointStore(run / "checkpoints").newest_step() == 4
     manifest = json.loads((run / "manifest.json").read_text())

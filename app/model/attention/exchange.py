@@ -93,13 +93,22 @@ def exchanging(attend: Attend) -> Attend:
                 f"heads, and the position_bias of {type(module).__name__} is one of all heads: "
                 "type strategy.context_parallel_size=1"
             )
+        reason, sinks = (
+            gather_reason(query.shape[1], key.shape[1], ranks.size()),
+            options.get("s_aux"),
+        )
+        if reason and sinks is not None and query.device.type != "cpu":
+            raise UserError(
+                f"strategy.context_parallel_size={ranks.size()}: {reason}, and attention with "
+                "sinks to gathered keys runs on CPUs only: type strategy.context_parallel_size=1"
+            )
         parts = cast_to_one_dtype(query, key, value)
-        if gather_reason(query.shape[1], key.shape[1], ranks.size()):
+        if reason:
             return _attend_to_gathered(
                 partial(attend, module), parts, attention_mask, exchange, options
             ), None
         parts = _heads_of_all_tokens(parts, ranks)
-        if (sinks := options.get("s_aux")) is not None:
+        if sinks is not None:
             options["s_aux"] = sinks.chunk(ranks.size())[ranks.rank()]
         output, weights = attend(module, *parts, attention_mask, *args, **options)
         return _tokens_of_all_heads(output, ranks), weights

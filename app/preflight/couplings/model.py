@@ -156,7 +156,7 @@ GROUPS = (
                  "{found[0]}={found[2]}"),
     )),
     Group(lambda c, d: c.model.labels, rows=(
-        Conflict(lambda c, d: c.model.added_tokens,
+        Conflict(lambda c, d: bool(c.model.added_tokens),
                  "{labels} and model.added_tokens are not built together yet",
                  "model.added_tokens=[]"),
     )),
@@ -217,7 +217,7 @@ GROUPS = (
                  "model.router_aux_loss={c.model.router_aux_loss:g} balances trainable routers, "
                  "but {adapter} leaves them frozen",
                  "model.router_aux_loss=null, or adapter=full"),
-        Conflict(lambda c, d: isinstance(c.adapter, Ia3Config) and c.model.added_tokens,
+        Conflict(lambda c, d: isinstance(c.adapter, Ia3Config) and bool(c.model.added_tokens),
                  "model.added_tokens={c.model.added_tokens} need trainable embedding rows, but "
                  "adapter=ia3 trains vectors only",
                  "adapter=lora or adapter=full"),
