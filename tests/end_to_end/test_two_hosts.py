@@ -346,6 +346,7 @@ class Job:
         job = launch.Job(
             name="run",
             folder=str(self.folder / "run"),
+            here=self.folder,
             words=[*self.words, "resume=auto"],
             nodes=2,
             ranks_per_node=1,

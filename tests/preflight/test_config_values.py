@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,4 +137,4 @@ def test_files_are_refused_before_weights(
 
 def test_every_rule_is_tried() -> None:
     tried = (*POSITIVE, *NOT_NEGATIVE)
-    assert all(any(keys.fullmatch(key) for key in tried) for keys, _, _ in RULES)
+    assert all(any(re.fullmatch(keys, key) for key in tried) for keys, _, _ in RULES)
