@@ -330,8 +330,9 @@ def _inverse(
     """Return the place of each flat position in the concatenated groups of `_index`; 0 if none."""
     import torch
 
-    places, first = torch.zeros(num_positions, dtype=torch.int64), 0
-    for index, is_token in groups:
-        places[index[is_token]] = first + is_token.flatten().nonzero().squeeze(1)
-        first += index.numel()
-    return places
+    # Padding repeats a document's last token, behind it: the first place is the token's own.
+    positions = torch.cat([index.flatten() for index, _ in groups])
+    none = len(positions)
+    places = torch.full((num_positions,), none)
+    places.scatter_reduce_(0, positions, torch.arange(none), "amin")
+    return places.masked_fill(places == none, 0)
