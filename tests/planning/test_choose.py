@@ -485,7 +485,7 @@ def test_memory_that_other_processes_use_is_not_planned_with(
 
 
 def test_a_plan_lists_shared_rows_where_they_are_worth_it() -> None:
-    words = ["model=llama8b", "data=dolly", "strategy=fsdp", "hardware=8xh100"]
+    words = ["model=llama3_8b", "data=dolly", "strategy=fsdp", "hardware=8xh100"]
 
     def listed(tokens: int) -> dict[tuple[str, ...], bool]:
         rows = [f"model.context_len={tokens}", f"data.sequence_len={tokens}"]
