@@ -24,6 +24,7 @@ from app.run.remote import (
     check_store,
     fetch_run,
     open_store,
+    share_checkpoint,
     uploading,
     url_of,
     working_folder,
@@ -352,3 +353,19 @@ def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
         tmp_path / "whole"
     )
     assert fetch_status(URL)["state"] == "finished"
+
+
+def test_a_checkpoint_damaged_on_its_way_to_another_machine_stops_the_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launch(num_ranks=2, num_local_ranks=1)
+    monkeypatch.setattr("app.run.remote.read_launch", lambda: launch)
+    monkeypatch.setattr("app.run.remote.url_of", lambda folder: URL)
+    monkeypatch.setattr("app.run.remote.run_on_rank0", lambda work: None)
+    monkeypatch.setattr("app.run.remote.run_on_ranks", lambda work, runs: work())
+    upload(run)
+    with open_store(URL) as store:
+        store.files.pipe_file(f"{store.root}/checkpoints/step-4/{MARKER}", b"another hash")
+    shutil.rmtree(run / "checkpoints/step-4")
+    with pytest.raises(UserError, match="step-4 is damaged"):
+        share_checkpoint(run, 4)
