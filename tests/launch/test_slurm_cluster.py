@@ -57,8 +57,8 @@ PartitionName=all Nodes=ALL Default=YES
 """a requeued job starts again when its credentials expire; a node is down after SlurmdTimeout"""
 
 
-SLOW, FAST = "4mbit", "10gbit"
-"""rates of the link: one at which a step takes about half a second, and one that is no limit"""
+SLOWEST, SLOW, FAST = "400kbit", "4mbit", "10gbit"
+"""rates of the link: a step takes seconds, takes about half a second, and is not limited"""
 TWO_NODES = ("trainer.accelerator=cpu", "trainer.num_nodes=2", "trainer.devices=1", "strategy=ddp")
 LONG = ("trainer.max_steps=24", "trainer.checkpoint.every_steps=4")
 SIGNAL_MINUTES = SIGNAL_SECONDS // 60 + 1
@@ -189,6 +189,7 @@ def test_a_job_that_reaches_its_time_limit_goes_on_and_ends_bit_equal(
     cluster.limit(SLOW)
     number = cluster.launch(run, *LONG)
     wait_for_checkpoint(run)
+    cluster.limit(SLOWEST)  # its last step must not come before the signal
     cluster.type("scontrol", "update", f"JobId={number}", f"TimeLimit={SIGNAL_MINUTES}")
     wait_for(lambda: cluster.job(number)["Restarts"] == "1")
     known = status_of(run)
