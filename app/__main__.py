@@ -31,7 +31,7 @@ def main() -> None:
     if typed == "--install-completion":
         shell = sys.argv[2] if len(sys.argv) > 2 else ""
         try:
-            print(install_completion(shell, Path.home()))
+            print(_install_completion(shell, Path.home()))
         except (UserError, OSError) as error:
             sys.exit(report(error))
         sys.exit(DONE)
@@ -51,7 +51,7 @@ FILES = {
     "fish": Path(".config/fish/completions/loft.fish"),
 }
 """where each shell looks for completions, relative to the home folder"""
-BASH = """\
+_BASH = """\
 _loft() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" key="" words
   [ "$word" = "=" ] && {{ key="$before"; word=""; }}
@@ -73,7 +73,7 @@ _loft() {{
 }}
 complete -F _loft loft
 """
-ZSH = "#compdef loft\nautoload -U +X bashcompinit && bashcompinit\n"
+_ZSH = "#compdef loft\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
 def completion_script(shell: str) -> str:
@@ -106,15 +106,15 @@ def completion_script(shell: str) -> str:
         f'      {group}|+{group}) words="{" ".join(names)}" ;;' for group, names in options.items()
     ]
     by_verb = [f'      {verb}) words="{" ".join(words)}" ;;' for verb, words in settings.items()]
-    script = BASH.format(
+    script = _BASH.format(
         verbs=" ".join([*ALL_VERBS, "--help", "--version"]),
         options="\n".join(by_key),
         settings="\n".join(by_verb),
     )
-    return ZSH * (shell == "zsh") + script
+    return _ZSH * (shell == "zsh") + script
 
 
-def install_completion(shell: str, home: Path) -> str:
+def _install_completion(shell: str, home: Path) -> str:
     """Write the completion script where `shell` looks for it; return the next step for the user."""
     if shell not in FILES:
         known = "|".join(FILES)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from app.evaluation.conversation import Responder
     from app.training.trainer import Environment
 
-CONVERSATIONS_FILE = "conversations.jsonl"
-HELP = """\
+_CONVERSATIONS_FILE = "conversations.jsonl"
+_HELP = """\
 /reset           start a new conversation
 /compare [TEXT]  answers of base and tuned side by side, to TEXT or to the last question
 /save [FILE]     save all conversations as training rows (messages)
@@ -52,7 +52,7 @@ def chat(config: ChatConfig) -> None:
     save_config(config, folder / CONFIG_FILE)
     print(f"{printable(str(tuned.folder or config.model.path))}: {tuned.template.note}; /help")
     session.run()
-    session.save(folder / CONVERSATIONS_FILE)
+    session.save(folder / _CONVERSATIONS_FILE)
     print(f"run: {printable(str(folder))}")
 
 
@@ -103,15 +103,15 @@ class Session:
             self.turns = self._opening()
             print("new conversation")
         elif command == "/save":
-            file = Path(rest).expanduser() if rest else self._folder / CONVERSATIONS_FILE
+            file = Path(rest).expanduser() if rest else self._folder / _CONVERSATIONS_FILE
             self.save(file)
             print(f"saved: {printable(str(file))}")
         elif command == "/compare":
             self._compare(rest)
         elif command == "/help":
-            print(HELP)
+            print(_HELP)
         else:
-            print(f"no command {printable(command)}\n{HELP}")
+            print(f"no command {printable(command)}\n{_HELP}")
 
     def _answer(self, question: str) -> None:
         turns = [*self.turns, Turn("user", question)]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from app.training.trainer import Environment
     from data_modules import FinetuneDataModule
 
-JUDGE_PAGE = "judge.html"
+_JUDGE_PAGE = "judge.html"
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
@@ -47,7 +47,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     Partial results are saved in the folder: the same command with its output.dir continues.
     """
     folder, judged = decide_run_dir(config.output), config.evaluation.judge
-    bench = build_bench(config)
+    bench = _build_bench(config)
     configure_libraries(offline=is_offline(config.model, config.data))
 
     print_loading()
@@ -69,7 +69,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     data = build_datamodule(config, base.tokenizer, base.spec, batching)
     data.setup("validate")
     rate = tuned.open_reward_model(judged.reward_model, config.trainer.accelerator)
-    evaluator, runner, metrics = measure_models(config, folder, env, base, data, bench)
+    evaluator, runner, metrics = _measure_models(config, folder, env, base, data, bench)
     if not is_first_rank():
         return metrics
     evaluator.write_predictions(folder)
@@ -77,7 +77,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     if bench is not None:
         verdicts = bench.judge(folder, Path(config.data.cache_dir) / "judge", rate)
         metrics |= verdicts.metrics()
-        write_atomically(folder / JUDGE_PAGE, verdicts_page(bench, verdicts))
+        write_atomically(folder / _JUDGE_PAGE, _verdicts_page(bench, verdicts))
     grades = {} if verdicts is None or bench is None else verdicts.row_scores(bench.name)
     changes = evaluator.changes(tuned.trained_datasets(config), grades)
     groups = evaluator.group_changes()
@@ -89,7 +89,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     print_comparison(metrics, data.dataset_names)
     report_confusion(evaluator, folder)
     if verdicts is not None:
-        print_judgement(verdicts, judged, str(folder / JUDGE_PAGE))
+        print_judgement(verdicts, judged, str(folder / _JUDGE_PAGE))
     report_changes(changes, groups, folder)
     write_page(folder, changed_settings(config))
     print(f"run: {printable(str(folder))}")
@@ -99,7 +99,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     return metrics
 
 
-def build_bench(config: EvaluateConfig) -> Bench | None:
+def _build_bench(config: EvaluateConfig) -> Bench | None:
     """Build the judge's questions, None without a judge; UserError if there is nothing to grade."""
     judged = config.evaluation.judge
     if judged.questions and judged.grading == ["pairwise"] and config.tuned_path is None:
@@ -112,7 +112,7 @@ def build_bench(config: EvaluateConfig) -> Bench | None:
     return Bench(judged, config.evaluation.batch_size, config.seed)
 
 
-def measure_models(
+def _measure_models(
     config: EvaluateConfig,
     folder: Path,
     env: Environment,
@@ -136,7 +136,7 @@ def measure_models(
     adapter, source = adapter_of(config), config.objective.reference_source
     # A model whose weights were all trained does not contain its base.
     is_stored = source == "cached" or (source == "base" and saves_whole_model(adapter))
-    identity = [base.description, describe_tuned(config), env.precision, repr(base.quantization)]
+    identity = [base.description, _describe_tuned(config), env.precision, repr(base.quantization)]
     with Progress() as progress:
         runner = build_row_runner(folder, identity, progress.show, on_gpu=env.accelerator == "gpu")
         evaluator = Evaluator(
@@ -149,7 +149,7 @@ def measure_models(
             sum_over_ranks=build_sum_over_ranks(runner),
         )
         if not evaluator.measures_answers and not len(data.val_examples) and bench is None:
-            raise UserError(nothing_to_measure(config))
+            raise UserError(_nothing_to_measure(config))
 
         def measure(variant: str, model: Any) -> dict[str, float]:
             placed = place_as_trained(model, adapter, env)
@@ -171,7 +171,7 @@ def measure_models(
     return evaluator, runner, metrics
 
 
-def verdicts_page(bench: Bench, judged: Judgement) -> str:
+def _verdicts_page(bench: Bench, judged: Judgement) -> str:
     """Return the HTML page of a judge's verdicts on the answers of `bench`."""
     from app.report.judge_page import render_judge_page
 
@@ -216,7 +216,7 @@ def verdicts_page(bench: Bench, judged: Judgement) -> str:
     )
 
 
-def describe_tuned(config: EvaluateConfig) -> list[Any]:
+def _describe_tuned(config: EvaluateConfig) -> list[Any]:
     """Return the path, sizes and modification times that identify a tuned model."""
     if config.tuned_path is None:
         return []
@@ -246,7 +246,7 @@ def start(config: EvaluateConfig) -> None:
         sys.exit(code)
 
 
-def nothing_to_measure(config: EvaluateConfig) -> str:
+def _nothing_to_measure(config: EvaluateConfig) -> str:
     """Return the error message of an evaluation without a loss or answers to measure."""
     if config.evaluation.answers_prompts:
         return (

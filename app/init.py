@@ -26,7 +26,7 @@ writes NAME.yaml (my_run.yaml), a commented experiment; prompts for missing valu
 MODEL: a folder, a hub id, or a name that `python -m app.train --help model` lists
 DATA:  a file, a folder, a hub id, or a name that `python -m app.train --help data` lists
 """
-QUESTIONS = {
+_QUESTIONS = {
     "model": ("base model: a folder, a hub id or a listed name", "Qwen/Qwen2.5-0.5B-Instruct"),
     "data": ("training data: a file, a folder or a hub id; several with commas", "data.jsonl"),
 }
@@ -45,7 +45,7 @@ defaults:
 
 {own}# Often changed, here with the defaults: remove the `# ` of a group and of its settings.
 {others}"""
-DATASETS = """\
+_DATASETS = """\
 data:
   datasets:  # json, jsonl, csv, parquet, txt, folders, hub ids; each gets its own loss
 {datasets}
@@ -53,7 +53,7 @@ data:
     # columns: {{instruction: question, output: answer}}  # format column: your column
   # val_datasets: [FILE]  # your own validation rows; else a share of those above (val_set_size)
 """
-OFTEN_CHANGED = (
+_OFTEN_CHANGED = (
     "data.sequence_len",
     "data.val_set_size",
     "adapter.r",
@@ -79,7 +79,7 @@ def init(words: list[str], ask: Callable[[str], str] | None) -> Path:
     name = names[0] if names else "my_run"
     if not NAME.fullmatch(name):
         raise UserError(f"init {name}: expected a name of letters, digits, '.', '-' and '_'")
-    for key, (question, example) in QUESTIONS.items():
+    for key, (question, example) in _QUESTIONS.items():
         if given.get(key):
             continue
         if ask is None:
@@ -105,7 +105,7 @@ def _text(name: str, file: Path, model: str, data: list[str]) -> str:
     if len(data) > 1 and (named := [each for each in data if _is_option("data", each)]):
         raise UserError(f"init data={','.join(data)}: type {named[0]} alone, or your own data only")
     options, own = [], []
-    groups = list(dict.fromkeys(key.partition(".")[0] for key in OFTEN_CHANGED))
+    groups = list(dict.fromkeys(key.partition(".")[0] for key in _OFTEN_CHANGED))
     if _is_option("model", model):
         options.append(f"  - override /model: {model}\n")
     else:
@@ -114,7 +114,7 @@ def _text(name: str, file: Path, model: str, data: list[str]) -> str:
         options.append(f"  - override /data: {data[0]}\n")
     else:
         datasets = "\n".join(f"  - path: {_scalar(path)}" for path in data)
-        own += [DATASETS.format(datasets=datasets), *_often_changed("data", "  # ")]
+        own += [_DATASETS.format(datasets=datasets), *_often_changed("data", "  # ")]
         groups.remove("data")
     others = [
         line for group in groups for line in (f"# {group}:\n", *_often_changed(group, "#   "))
@@ -132,7 +132,7 @@ def _text(name: str, file: Path, model: str, data: list[str]) -> str:
 def _often_changed(group: str, start: str) -> list[str]:
     """Return lines with meaning and default of the group's settings that are often changed."""
     settings = {each.key: each for each in SETTINGS}
-    chosen = [settings[key] for key in OFTEN_CHANGED if key.startswith(f"{group}.")]
+    chosen = [settings[key] for key in _OFTEN_CHANGED if key.startswith(f"{group}.")]
     return [
         f"{start}# {each.doc}\n{start}{each.field.name}: {default_text(each)}\n" for each in chosen
     ]

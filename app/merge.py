@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REPORT_FILE = "merge.json"
+_REPORT_FILE = "merge.json"
 
 
 def merge(config: MergeConfig) -> Difference | None:
     """Merge as `config` says; return the difference of logits from base + adapter, if verified."""
-    adapters = find_adapters(config)
+    adapters = _find_adapters(config)
     manifest, metrics = _read_facts(config.run)
     kind = config.merge.gguf
     converter = find_converter(kind, config.merge.llama_cpp) if kind else None
@@ -89,7 +89,7 @@ def merge(config: MergeConfig) -> Difference | None:
     )
     write_atomically(unfinished / CARD_FILE, card)
     report = {name: asdict(difference) for name, difference in differences.items()}
-    write_atomically(unfinished / REPORT_FILE, json.dumps(report, indent=2) + "\n")
+    write_atomically(unfinished / _REPORT_FILE, json.dumps(report, indent=2) + "\n")
     save_config(config, unfinished / CONFIG_FILE)
     move_finished(unfinished, last="config.json")  # without it, no library opens a model's folder
     print(f"run: {printable(str(folder))}")
@@ -107,7 +107,7 @@ def _read_facts(run: str | None) -> tuple[dict[str, Any], dict[str, float]]:
     return manifest, {name: value for name, value in metrics.items() if value is not None}
 
 
-def find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:
+def _find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:
     """Return folder and weight of each adapter to merge; UserError if there is none."""
     if config.tuned_path is None:
         raise UserError("nothing to merge: type run=FOLDER, or adapter_path=FOLDER with model.path")

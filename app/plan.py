@@ -52,7 +52,7 @@ from data_modules import fit_accumulation
 def plan(config: PlanConfig) -> Path:
     """Estimate memory, speed and cost of `config`, print them with advice; return the folder."""
     if config.plan.write is not None:
-        check_written(Path(config.plan.write))
+        _check_written(Path(config.plan.write))
     facts, candidates, hardware = make_plan(config)
     folder = decide_run_dir(config.output)
     save_config(config, folder / CONFIG_FILE)
@@ -63,7 +63,7 @@ def plan(config: PlanConfig) -> Path:
     for line in advice_lines(facts):
         show(printable(line), is_copied=True)
     if config.plan.write is not None:
-        write_best(config, candidates, hardware, Path(config.plan.write))
+        _write_best(config, candidates, hardware, Path(config.plan.write))
     shown = printable(str(folder))
     print(f"\n{shown}/plan.html, plan.json: this plan with more details")
     print(f"run: {shown}")
@@ -79,7 +79,7 @@ def make_plan(config: PlanConfig) -> tuple[dict[str, Any], list[Candidate], Hard
     strategies = load_strategies(settings_of)
     run, chosen = plan_run(config, hardware, config_json, strategies=strategies)
     tokens, tokens_by = training_tokens(config, run)
-    if (fewer := accumulation_for(config, run, tokens)) is not None:
+    if (fewer := _accumulation_for(config, run, tokens)) is not None:
         trainer = replace(config.trainer, gradient_accumulation_steps=fewer)
         config = replace(config, trainer=trainer)
         run, chosen = plan_run(config, hardware, config_json, strategies=strategies)
@@ -130,7 +130,7 @@ def training_tokens(config: PlanConfig, run: PlannedRun) -> tuple[int | None, st
         return None, error.problems[0]
 
 
-def accumulation_for(config: PlanConfig, run: PlannedRun, tokens: int | None) -> int | None:
+def _accumulation_for(config: PlanConfig, run: PlannedRun, tokens: int | None) -> int | None:
     """Return the accumulation to which a run lowers `auto` for so few tokens; None if it does not.
 
     The packs of an epoch are estimated from its tokens, as if packing filled them.
@@ -150,7 +150,7 @@ def accumulation_for(config: PlanConfig, run: PlannedRun, tokens: int | None) ->
     return fewer if fewer < most else None
 
 
-def check_written(file: Path) -> None:
+def _check_written(file: Path) -> None:
     """Raise UserError if an experiment cannot be written to `file`."""
     if file.suffix != ".yaml":
         raise UserError(f"plan.write={file}: an experiment is a .yaml file; type {file}.yaml")
@@ -162,7 +162,7 @@ def check_written(file: Path) -> None:
         raise UserError(f"plan.write={file}: the file exists; remove it, or type another name")
 
 
-def write_best(
+def _write_best(
     config: PlanConfig, candidates: list[Candidate], hardware: HardwareConfig, file: Path
 ) -> None:
     """Write the fastest candidate that fits as an experiment; UserError if none fits."""

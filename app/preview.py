@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from app.report.preview import Preview
     from data_modules import ModelSpec
 
-STREAM_ROWS = 2000
+_STREAM_ROWS = 2000
 """number of rows that are read of each streamed data set"""
-NO_LIMIT = 1_000_000
+_NO_LIMIT = 1_000_000
 """tokenizers without a context length have a `model_max_length` far above this"""
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def preview(config: PreviewConfig) -> Path:
     from data_modules import BatchSpec
 
     tokenizer = build_tokenizer(config.model)
-    spec, context_fact = find_model_spec(config, tokenizer)
+    spec, context_fact = _find_model_spec(config, tokenizer)
     num_ranks, accumulation = requested_batching(config.trainer, config.strategy)
     batching = BatchSpec(
         micro_batch_size=config.trainer.least_micro_batch,
@@ -93,12 +93,12 @@ def preview(config: PreviewConfig) -> Path:
     )
     save_config(config, folder / CONFIG_FILE)
     data.write_reports(folder)
-    show_preview(result, folder, config.preview.tokens)
+    _show_preview(result, folder, config.preview.tokens)
     data.audit.check()  # last, so that the rows it lists can be inspected
     return folder
 
 
-def show_preview(result: Preview, folder: Path, max_tokens: int) -> None:
+def _show_preview(result: Preview, folder: Path, max_tokens: int) -> None:
     """Write `preview.html` and print the preview, with at most `max_tokens` tokens of each row."""
     from rich.console import Console
 
@@ -143,7 +143,7 @@ def first_rows_of(data: DataConfig) -> DataConfig:
     """
     held_out = int(data.held_out)
     first = [
-        replace(dataset, split=f"{dataset.split}[{held_out}:{held_out + STREAM_ROWS}]")
+        replace(dataset, split=f"{dataset.split}[{held_out}:{held_out + _STREAM_ROWS}]")
         for dataset in data.datasets
     ]
     held_out_sets = [
@@ -162,8 +162,8 @@ def describe_stream(data: DataConfig) -> list[str]:
     held_out = int(data.held_out)
     after = f" after {held_out:,} rows held out for validation" if held_out else ""
     return [
-        f"a stream: only its first {STREAM_ROWS:,} rows{after} were read; steps, epochs and shares "
-        "below refer to these rows"
+        f"a stream: only its first {_STREAM_ROWS:,} rows{after} were read; steps, epochs and "
+        "shares below refer to these rows"
     ]
 
 
@@ -192,7 +192,7 @@ def _files_read(model: ModelConfig) -> ModelConfig:
     return replace(model, path=None) if is_known else model
 
 
-def find_architecture(model: ModelConfig) -> PretrainedConfig | None:
+def _find_architecture(model: ModelConfig) -> PretrainedConfig | None:
     """Return the config of the base, None if there is only a tokenizer.
 
     Nothing is downloaded if `model.architecture` is set.
@@ -207,7 +207,7 @@ def find_architecture(model: ModelConfig) -> PretrainedConfig | None:
     return None if folder is None else load_architecture(model)
 
 
-def find_model_spec(
+def _find_model_spec(
     config: PreviewConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[ModelSpec, str]:
     """Return the properties of the model that the data depends on, and a note on its context.
@@ -219,14 +219,14 @@ def find_model_spec(
     from app.model.tokenizer import new_token_ids, num_rows
     from data_modules import ModelSpec
 
-    architecture = find_architecture(config.model)
+    architecture = _find_architecture(config.model)
     if architecture is not None:
         new_ids = new_token_ids(config.model, tokenizer, num_rows(architecture))
         spec = model_spec(architecture, new_ids)
         context = spec.context_len
         return spec, f"the model's context: {context:,}" if context else "no known limit"
     limit = int(tokenizer.model_max_length)
-    if config.data.sequence_len is not None or limit > NO_LIMIT:
+    if config.data.sequence_len is not None or limit > _NO_LIMIT:
         fact = "the model's context is not known: there is no config.json"
         return ModelSpec(context_len=None), fact
     fact = f"the tokenizer's model_max_length is {limit:,}; there is no config.json"

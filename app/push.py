@@ -32,10 +32,10 @@ from common.facts import setting
 from common.redaction import redact
 from common.text import counted, printable
 
-NAMES_BASE = {CONFIG_FILE: "base_model_name_or_path", ORIGIN_FILE: "path"}
+_NAMES_BASE = {CONFIG_FILE: "base_model_name_or_path", ORIGIN_FILE: "path"}
 """files of an adapter that name its base, and the key under which they do"""
 
-WRITTEN = re.compile(
+_WRITTEN = re.compile(
     r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|base\.json|"
     r"((adapter|generation|tokenizer|preprocessor|processor|video_preprocessor)_)?config\.json|"
     r"(tokenizer|special_tokens_map|added_tokens|vocab)\.json|(vocab|merges)\.txt|"
@@ -87,7 +87,7 @@ def push(config: PushConfig) -> str:
             f"repo={config.repo}: no token found; export HF_TOKEN, or type hf auth login"
         ) from error
     except HfHubHTTPError as error:
-        raise OSError(describe_refusal(config.repo, error)) from error
+        raise OSError(_describe_refusal(config.repo, error)) from error
     except HTTPError as error:
         raise _unreachable(config.repo, error) from error
     # Upload a copy, whose card and configs name no folders of this machine.
@@ -97,8 +97,8 @@ def push(config: PushConfig) -> str:
         saved = saved_folder(run) if is_final else save_checkpoint(config, run, folder)
         copy = folder / "files"
         left_out = _copy_written(saved, copy)
-        for name, key in NAMES_BASE.items():
-            replace_base_path(copy / name, key)
+        for name, key in _NAMES_BASE.items():
+            _replace_base_path(copy / name, key)
         write_card(copy, run, changed_settings(load_run_config(run)), repo=repo)
         if config.page and (run / PAGE_FILE).is_file():
             shutil.copyfile(run / PAGE_FILE, copy / PAGE_FILE)
@@ -110,7 +110,7 @@ def push(config: PushConfig) -> str:
                 repo_id=repo, folder_path=copy, commit_message=f"Trained by loft: {run.name}"
             )
         except HfHubHTTPError as error:
-            raise OSError(describe_refusal(repo, error)) from error
+            raise OSError(_describe_refusal(repo, error)) from error
         except HTTPError as error:
             raise _unreachable(repo, error) from error
     print(f"pushed: {printable(str(commit.commit_url))}")
@@ -140,7 +140,7 @@ def _copy_written(saved: Path, copy: Path) -> list[str]:
 
     def ignore(folder: str, names: list[str]) -> list[str]:
         inner = Path(folder).relative_to(saved)
-        others = [name for name in names if not WRITTEN.fullmatch(str(inner / name))]
+        others = [name for name in names if not _WRITTEN.fullmatch(str(inner / name))]
         left_out.extend(str(inner / name) for name in others)
         return others
 
@@ -174,7 +174,7 @@ def save_checkpoint(config: PushConfig, run: Path, folder: Path) -> Path:
     return Path(with_checkpoint(chat, env, folder).adapter_path)
 
 
-def replace_base_path(file: Path, key: str) -> None:
+def _replace_base_path(file: Path, key: str) -> None:
     """Replace the path of a local base by the name of its folder, in a file to upload."""
     if not file.is_file():
         return
@@ -185,12 +185,12 @@ def replace_base_path(file: Path, key: str) -> None:
         name = Path(path).resolve().name
         named = document | {key: name}
         if isinstance(settings := document.get(SETTINGS_KEY), str):  # of adapter_config.json
-            base = {NAMES_BASE[CONFIG_FILE]: name}
+            base = {_NAMES_BASE[CONFIG_FILE]: name}
             named[SETTINGS_KEY] = json.dumps(json.loads(settings) | base)
         file.write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
 
 
-def describe_refusal(repo: str, error: Any) -> str:
+def _describe_refusal(repo: str, error: Any) -> str:
     """Return why the hub refused an upload, and what to do."""
     status = error.response.status_code if error.response is not None else None
     known: dict[int | None, str] = {

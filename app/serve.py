@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from app.assembly.tuned import Tuned
 
 log = logging.getLogger(__name__)
-MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """values that vLLM accepts for --max-lora-rank"""
 
 
@@ -73,12 +73,12 @@ def serve(config: ServerConfig) -> None:
         print("chat template verified: the same tokens in training and in the server")
     save_config(config, folder / CONFIG_FILE)
     if listener is None:
-        print(vllm_lines(config, tuned, folder, has_key=key is not None))
+        print(_vllm_lines(config, tuned, folder, has_key=key is not None))
         print(f"run: {printable(str(folder))}")
         return
     responder = tuned.responder(tuned.load(env), env)
     app = build_app(responder, config.serve, config.chat, model_name(config), key)
-    run_server(app, listener, model_name(config), folder)
+    _run_server(app, listener, model_name(config), folder)
 
 
 def model_name(config: ServerConfig) -> str:
@@ -90,7 +90,7 @@ def model_name(config: ServerConfig) -> str:
     return str(config.output.name).removesuffix("-serve")
 
 
-def run_server(app: ASGIApp, listener: socket.socket, name: str, folder: Path) -> None:
+def _run_server(app: ASGIApp, listener: socket.socket, name: str, folder: Path) -> None:
     """Serve until a signal is received; raise Interrupted for it."""
     from app.serving.server import build_server
 
@@ -107,7 +107,7 @@ def run_server(app: ASGIApp, listener: socket.socket, name: str, folder: Path) -
         raise Interrupted(signum, "the server has stopped")
 
 
-def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: bool) -> str:
+def _vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: bool) -> str:
     """Write stop tokens and tokenizer to `folder`; return the commands that start vLLM with them.
 
     `has_key`: whether clients must send the API key that is set in the environment.
@@ -123,7 +123,7 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
     lines = ["# in a separate environment with vLLM"]
     if tuned.folder is not None and is_adapter(tuned.folder):
         settings = read_object(tuned.folder / "adapter_config.json")
-        unsupported = find_unsupported_feature(settings)
+        unsupported = _find_unsupported_feature(settings)
         if unsupported is None and config.quantization.method != "none":
             unsupported = "the quantized base that the adapter was trained on"
         if unsupported is None and config.model.context_len is not None:
@@ -141,7 +141,7 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
             lines.append(f"# vLLM does not serve {unsupported}: first merge, in this environment")
             lines.append(f"{verb_command('merge')} {shlex.join(words)}")
     key = f"VLLM_API_KEY=${KEY_VARIABLE} " if has_key else ""
-    line = build_vllm_command(
+    line = _build_vllm_command(
         model,
         model_name(config),
         host=config.serve.host,
@@ -155,7 +155,7 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
     return "\n".join([*lines, key + line])
 
 
-def find_unsupported_feature(adapter: Mapping[str, Any]) -> str | None:
+def _find_unsupported_feature(adapter: Mapping[str, Any]) -> str | None:
     """Return the feature of an adapter_config.json that vLLM cannot serve unmerged, or None."""
     kind = adapter.get("peft_type")
     if kind != "LORA":
@@ -171,12 +171,12 @@ def find_unsupported_feature(adapter: Mapping[str, Any]) -> str | None:
     found = next((what for name, what in unsupported.items() if adapter.get(name)), None)
     if found is None and adapter.get("bias", "none") != "none":
         found = "trained biases"
-    if found is None and int(adapter["r"]) > MAX_LORA_RANKS[-1]:
-        found = f"ranks above {MAX_LORA_RANKS[-1]}"
+    if found is None and int(adapter["r"]) > _MAX_LORA_RANKS[-1]:
+        found = f"ranks above {_MAX_LORA_RANKS[-1]}"
     return found
 
 
-def build_vllm_command(
+def _build_vllm_command(
     model: str,
     name: str,
     *,
@@ -199,7 +199,7 @@ def build_vllm_command(
     words = [*words, "--revision", revision] if revision else words
     if adapter is None:
         return shlex.join([*words, "--served-model-name", name])
-    max_rank = next(allowed for allowed in MAX_LORA_RANKS if allowed >= rank)
+    max_rank = next(allowed for allowed in _MAX_LORA_RANKS if allowed >= rank)
     lora = [
         "--enable-lora",
         "--max-lora-rank",

@@ -30,9 +30,9 @@ from common.text import duration, printable
 
 RUNNING, NO_NEWS = 75, 76
 """exit codes of this verb for a run that has not ended"""
-SILENT_SECONDS = {TRAINING: 600.0}
+_SILENT_SECONDS = {TRAINING: 600.0}
 """time without news after which a run counts as stalled; in another state OTHERWISE_SILENT"""
-OTHERWISE_SILENT = 3600.0
+_OTHERWISE_SILENT = 3600.0
 """loading weights, compiling and measuring write nothing in between"""
 PAUSE_FACTOR = 10
 """seconds of a step -> seconds without news that are no stall"""
@@ -57,20 +57,20 @@ def status(config: StatusConfig) -> int:
     if config.run is not None and is_url(config.run):
         where, known = config.run, fetch_status(config.run)
     else:
-        folder = find_folder(config.run)
+        folder = _find_folder(config.run)
         where, known = str(folder), read_status(folder)
     seconds_ago = max(0.0, time.time() - known["written"])
-    stalled = stall_reason(known, seconds_ago)
+    stalled = _stall_reason(known, seconds_ago)
     if config.as_json:
         print(json.dumps(known | {"seconds_ago": seconds_ago, "stalled": stalled}, indent=2))
     else:
-        lines = [*status_lines(known), f"written {duration(seconds_ago)} ago"]
+        lines = [*_status_lines(known), f"written {duration(seconds_ago)} ago"]
         lines += [] if stalled is None else [f"stalled: {stalled}"]
         print(printable(redact("\n".join([*lines, f"run: {where}"])), keep="\n"))
-    return code_of(known, stalled)
+    return _code_of(known, stalled)
 
 
-def find_folder(run: str | None) -> Path:
+def _find_folder(run: str | None) -> Path:
     """Return the folder of run `run`, or of the newest status; UserError without one."""
     if run is None:
         files = OUTPUTS.glob(f"*/*/{STATUS_FILE}")
@@ -108,7 +108,7 @@ def read_status(folder: Path) -> dict[str, Any]:
     return known
 
 
-def stall_reason(known: Mapping[str, Any], seconds_ago: float) -> str | None:
+def _stall_reason(known: Mapping[str, Any], seconds_ago: float) -> str | None:
     """Return why a run that has not ended no longer makes progress, or None."""
     state, pid = known["state"], known["pid"]
     if state in (FINISHED, STOPPED, FAILED):
@@ -116,7 +116,7 @@ def stall_reason(known: Mapping[str, Any], seconds_ago: float) -> str | None:
     if known["host"] == socket.gethostname() and not _exists(pid):
         return f"process {pid} has ended without saying why: it was killed"
     longest = PAUSE_FACTOR * (known.get("seconds_per_step") or 0.0)
-    if seconds_ago <= max(longest, SILENT_SECONDS.get(state, OTHERWISE_SILENT)):
+    if seconds_ago <= max(longest, _SILENT_SECONDS.get(state, _OTHERWISE_SILENT)):
         return None
     return (
         f"no news for {seconds_ago / 60:.0f} minutes from process {pid} on {known['host']}: it "
@@ -134,7 +134,7 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def status_lines(known: Mapping[str, Any]) -> list[str]:
+def _status_lines(known: Mapping[str, Any]) -> list[str]:
     """Return the state and figures of a run as lines; what is not known yet is left out."""
     state, step, steps = known["state"], known["step"], known.get("steps")
     parts = [state, f"step {step:,}" + ("" if steps is None else f" of {steps:,}")]
@@ -153,7 +153,7 @@ def status_lines(known: Mapping[str, Any]) -> list[str]:
     return ["  ".join(parts), *([] if message is None else [message])]
 
 
-def code_of(known: Mapping[str, Any], stalled: str | None) -> int:
+def _code_of(known: Mapping[str, Any], stalled: str | None) -> int:
     """Return the exit code that tells the state of a run."""
     if known["state"] == FINISHED:
         return DONE

@@ -15,7 +15,7 @@ LOST_CONNECTION = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broke
 """torch's messages after a peer has ended"""
 TAKEN_PORT = re.compile(r"EADDRINUSE|address already in use", re.I)
 DEAD_WORKER = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)", re.S)
-BROKEN_DEVICE = re.compile(
+_BROKEN_DEVICE = re.compile(
     r"CUDA error: (?!device-side assert)|cuDNN error|CUBLAS_STATUS"
     r"|DefaultCPUAllocator|cannot allocate memory",
     re.I,
@@ -23,7 +23,7 @@ BROKEN_DEVICE = re.compile(
 """torch's messages if a GPU, its driver or memory fails; a device-side assert is a data or code
 error"""
 
-MAX_PROBLEM = 2000
+_MAX_PROBLEM = 2000
 """maximum length of a problem's text; of a longer one the beginning and the end are printed"""
 
 MAX_PROBLEMS = 20
@@ -43,9 +43,9 @@ class UserError(ValueError):
 
 
 def _shortened(problem: str) -> str:
-    if len(problem) <= MAX_PROBLEM:
+    if len(problem) <= _MAX_PROBLEM:
         return problem
-    return f"{problem[: MAX_PROBLEM // 2]} ... {problem[-MAX_PROBLEM // 4 :]}"
+    return f"{problem[: _MAX_PROBLEM // 2]} ... {problem[-_MAX_PROBLEM // 4 :]}"
 
 
 class DataError(ValueError):
@@ -159,7 +159,7 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, (OSError, ImportError, MemoryError)) or out_of_memory:
         return ENVIRONMENT_ERROR
     # torch raises a plain RuntimeError for all of these.
-    messages = (LOST_CONNECTION, TAKEN_PORT, DEAD_WORKER, BROKEN_DEVICE)
+    messages = (LOST_CONNECTION, TAKEN_PORT, DEAD_WORKER, _BROKEN_DEVICE)
     if isinstance(error, RuntimeError) and any(text.search(str(error)) for text in messages):
         return ENVIRONMENT_ERROR
     return TRAINING_FAULT

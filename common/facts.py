@@ -53,7 +53,7 @@ Grant = Literal[
 
 
 T = TypeVar("T")
-LARGEST = 10**9
+_LARGEST = 10**9
 """upper bound of whole numbers that declare none"""
 COMPARISONS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 
@@ -177,7 +177,7 @@ def takes(facts: Facts, hint: Any, value: Any) -> bool:
 def _is_too_large(facts: Facts, value: Any) -> bool:
     """Return whether a whole number is above LARGEST, and its field declares no upper bound."""
     has_upper = bool(facts.bounds.keys() & {"le", "lt"}) or not facts.bounds
-    return type(value) is int and not has_upper and value > LARGEST
+    return type(value) is int and not has_upper and value > _LARGEST
 
 
 def describe_values(facts: Facts, hint: Any) -> str:
@@ -236,7 +236,7 @@ def check_values(
     for key, owner, field, value in leaves_of(config, prefix, skip=skip):
         facts, hint = facts_of(field), hints_of(type(owner))[field.name]
         if not takes(facts, hint, value):
-            bound = f", and at most {LARGEST:,}" if _is_too_large(facts, value) else ""
+            bound = f", and at most {_LARGEST:,}" if _is_too_large(facts, value) else ""
             problems.append(f"{key}={value}: expected {expected(facts, hint)}{bound}")
     return problems
 

@@ -15,7 +15,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 PROGRAM = "loft"
-CONSTRAINTS = "constraints.txt"
+_CONSTRAINTS = "constraints.txt"
 SCRIPT_VARIABLE = "LOFT_SCRIPT"
 """variable with the path of the console script that started this process or its parent"""
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ PACKAGES = ("app", "common", "data_modules")
 
 def is_checkout() -> bool:
     """Return whether this program runs from a checkout, not from an installed wheel."""
-    return (ROOT / CONSTRAINTS).is_file()
+    return (ROOT / _CONSTRAINTS).is_file()
 
 
 def install_extra(extra: str) -> str:
@@ -39,7 +39,7 @@ def install_extra(extra: str) -> str:
 
 def pip_install() -> str:
     """Return `pip install`, with the checkout's tested versions if there is one."""
-    return f"pip install -c {CONSTRAINTS}" if is_checkout() else "pip install"
+    return f"pip install -c {_CONSTRAINTS}" if is_checkout() else "pip install"
 
 
 def verb_command(verb: str) -> str:

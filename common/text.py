@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from common.redaction import redact
 
 MAX_SHOWN = 80
-MAX_LISTED = 20
+_MAX_LISTED = 20
 
 
 def reason_of(error: Exception) -> str:
@@ -83,6 +83,6 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 def listed(names: Iterable[object]) -> str:
     """Format a list of names for a message: the first 20, at most 80 characters each."""
     names = list(names)
-    first = [str(name)[:MAX_SHOWN] for name in names[:MAX_LISTED]]
+    first = [str(name)[:MAX_SHOWN] for name in names[:_MAX_LISTED]]
     more = len(names) - len(first)
     return f"{first}" if not more else f"[{', '.join(map(repr, first))}, and {more:,} more]"

@@ -26,7 +26,7 @@ from common.files import kind_of
 LIMITS_VARIABLE = "LOFT_LIMITS"
 MAX_WORDS = 300
 """maximum number of characters printed of a library's message"""
-CAUSED_BY_CONTENT = (
+_CAUSED_BY_CONTENT = (
     errno.ENOENT,
     errno.ENOTDIR,
     errno.EISDIR,
@@ -35,10 +35,10 @@ CAUSED_BY_CONTENT = (
     errno.EINVAL,
 )
 """system errors caused by the content of a file, such as a path in it that does not exist"""
-NETWORK = ("httpx", "httpcore", "requests", "urllib3")
+_NETWORK = ("httpx", "httpcore", "requests", "urllib3")
 """libraries whose errors are network errors"""
-LFS_MARK = b"version https://git-lfs"
-ITEM_BITS = {
+_LFS_MARK = b"version https://git-lfs"
+_ITEM_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
     **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
@@ -139,7 +139,7 @@ def short_message(error: BaseException) -> str:
 
 def _is_caused_by_content(error: BaseException) -> bool:
     # transformers raises an OSError without a number for errors in the content of a file.
-    return isinstance(error, OSError) and (error.errno is None or error.errno in CAUSED_BY_CONTENT)
+    return isinstance(error, OSError) and (error.errno is None or error.errno in _CAUSED_BY_CONTENT)
 
 
 def _is_network_error(error: BaseException | None) -> bool:
@@ -147,7 +147,7 @@ def _is_network_error(error: BaseException | None) -> bool:
         library, kind = type(error).__module__.partition(".")[0], type(error).__name__
         is_answer = kind in ("HTTPStatusError", "HTTPError")  # the hub answered
         if isinstance(error, (ConnectionError, TimeoutError)) or (
-            library in NETWORK and not is_answer
+            library in _NETWORK and not is_answer
         ):
             return True
         error = error.__cause__ or error.__context__
@@ -161,7 +161,7 @@ def _type_of(error: BaseException) -> type[Exception]:
     return MemoryError if is_memory and not isinstance(error, OSError) else OSError
 
 
-def problem_of_kind(file: Path) -> str | None:
+def _problem_of_kind(file: Path) -> str | None:
     """Return why `file` is not a readable file: missing, a folder, a pipe, a device, a socket."""
     try:
         mode = file.stat().st_mode
@@ -178,13 +178,13 @@ def check_kinds(folder: Path) -> list[str]:
     return [f"{entry} is a broken link; copy or download the folder again" for entry in broken] + [
         problem
         for entry in entries
-        if entry not in broken and (problem := problem_of_kind(entry)) is not None
+        if entry not in broken and (problem := _problem_of_kind(entry)) is not None
     ]
 
 
 def read_text(file: Path, limit: str) -> tuple[str, str | None]:
     """Read a UTF-8 file within the size limit named `limit`; return text, and a problem or None."""
-    if not file.is_file() and (problem := problem_of_kind(file)) is not None:
+    if not file.is_file() and (problem := _problem_of_kind(file)) is not None:
         return "", problem
     max_bytes = getattr(limits(), limit) << 20
     with file.open("rb") as stream:
@@ -289,12 +289,12 @@ def read_header(file: Path) -> tuple[Header, list[str]]:
     """
     if not file.exists():
         return Header(), [f"{file} is missing, but the index lists it; download the model again"]
-    if (problem := problem_of_kind(file)) is not None:
+    if (problem := _problem_of_kind(file)) is not None:
         return Header(), [problem]
     size, max_bytes = file.stat().st_size, limits().header_mib << 20
     with file.open("rb") as stream:
-        start = stream.read(len(LFS_MARK))
-        if start == LFS_MARK:
+        start = stream.read(len(_LFS_MARK))
+        if start == _LFS_MARK:
             problem = f"{file} is a git-lfs pointer of {size} bytes; fetch it with git lfs pull"
             return Header(), [problem]
         length = int.from_bytes(start[:8], "little")
@@ -351,9 +351,9 @@ def _extent_of(tensor: Any) -> tuple[tuple[int, ...], int, int]:
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
             raise ValueError(f"{str(numbers)[:80]} is not a list of sizes")
-    if not isinstance(dtype, str) or dtype not in ITEM_BITS or len(offsets) != 2:
+    if not isinstance(dtype, str) or dtype not in _ITEM_BITS or len(offsets) != 2:
         raise ValueError(f"dtype {str(dtype)[:80]!r}, data_offsets {str(offsets)[:80]}")
     begin, end = offsets
-    if 8 * (end - begin) != math.prod(shape) * ITEM_BITS[dtype]:
+    if 8 * (end - begin) != math.prod(shape) * _ITEM_BITS[dtype]:
         raise ValueError(f"{dtype} of shape {str(shape)[:80]} does not have {end - begin} bytes")
     return tuple(shape), begin, end

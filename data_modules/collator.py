@@ -19,7 +19,7 @@ from data_modules.types import Example
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-IGNORED = -100
+_IGNORED = -100
 Row = list[Example]
 Ints = npt.NDArray[np.int64]
 
@@ -235,7 +235,7 @@ class Collator:
             labelled = _TokenRows([[_targets(example) for example in row] for row in rows])
             labels, weights = _target_labels(labelled, rows)
             decoder = self._decoder_inputs(labelled, self._decoder_start)
-        columns = np.flatnonzero((labels != IGNORED).any(axis=0))
+        columns = np.flatnonzero((labels != _IGNORED).any(axis=0))
         return Batch(
             input_ids=torch.from_numpy(ids),
             position_ids=torch.from_numpy(inputs.positions()),
@@ -315,7 +315,7 @@ def _shifted_labels(
     inputs: _TokenRows, ids: Ints, rows: list[Row]
 ) -> tuple[Ints, npt.NDArray[np.float32]]:
     """Return what each position of a causal model must predict, and its weight."""
-    labels = np.full(inputs.shape, IGNORED, dtype=np.int64)
+    labels = np.full(inputs.shape, _IGNORED, dtype=np.int64)
     loss_weights = np.zeros(inputs.shape, dtype=np.float32)
     for index, row in enumerate(rows):
         if not row:
@@ -325,19 +325,19 @@ def _shifted_labels(
         weights[inputs.starts(index)] = 0
         last = len(weights) - 1
         loss_weights[index, :last] = weights[1:]
-        labels[index, :last] = np.where(weights[1:] > 0, ids[index, 1 : last + 1], IGNORED)
+        labels[index, :last] = np.where(weights[1:] > 0, ids[index, 1 : last + 1], _IGNORED)
     return labels, loss_weights
 
 
 def _target_labels(targets: _TokenRows, rows: list[Row]) -> tuple[Ints, npt.NDArray[np.float32]]:
     """Return the decoder's labels, and their weights."""
-    labels = targets.token_ids(IGNORED)
+    labels = targets.token_ids(_IGNORED)
     loss_weights = np.zeros(targets.shape, dtype=np.float32)
     for index, row in enumerate(rows):
         if row:
             weights = np.concatenate([example.weights for example in row])
             loss_weights[index, : len(weights)] = weights
-    labels[loss_weights == 0] = IGNORED
+    labels[loss_weights == 0] = _IGNORED
     return labels, loss_weights
 
 

@@ -52,9 +52,9 @@ from data_modules.tokens.prepare import encoder_of, hash_of
 from data_modules.tokens.store import Examples, TokenValues
 from data_modules.types import BatchSpec
 
-WITHOUT_CHATS = ("pretokenized",)
+_WITHOUT_CHATS = ("pretokenized",)
 """formats whose rows never go through the chat template"""
-PROBE_TOKENS = 64
+_PROBE_TOKENS = 64
 log = logging.getLogger(__name__)
 
 
@@ -128,7 +128,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             ),
             template_kwargs=config.chat_template_kwargs,
             renders_chats=any(
-                dataset.format not in WITHOUT_CHATS
+                dataset.format not in _WITHOUT_CHATS
                 for dataset in (*config.loss_datasets, *config.test_datasets)
             ),
         )
@@ -236,9 +236,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
         example = (
             next(self._stream().examples()) if self._config.streaming else self.train_examples[0]
         )
-        probe = {"input_ids": example.input_ids[:PROBE_TOKENS].tolist()}
+        probe = {"input_ids": example.input_ids[:_PROBE_TOKENS].tolist()}
         if self._decoder_start is not None and example.target_ids is not None:
-            targets = example.target_ids[: PROBE_TOKENS - 1].tolist()
+            targets = example.target_ids[: _PROBE_TOKENS - 1].tolist()
             probe["decoder_input_ids"] = [self._decoder_start, *targets]
         return probe
 

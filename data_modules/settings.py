@@ -24,7 +24,7 @@ from data_modules.types import Tokens
 CHECKED_BYTES = 16 << 20
 """read limit of the check of the rows, over all files together: it must be quick"""
 _PROCESSES_PER_CORE, _FEW_PROCESSES = 8, 64
-DATASET_LISTS = ("datasets", "val_datasets", "test_datasets")
+_DATASET_LISTS = ("datasets", "val_datasets", "test_datasets")
 CACHE_VARIABLE = "LOFT_DATA_CACHE"
 
 
@@ -192,7 +192,7 @@ def check_datasets(config: DataConfig) -> list[str]:
     data sets are not fetched.
     """
     problems = _check_settings(config)
-    lists = {name: getattr(config, name) for name in DATASET_LISTS}
+    lists = {name: getattr(config, name) for name in _DATASET_LISTS}
     readable: list[DatasetConfig] = []
     for name, datasets in lists.items():
         for index, dataset in enumerate(datasets):
@@ -229,9 +229,9 @@ def check_datasets(config: DataConfig) -> list[str]:
 
 def _check_settings(config: DataConfig) -> list[str]:
     problems = []
-    if not any(getattr(config, name) for name in DATASET_LISTS):
+    if not any(getattr(config, name) for name in _DATASET_LISTS):
         problems.append("data.datasets is empty; give 'data.datasets=[{path: FILE}]' or data=NAME")
-    problems += check_values(config, "data", skip=DATASET_LISTS)
+    problems += check_values(config, "data", skip=_DATASET_LISTS)
     problems += _check_validation(config.val_set_size) + _check_processes(config)
     problems += [
         f"data.chat_template_kwargs: {problem}"

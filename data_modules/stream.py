@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 WINDOW_PACKS = 512
 """packs that are shuffled and packed together"""
-MAX_WINDOW_TOKENS = 1 << 21
+_MAX_WINDOW_TOKENS = 1 << 21
 """limit of a window, in tokens, which makes it fewer packs if these are long"""
-MIN_WINDOW_PACKS = 8
+_MIN_WINDOW_PACKS = 8
 """packs of a window, however long they are"""
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class TokenStream(IterableDataset[Batch]):
                     yield dataclasses.replace(batch, step_weight=batch.own_weight)
 
     def _take_window(self, examples: Iterator[Example], capacity: int) -> Iterator[Example]:
-        limit = max(MIN_WINDOW_PACKS * capacity, MAX_WINDOW_TOKENS)
+        limit = max(_MIN_WINDOW_PACKS * capacity, _MAX_WINDOW_TOKENS)
         left = self._micro_batch_size * min(WINDOW_PACKS * capacity, limit)
         while left > 0:
             example = next(examples)

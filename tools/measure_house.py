@@ -41,10 +41,10 @@ AIMS = {
     "files of a row to its batch": 18,
 }
 MOST = {
-    "modules": 309,
-    "lines that are not blank": 67_720,
+    "modules": 325,
+    "lines that are not blank": 70_500,
     LONG_FUNCTIONS: 0,
-    "modules with one importer": 67,
+    "modules with one importer": 80,
 }
 """what no change may exceed: lower these after a cut, raise them only for a capability"""
 

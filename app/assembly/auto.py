@@ -60,7 +60,7 @@ def resolve_auto(
     The estimate is None for a model whose memory cannot be planned. UserError if the run does not
     fit and plan.enforce refuses that.
     """
-    env = resolve_accumulation(config, data, env, run)
+    env = _resolve_accumulation(config, data, env, run)
     plan = plan_training(
         config,
         env,
@@ -126,7 +126,7 @@ def _new_conflicts(config: TrainConfig, chosen: TrainConfig, base: Base) -> list
     return problems + check_split(chosen.strategy, known, base.backend)
 
 
-def resolve_accumulation(
+def _resolve_accumulation(
     config: TrainConfig, data: FinetuneDataModule, env: Environment, run: Run
 ) -> Environment:
     """Resolve trainer.gradient_accumulation_steps=auto: set it in `data`, and return `env` with it.

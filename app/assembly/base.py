@@ -173,7 +173,7 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     new_ids = new_token_ids(model, tokenizer, num_rows(architecture))
     teacher = None
     if has_data(config) and isinstance(config.objective, DistillConfig):
-        teacher = open_teacher(config, config.objective, architecture, tokenizer, env)
+        teacher = _open_teacher(config, config.objective, architecture, tokenizer, env)
     return Base(
         config=replace(model, rope_len=rope_len),
         quantization=config.quantization,
@@ -200,7 +200,7 @@ def _check_stream(model: ModelConfig, adapter: AdapterConfig) -> None:
         )
 
 
-def open_teacher(
+def _open_teacher(
     config: TrainConfig | EvaluateConfig,
     objective: DistillConfig,
     student: PretrainedConfig,

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from app.assembly.base import Base
     from app.training.module import FinetuneModule
 
-SAMPLES = "samples"
+_SAMPLES = "samples"
 """folder of a run with the answers of the model, one file per measurement"""
-VARIANT = "val"
+_VARIANT = "val"
 
 
-def small_set(
+def _small_set(
     config: TrainEvaluationConfig, tasks: Sequence[Task]
 ) -> tuple[TrainEvaluationConfig, list[Task]]:
     """Return the settings and tasks of a measurement during training: only the first rows."""
@@ -64,11 +64,11 @@ class TrainingEvaluation:
         poll: Callable[[], int | None] = signal_received,
     ) -> None:
         """`poll`: collective that returns the signal that any rank has received, on every rank."""
-        self.evaluator, self.folder, self._poll = evaluator, folder / SAMPLES, poll
+        self.evaluator, self.folder, self._poll = evaluator, folder / _SAMPLES, poll
         self._is_due: Callable[[int], bool] = lambda step: (
             step == last or is_measured_at(step, every_steps, interval)
         )
-        self.names = evaluator.metric_names(VARIANT)
+        self.names = evaluator.metric_names(_VARIANT)
         """names of the metrics of a measurement"""
 
     def measure(self, module: FinetuneModule, step: int) -> dict[str, float]:
@@ -87,7 +87,7 @@ class TrainingEvaluation:
         self.evaluator.runner = self._row_runner(trainer, is_sharded=sharding is not None)
         interruptible = measuring() if trainer.world_size == 1 else nullcontext()
         with interruptible, isolate_rng(), trainer.precision_plugin.forward_context():
-            metrics = self.evaluator.measure_answers(VARIANT, module.model)
+            metrics = self.evaluator.measure_answers(_VARIANT, module.model)
         if trainer.is_global_zero:
             self.folder.mkdir(exist_ok=True)
             self.evaluator.write_predictions(self.folder, f"step-{step}.jsonl")
@@ -145,7 +145,7 @@ def build_training_evaluation(
     """
     evaluation, every = None, config.evaluation.every_steps
     if every is not None:
-        settings, tasks = small_set(config.evaluation, build_tasks(config.evaluation))
+        settings, tasks = _small_set(config.evaluation, build_tasks(config.evaluation))
         evaluation = TrainingEvaluation(
             Evaluator(settings, base, data, tasks, objective),
             folder,
@@ -154,11 +154,11 @@ def build_training_evaluation(
             last=data.total_steps,
             poll=poll,
         )
-    check_monitor(config.trainer.checkpoint.monitor, data, evaluation, objective.figures)
+    _check_monitor(config.trainer.checkpoint.monitor, data, evaluation, objective.figures)
     return evaluation
 
 
-def check_monitor(
+def _check_monitor(
     monitor: str,
     data: FinetuneDataModule,
     evaluation: TrainingEvaluation | None,

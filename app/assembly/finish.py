@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from data_modules import FinetuneDataModule
 
 T = TypeVar("T")
-HALF_SIZE = "output.dtype=bf16 would save half the bytes"
+_HALF_SIZE = "output.dtype=bf16 would save half the bytes"
 TUNED, ROUNDED = "tuned", "rounded"
 """variants of the trained model that the evaluator measures"""
 log = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ def finish(
         return None
     settings = changed_settings(run.typed_config)
     measured = {} if estimate is None else estimate.compare(module)
-    result = restore_result(config, run, module)
-    saved, model, evaluator, metrics = save_and_compare(config, run, module, data, base, result)
+    result = _restore_result(config, run, module)
+    saved, model, evaluator, metrics = _save_and_compare(config, run, module, data, base, result)
     changes = evaluator.changes(trained=data.dataset_names)
     groups = evaluator.group_changes()
     metrics |= change_metrics([*changes, *groups]) | module.metrics.summary() | measured
@@ -110,7 +110,7 @@ def finish(
     return metrics.get("val/loss") if trainer.is_global_zero else None
 
 
-def save_and_compare(
+def _save_and_compare(
     config: TrainConfig,
     run: Run,
     module: FinetuneModule,
@@ -144,7 +144,7 @@ def save_and_compare(
     with module.trainer.precision_plugin.forward_context(), progress:
         dtype, tuned = None, None
         if saves_whole_model(config.adapter):
-            dtype, tuned = choose_dtype(config, run, module, evaluator, base.architecture, result)
+            dtype, tuned = _choose_dtype(config, run, module, evaluator, base.architecture, result)
         saved, model = save_model(
             module.model,
             config.adapter,
@@ -157,7 +157,7 @@ def save_and_compare(
             dtype=dtype,
         )
         if dtype is None and model is module.model:
-            tuned = last_losses(module, evaluator, result)
+            tuned = _last_losses(module, evaluator, result)
         metrics = compare_trained(
             evaluator,
             model,
@@ -244,7 +244,7 @@ class Result:
         )
 
 
-def restore_result(config: TrainConfig, run: Run, module: FinetuneModule) -> Result:
+def _restore_result(config: TrainConfig, run: Run, module: FinetuneModule) -> Result:
     """Load the weights of the best step into the module, if they are the result of the run.
 
     If weights are sharded, all ranks call this.
@@ -260,7 +260,7 @@ def restore_result(config: TrainConfig, run: Run, module: FinetuneModule) -> Res
         return Result(last, last)
     step, metric = best
     if step != last:
-        load_step(run, module, step)
+        _load_step(run, module, step)
     return Result(step, last, metrics.monitor, metrics.as_measured(metric))
 
 
@@ -274,7 +274,7 @@ def _best_of(run: Run) -> tuple[int, float] | None:
     return checkpoint.step, checkpoint.metric
 
 
-def load_step(run: Run, module: FinetuneModule, step: int) -> None:
+def _load_step(run: Run, module: FinetuneModule, step: int) -> None:
     """Load the weights that were saved at `step`; if they are sharded, all ranks call this."""
     import torch
 
@@ -295,7 +295,7 @@ def _from_rank0(module: FinetuneModule, decide: Callable[[], T]) -> T:
     return result
 
 
-def choose_dtype(
+def _choose_dtype(
     config: TrainConfig,
     run: Run,
     module: FinetuneModule,
@@ -314,9 +314,9 @@ def choose_dtype(
     trained = trained_dtype(model)
     exact = torch.promote_types(trained, torch.float32)
     if asked == "fp32":
-        return exact, last_losses(module, evaluator, result)
+        return exact, _last_losses(module, evaluator, result)
     wanted = torch.bfloat16 if asked == "bf16" else stored_dtype(model, architecture)
-    losses = last_losses(module, evaluator, result)
+    losses = _last_losses(module, evaluator, result)
     if not loses_bits(trained, wanted):
         return wanted, losses
     if not len(evaluator.data.val_examples):
@@ -324,7 +324,7 @@ def choose_dtype(
             log.info(
                 "model: saved in %s: there are no validation rows to measure what rounding to %s "
                 "costs; %s",
-                *(dtype_name(exact), dtype_name(wanted), HALF_SIZE),
+                *(dtype_name(exact), dtype_name(wanted), _HALF_SIZE),
             )
         return exact if asked == "auto" else wanted, None
     losses = losses or evaluator.measure_losses(TUNED, model)
@@ -332,7 +332,7 @@ def choose_dtype(
     round_weights(model, wanted, module.shards)
     rounded = evaluator.measure_losses(ROUNDED, model)
     rounded_rows = evaluator.row_losses.pop(ROUNDED)
-    load_step(run, module, result.step)
+    _load_step(run, module, result.step)
     cost, low = _compare_losses(rows, rounded_rows)
     keeps = asked == "auto" and not low <= MIN_DIFFERENCE / 2  # also if the loss is not finite
     log.info(
@@ -343,7 +343,7 @@ def choose_dtype(
         cost,
         "" if low > MIN_DIFFERENCE / 2 else ", within noise",
         dtype_name(exact if keeps else wanted),
-        f"; {HALF_SIZE}" if keeps else "",
+        f"; {_HALF_SIZE}" if keeps else "",
     )
     if keeps:
         return exact, losses
@@ -351,7 +351,7 @@ def choose_dtype(
     return wanted, rounded
 
 
-def last_losses(
+def _last_losses(
     module: FinetuneModule, evaluator: Evaluator, result: Result
 ) -> dict[str, float] | None:
     """Return the validation losses of the result if the run has measured them, with their rows."""

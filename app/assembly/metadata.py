@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from app.config import TrainConfig
     from app.training.log_files import RunLogger
 
-PAGE_SECONDS = 60
+_PAGE_SECONDS = 60
 """shortest time between two writes of the page of a run that trains"""
-PAGE_SHARE = 0.01
+_PAGE_SHARE = 0.01
 """largest share of the training time that writing it takes: a long run's page is written less
 often"""
 
@@ -130,12 +130,12 @@ class LivePage(L.Callback):
         self.run, self.next_write = run, 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.next_write = time.monotonic() + PAGE_SECONDS
+        self.next_write = time.monotonic() + _PAGE_SECONDS
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if not trainer.is_global_zero or (started := time.monotonic()) < self.next_write:
             return
         settings = changed_settings(self.run.typed_config)
-        write_page(self.run.folder, settings, refresh_seconds=PAGE_SECONDS)
+        write_page(self.run.folder, settings, refresh_seconds=_PAGE_SECONDS)
         ended = time.monotonic()
-        self.next_write = ended + max(PAGE_SECONDS, (ended - started) / PAGE_SHARE)
+        self.next_write = ended + max(_PAGE_SECONDS, (ended - started) / _PAGE_SHARE)

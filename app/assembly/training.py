@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DROPOUTS = ("_pdrop", "dropout", "_drop")
+_DROPOUTS = ("_pdrop", "dropout", "_drop")
 """endings of names of dropout in config.json"""
 
 
@@ -212,7 +212,7 @@ def build_module(
 def _first_loss(config: TrainConfig, base: Base, env: Environment) -> FirstLoss | None:
     """Return the loss that the first step must have; None if the base or noise decide it."""
     settings = base.architecture.get_text_config().to_dict()
-    has_dropout = any(settings[name] for name in settings if name.endswith(DROPOUTS))
+    has_dropout = any(settings[name] for name in settings if name.endswith(_DROPOUTS))
     known = config.objective.first_loss
     if known is None or config.adapter.neftune_alpha or has_dropout:
         return None

@@ -208,13 +208,13 @@ def with_checkpoint(config: C, env: Environment, folder: Path) -> C:
         shutil.rmtree(saved)  # left by a process that was killed, perhaps of another run
     if not saved.is_dir():  # by the process that started this one
         unfinished = saved.with_name(f"{saved.name}.{os.getpid()}")
-        save_step(config, env, run, checkpoint, unfinished)
+        _save_step(config, env, run, checkpoint, unfinished)
         unfinished.rename(saved)
     log.info("checkpoint: step %d of %s", checkpoint.step, config.run)
     return replace(config, adapter_path=str(saved))
 
 
-def save_step(
+def _save_step(
     config: TunedConfig, env: Environment, run: TrainConfig, checkpoint: Checkpoint, folder: Path
 ) -> None:
     """Save the adapter or model of a checkpoint in `folder`.
@@ -231,7 +231,7 @@ def save_step(
 
     base = open_base(config, env, run.adapter)
     build = partial(base.model_builder(run, env), recompute=RecomputeConfig(mode="none"))
-    trained = averaged_weights(checkpoint, run)
+    trained = _averaged_weights(checkpoint, run)
     model: Any
     if saves_whole_model(run.adapter):
         model = build()
@@ -252,7 +252,7 @@ def save_step(
     save_tokenizer(base.tokenizer, folder)
 
 
-def averaged_weights(checkpoint: Checkpoint, run: TrainConfig) -> dict[str, Tensor]:
+def _averaged_weights(checkpoint: Checkpoint, run: TrainConfig) -> dict[str, Tensor]:
     """Return the weights that a checkpoint would be evaluated with.
 
     A step of schedule-free AdamW without a validation was saved with the weights that gradients are

@@ -26,12 +26,12 @@ CONF = ROOT / "conf"
 SCHEMA = CONF / "experiment" / "schema.json"
 """the JSON schema by which editors complete experiments"""
 
-FLOAT = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"
-BASE_60 = r"[-+]?[\d_]+(:[0-5]?\d)+(\.[\d_]*)?$"
-MAX_OPTION_LENGTH = 200
+_FLOAT = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"
+_BASE_60 = r"[-+]?[\d_]+(:[0-5]?\d)+(\.[\d_]*)?$"
+_MAX_OPTION_LENGTH = 200
 """longest option in a defaults list, in characters; an option is a file name"""
 
-MAX_OPTIONS = 200
+_MAX_OPTIONS = 200
 """longest defaults list; there are fewer groups"""
 
 
@@ -49,14 +49,14 @@ HydraLoader.yaml_implicit_resolvers = {
 }
 for _letter in "-+0123456789":
     HydraLoader.yaml_implicit_resolvers[_letter].insert(
-        0, ("tag:yaml.org,2002:str", re.compile(BASE_60))
+        0, ("tag:yaml.org,2002:str", re.compile(_BASE_60))
     )
 HydraLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(FLOAT), list("-+.0123456789")
+    "tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+.0123456789")
 )
 
 
-SAFE_DEPTH = 1000
+_SAFE_DEPTH = 1000
 """nesting at which the loaders, which have no limit, cannot overflow the stack"""
 
 
@@ -172,7 +172,7 @@ def read_conf_file(
             raise UserError(problem)
         try:
             # Parsing does not recurse, as composing does.
-            depth, most = 0, min(limits().yaml_depth + 1, SAFE_DEPTH)
+            depth, most = 0, min(limits().yaml_depth + 1, _SAFE_DEPTH)
             for event in yaml.parse(text, Loader=PlainLoader):
                 depth += isinstance(event, yaml.CollectionStartEvent)
                 depth -= isinstance(event, yaml.CollectionEndEvent)
@@ -211,7 +211,7 @@ def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:
 
     Return None if `defaults` is not a list of such entries and plain words.
     """
-    if not isinstance(defaults, list) or len(defaults) > MAX_OPTIONS:
+    if not isinstance(defaults, list) or len(defaults) > _MAX_OPTIONS:
         return None
     found: list[tuple[str, Any]] = []
     for entry in defaults:
@@ -220,7 +220,7 @@ def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:
         words = [word for pair in pairs for word in pair if word is not None]
         if not words or not all(
             isinstance(word, str)
-            and 0 < len(word) <= MAX_OPTION_LENGTH
+            and 0 < len(word) <= _MAX_OPTION_LENGTH
             and word.isprintable()
             and "$" not in word
             for word in words

@@ -42,7 +42,7 @@ from common.installation import shadowing_files, verb_command
 from common.redaction import redact
 from common.text import printable
 
-DEFAULT_EXPERIMENT = "quickstart"
+_DEFAULT_EXPERIMENT = "quickstart"
 
 
 def run_verb(
@@ -97,8 +97,8 @@ def _dispatch(
     shows_settings, words = _pop_cfg_flag(words)
     if verb in ("train", "preview", "plan") and _is_quickstart(verb, words):
         given = "no model and no data given" if words else "no settings given"
-        words = [f"+experiment={DEFAULT_EXPERIMENT}", *words]
-        print_note(f"{given}: +experiment={DEFAULT_EXPERIMENT} (--help shows more)")
+        words = [f"+experiment={_DEFAULT_EXPERIMENT}", *words]
+        print_note(f"{given}: +experiment={_DEFAULT_EXPERIMENT} (--help shows more)")
     if is_sweep:
         if sweep is None:
             raise UserError(f"-m: {verb} cannot be swept; only train can")

@@ -67,10 +67,10 @@ USAGE = {
         ("python -m app.serve run=FOLDER serve.engine=vllm", "print the line that starts vLLM"),
     ),
 }
-MAX_OPTIONS = 40
+_MAX_OPTIONS = 40
 """most options of a group that the first page lists"""
-RESULTS = "conf/experiment/README.md"
-ENDING = """\
+_RESULTS = "conf/experiment/README.md"
+_ENDING = """\
 A value with spaces or commas goes into quotes: model.path="'my models/tiny'".
 Files: {files}.
 Exit codes: 0 done, 2 invalid input, 3 environment (disk, memory, package), 4 training failed,
@@ -104,7 +104,7 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     lines += two_columns(
         {
             group: _names(names, defaults[group])
-            if len(names) <= MAX_OPTIONS
+            if len(names) <= _MAX_OPTIONS
             else f"{len(names)} options, listed by --help {group}"
             for group, names in options.items()
             if group in defaults and len(names) > 1
@@ -112,7 +112,7 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
         width,
     )
     lines += ["", "most used settings: KEY=VALUE (default)"]
-    shown = [setting for setting in settings if is_shown(setting, verb)]
+    shown = [setting for setting in settings if _is_shown(setting, verb)]
     lines += two_columns({setting.typed_key: describe(setting) for setting in shown}, width)
     element = "data.datasets[]."
     of_datasets = {
@@ -130,8 +130,8 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     lines += ["", *textwrap.wrap(f"all settings: --help all, or --help and one of {groups}", width)]
     files = f"settings in {conf}"
     if is_checkout():
-        files = f"settings in {conf.name}/, measured results of the experiments in {RESULTS}"
-    return "\n".join([*lines, "", *ENDING.format(files=files).splitlines()])
+        files = f"settings in {conf.name}/, measured results of the experiments in {_RESULTS}"
+    return "\n".join([*lines, "", *_ENDING.format(files=files).splitlines()])
 
 
 def _names(options: Sequence[str], default: str | None) -> str:
@@ -179,7 +179,7 @@ def sections(settings: Sequence[Setting]) -> list[tuple[str, list[Setting]]]:
     return list(found.items())
 
 
-def is_shown(setting: Setting, verb: str) -> bool:
+def _is_shown(setting: Setting, verb: str) -> bool:
     """Return whether the first page of help lists a setting; never one of list elements."""
     shown = setting.facts.shown
     return "[]" not in setting.key and (verb in shown if isinstance(shown, tuple) else shown)
@@ -187,7 +187,7 @@ def is_shown(setting: Setting, verb: str) -> bool:
 
 def describe(setting: Setting) -> str:
     """Return `(default; values) docstring` of a setting."""
-    facts = filter(None, [default_text(setting), values_text(setting)])
+    facts = filter(None, [default_text(setting), _values_text(setting)])
     return f"({'; '.join(facts)}) {setting.doc}"
 
 
@@ -201,7 +201,7 @@ def default_text(setting: Setting) -> str:
     return words.get(str(shown), str(shown))
 
 
-def values_text(setting: Setting) -> str:
+def _values_text(setting: Setting) -> str:
     """Return the values that a setting accepts; empty if default and docstring name all choices."""
     facts, text = setting.facts, f"{default_text(setting)} {setting.doc}"
     if all(re.search(rf"\b{re.escape(str(word))}\b", text) for word in facts.choices):

@@ -73,15 +73,15 @@ Config = TrainConfig | TunedConfig
 """the settings of a verb; PreviewConfig and PlanConfig are TrainConfigs"""
 EXPERIMENT = "typed-experiment"
 """name in Hydra's ConfigStore of the experiment that this module has read"""
-MAX_NAME_LENGTH = 72
-FEW_KEYS = 64
+_MAX_NAME_LENGTH = 72
+_FEW_KEYS = 64
 """number of an experiment's keys up to which each unknown one is explained"""
-MIN_ITEM = len("a: 1,")
-NUMBERS = (bool, int, float)
+_MIN_ITEM = len("a: 1,")
+_NUMBERS = (bool, int, float)
 """what YAML and Hydra make of some texts"""
-TRAINING = ("train", "launch")
+_TRAINING = ("train", "launch")
 """verbs whose run may have a URL as its folder"""
-NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def load_config(verb: str, words: Sequence[str] | Mapping[str, Any], conf: Path = CONF) -> Config:
@@ -95,7 +95,7 @@ def load_config(verb: str, words: Sequence[str] | Mapping[str, Any], conf: Path 
     config = compose(verb, words, conf)
     if isinstance(config, TrainConfig | EvaluateConfig) and config.objective.name == "reward":
         config.model.labels = config.model.labels or ["reward"]  # the name of its one output
-    resolve_paths(config)
+    _resolve_paths(config)
     return config
 
 
@@ -113,7 +113,7 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
         check_words(verb, words, known)
     overrides, problems = parse_overrides(words, known)
     for each in overrides:
-        if len(each.typed) > FEW_KEYS * MIN_ITEM:
+        if len(each.typed) > _FEW_KEYS * _MIN_ITEM:
             refuse_unknown(verb, keys_in(each.value, each.key), lambda _: "command line:")
     typed = {override.key: override.value for override in overrides}
     if "sweep" in typed:
@@ -148,12 +148,12 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
         strategy.config = read_deepspeed_file(strategy.config)
     name = verb
     if experiment is not None:
-        name = NOT_IN_NAMES.sub("-", experiment.path.stem).strip("-._")[:MAX_NAME_LENGTH] or verb
+        name = _NOT_IN_NAMES.sub("-", experiment.path.stem).strip("-._")[:_MAX_NAME_LENGTH] or verb
         # Keeps previews and plans out of the folder of the experiment's runs.
         name = f"{name}-{verb}" if verb in ("preview", "plan") else name
     config.output.name = config.output.name or name
     if (folder := config.output.dir) and folder.strip():
-        config.output.dir = str(run_folder("output.dir", folder, takes_url=verb in TRAINING))
+        config.output.dir = str(run_folder("output.dir", folder, takes_url=verb in _TRAINING))
     if isinstance(config, TunedConfig):
         config.run = config.run if run is None else str(run)
         return config
@@ -236,7 +236,7 @@ def _check_options(
                 experiment = read_conf_file(file, package="", is_global=True)
                 if "hydra" in experiment.values:
                     raise UserError(f"{experiment.where('hydra')} unknown key hydra")
-                if len(experiment.lines) > FEW_KEYS:
+                if len(experiment.lines) > _FEW_KEYS:
                     refuse_unknown(verb, keys_in(experiment.values), experiment.where)
                 chosen += [(experiment, *choice) for choice in experiment.choices]
         except UserError as error:
@@ -421,7 +421,7 @@ def _give_types(
             pairs = list(zip(elements, given_each, strict=False))
             unchecked += [pair for pair in pairs if dataclasses.is_dataclass(pair[0])]
             choices = facts.choices if facts else ()
-            is_converted = any(type(one) in NUMBERS and type(text) is str for text, one in pairs)
+            is_converted = any(type(one) in _NUMBERS and type(text) is str for text, one in pairs)
             if is_converted and not choices:
                 raise UserError(f"{field.name}={given}: expected text")
             invalid = [each for each in elements if choices and each not in (None, *choices)]
@@ -443,7 +443,7 @@ def load_run_config(folder: Path) -> TrainConfig:
     file = folder / CONFIG_FILE
     mtime_ns = file.stat().st_mtime_ns if file.is_file() else 0
     config = copy.deepcopy(_read_run_once(file.absolute(), mtime_ns))
-    resolve_paths(config)
+    _resolve_paths(config)
     return config
 
 
@@ -456,7 +456,7 @@ def _read_run_once(path: Path, mtime_ns: int) -> TrainConfig:
         return config
 
 
-def resolve_paths(config: Config) -> None:
+def _resolve_paths(config: Config) -> None:
     """Make existing paths absolute, so that a run can be evaluated from another folder.
 
     Expands `~`, and lets relative paths of the shipped YAML files work from any folder. A path that

@@ -15,7 +15,7 @@ from common.installation import verb_command
 
 FILE = Path(__file__).with_suffix(".yaml")
 ANY, VALUE = "any", "VALUE"
-VERBS_IN_ANSWERS = ("chat", "evaluate", "merge", "preview", "push", "serve", "train")
+_VERBS_IN_ANSWERS = ("chat", "evaluate", "merge", "preview", "push", "serve", "train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def answer_for(word: str, value: str, settings: Iterable[Setting]) -> str | None
         return f"type {typed.replace(VALUE, shlex.quote(value) if value else VALUE)}"
     if (sentence := others.advice.get(word)) is None:
         return None
-    commands = {verb: verb_command(verb) for verb in VERBS_IN_ANSWERS}
+    commands = {verb: verb_command(verb) for verb in _VERBS_IN_ANSWERS}
     return sentence.format(upper=word.upper(), **commands)
 
 

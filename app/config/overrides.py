@@ -29,18 +29,18 @@ from common.redaction import REDACTED, holds_token
 from common.untrusted import LIMITS_VARIABLE, limits
 
 WORD = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
-UNQUOTED = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z/][\w/.-]*", re.IGNORECASE)
+_UNQUOTED = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z/][\w/.-]*", re.IGNORECASE)
 """a text that needs no quotes, and that Hydra does not read as another type"""
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./@:+*%?|$-]*")
-NUMBERED_ELEMENT = re.compile(r"\[|\.\d+(\.|$)")
-HYDRA_KEYS = re.compile(r"hydra(\.|$)|.*[/@]", re.DOTALL)
+_NUMBERED_ELEMENT = re.compile(r"\[|\.\d+(\.|$)")
+_HYDRA_KEYS = re.compile(r"hydra(\.|$)|.*[/@]", re.DOTALL)
 """keys that configure Hydra itself, or that it would read as a group in another package"""
-OPTION_LIST = re.compile(r"\[([\w, ]+)\]")
+_OPTION_LIST = re.compile(r"\[([\w, ]+)\]")
 """a list of options, as in logger=[tensorboard,wandb]"""
 GROUPS_WITH_PLUS = ("experiment", "sweep")
 """groups outside the defaults list: Hydra requires a plus sign before them, loft does not"""
-SECRET_NAMES = {"token", "api_key", "apikey", "secret", "password", "access_token", "hf_token"}
-REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
+_SECRET_NAMES = {"token", "api_key", "apikey", "secret", "password", "access_token", "hf_token"}
+_REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
 """`${key.of.another.setting}`; a nested one does not match, as it could form a resolver's name"""
 MAX_WORDS = 350
 """maximum number of typed settings, each of which is parsed twice; no verb has as many"""
@@ -49,9 +49,9 @@ FILE_ALONE, EXPERIMENT = re.compile(r"\A[^=]*\.ya?ml\Z"), r"experiment=\g<0>"
 """a typed word that is the name of a YAML file alone, and what it stands for"""
 SHORT = 64
 """length up to which a word exceeds no limit"""
-MAX_ITEMS = 4000
+_MAX_ITEMS = 4000
 """maximum number of items of a typed list or mapping"""
-BRACKETS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\[{(]|[\]})]""")
+_BRACKETS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\[{(]|[\]})]""")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def parse_overrides(
         if key == "hardware":
             value, numbers = split_name(value)
             implied = {name: str(number) for name, number in numbers.items()}
-        elif key == "logger" and (options := OPTION_LIST.fullmatch(value)):
+        elif key == "logger" and (options := _OPTION_LIST.fullmatch(value)):
             value, _, others = options[1].replace(" ", "").partition(",")
             implied = {"also": f"[{others}]"}
         if len(word) > SHORT and (refused := over_typed_limit(key, value)) is not None:
@@ -106,10 +106,10 @@ def parse_overrides(
             problems.append(
                 f"{word}: settings cannot be removed; type {key}=null or choose another option"
             )
-        elif NUMBERED_ELEMENT.search(key):
-            whole = NUMBERED_ELEMENT.split(key)[0]
+        elif _NUMBERED_ELEMENT.search(key):
+            whole = _NUMBERED_ELEMENT.split(key)[0]
             problems.append(f"{word}: single elements of a list cannot be set; type {whole}=[...]")
-        elif HYDRA_KEYS.match(key):
+        elif _HYDRA_KEYS.match(key):
             problems.append(f"command line: unknown key {key}={value}{nearest(key, groups)}")
         else:
             prefix = "" if key in groups else "++"
@@ -167,7 +167,7 @@ def over_typed_limit(key: str, value: str) -> str | None:
     """Return the limit that a typed key or value exceeds: nesting, or number of items; or None."""
     most = limits().yaml_depth
     depth = deepest = 0
-    for bracket in BRACKETS.findall(value):
+    for bracket in _BRACKETS.findall(value):
         depth += 1 if bracket in "[{(" else -1 if bracket in "]})" else 0
         deepest = max(deepest, depth)
     if max(deepest, key.count(".")) > most:
@@ -175,9 +175,9 @@ def over_typed_limit(key: str, value: str) -> str | None:
             f"{key[:40]}={value[:40]}...: nested too deep (limit {most}; "
             f"{LIMITS_VARIABLE}=yaml_depth=NUMBER changes it)"
         )
-    if value.startswith(("[", "{")) and (items := value.count(",")) > MAX_ITEMS:
+    if value.startswith(("[", "{")) and (items := value.count(",")) > _MAX_ITEMS:
         return (
-            f"{key}={value[:40]}...: {items:,} items (limit {MAX_ITEMS:,}): write them into an "
+            f"{key}={value[:40]}...: {items:,} items (limit {_MAX_ITEMS:,}): write them into an "
             "experiment, and type experiment=PATH.yaml"
         )
     return None
@@ -320,7 +320,7 @@ def safety_error(key: str, value: Any, name: str | None = None) -> str | None:
     text = value if isinstance(value, str) else ""
     # plan.token=5 is a misspelt plan.tokens, not a secret.
     is_number = len(str(value)) <= 12 and re.fullmatch(r"[\d.]+(e\d+)?", str(value)) is not None
-    is_secret = name.lower() in SECRET_NAMES and not (name == "token" and is_number)
+    is_secret = name.lower() in _SECRET_NAMES and not (name == "token" and is_number)
     if is_secret or holds_token(text):
         return (
             f"{key}: secrets do not go into settings, where files and process lists show them; "
@@ -332,7 +332,7 @@ def safety_error(key: str, value: Any, name: str | None = None) -> str | None:
         )
     if name in ("_target_", "_partial_", "_recursive_", "_convert_"):
         return f"{key}: {name} is not allowed; settings never name code to run"
-    if "${" in REFERENCE.sub("", text):
+    if "${" in _REFERENCE.sub("", text):
         return (
             f"{key}={text}: resolvers like ${{oc.env:NAME}} are not allowed, because their values "
             "end up in files; type the value (`${key.of.another.setting}` is allowed)"
@@ -365,4 +365,4 @@ def _text_of(value: Any) -> str:
     if value is None or isinstance(value, (bool, int, float)):
         return "null" if value is None else str(value).lower()
     text = str(value)
-    return text if UNQUOTED.fullmatch(text) else _in_quotes(text)
+    return text if _UNQUOTED.fullmatch(text) else _in_quotes(text)

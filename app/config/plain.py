@@ -19,7 +19,7 @@ from common.facts import default_of, facts_of, hints_of
 from common.installation import verb_command
 
 T = TypeVar("T")
-TRUTH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+_TRUTH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
 
 def run_plain_verb(
@@ -30,7 +30,7 @@ def run_plain_verb(
 
     def work() -> int:
         if {"--help", "-h"} & set(typed):
-            print(help_of(verb, schema))
+            print(_help_of(verb, schema))
         else:
             function(read_plain(schema, typed))
         return DONE
@@ -56,10 +56,10 @@ def read_plain(schema: type[T], words: Sequence[str]) -> T:
             problems.append(refusal)
         elif not value.strip():
             problems.append(f"{key} is empty; is it a variable that is not set?")
-        elif (is_truth := hints[field.name] in (bool, bool | None)) and value.lower() not in TRUTH:
+        elif (is_truth := hints[field.name] in (bool, bool | None)) and value.lower() not in _TRUTH:
             problems.append(f"{key}={value}: expected true or false")
         elif is_truth:
-            values[field.name] = TRUTH[value.lower()]
+            values[field.name] = _TRUTH[value.lower()]
         elif hints[field.name] is int and not value.isdecimal():
             problems.append(f"{key}={value}: expected a whole number")
         elif hints[field.name] is int:
@@ -83,7 +83,7 @@ def read_plain(schema: type[T], words: Sequence[str]) -> T:
     return schema(**values)
 
 
-def help_of(verb: str, schema: type) -> str:
+def _help_of(verb: str, schema: type) -> str:
     """Return the help page of a verb."""
     from app.config.help import describe, page_width, two_columns
 

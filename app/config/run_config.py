@@ -32,7 +32,7 @@ from common.redaction import REDACTED, redact, redacted, redacted_keys
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-INHERITED_FROM_TRAINER = ("precision", "micro_batch_size")
+_INHERITED_FROM_TRAINER = ("precision", "micro_batch_size")
 """settings of the run's trainer that an evaluation inherits"""
 
 
@@ -190,7 +190,7 @@ def experiment_from_run(
         values["output"] = {"name": f"{named if is_name else config.output.name or 'run'}-{verb}"}
         for part in {"trainer", "evaluation"} & values.keys():
             known = {field.name for field in dataclasses.fields(hints_of(VERBS[verb])[part])}
-            inherited = known & set(INHERITED_FROM_TRAINER) if part == "trainer" else known
+            inherited = known & set(_INHERITED_FROM_TRAINER) if part == "trainer" else known
             values[part] = {
                 name: value
                 for name, value in values[part].items()

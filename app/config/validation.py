@@ -25,8 +25,8 @@ from common.facts import as_typed, expected, facts_of, hints_of, takes
 from common.redaction import redact
 from common.text import printable, shortened
 
-COMMAND_LINE = "command line:"
-MAX_LISTED = 12
+_COMMAND_LINE = "command line:"
+_MAX_LISTED = 12
 """maximum number of options listed in a message"""
 
 
@@ -70,7 +70,7 @@ class Settings:
             is_reference = isinstance(found.value, str) and found.value.startswith("${")
             if refusal is not None or is_reference:
                 return refusal
-            if takes_value(found):
+            if _takes_value(found):
                 return self._problem_of_choice(found, typed)
             hint = hints_of(found.owner)[found.field]
             if schema.is_section(hint):
@@ -147,7 +147,7 @@ def describe_shape(key: str, value: Any, section: type) -> str:
     if len(options) < 2:
         return f"{key}={shown}: {key} is a section of settings: {fix}"
     words = [str(each) for each in (value if isinstance(value, list) else [value])]
-    names = ", ".join(options) if len(options) <= MAX_LISTED else f"--help {key} lists them"
+    names = ", ".join(options) if len(options) <= _MAX_LISTED else f"--help {key} lists them"
     wanted = next((word for word in words if word in options), f"NAME ({names})")
     choose = f"choose an option under defaults, by `- override /{key}: {wanted}`"
     return f"{key}={shown}: {choose}, or {fix}"
@@ -204,7 +204,7 @@ class Sources:
     def where(self, key: str) -> str:
         """Return where `key` was set: `conf/experiment/x.yaml:12` or `command line:`."""
         source = self.source_of(key)
-        return COMMAND_LINE if source is None else source.where(key)
+        return _COMMAND_LINE if source is None else source.where(key)
 
 
 def _sets_key(override: Override, key: str) -> bool:
@@ -350,7 +350,7 @@ def _node_of(schema: type) -> Any:
     return OmegaConf.structured(schema)
 
 
-def takes_value(leaf: schema.Leaf) -> bool:
+def _takes_value(leaf: schema.Leaf) -> bool:
     """Return whether OmegaConf converts a value to the type of its field."""
     from omegaconf.errors import OmegaConfBaseException
 

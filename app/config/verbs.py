@@ -51,7 +51,7 @@ from app.training.trainer import ACCELERATORS, DEFAULT_MONITOR, PRECISIONS, Trai
 from common.facts import setting
 from data_modules import DataConfig, PackingConfig
 
-FSDP_PP = "fsdp_pp trainer.devices=2 trainer.gradient_accumulation_steps=8"
+_FSDP_PP = "fsdp_pp trainer.devices=2 trainer.gradient_accumulation_steps=8"
 """what to type for the names of pipeline parallelism in other tools"""
 
 
@@ -239,10 +239,10 @@ class TrainConfig:
             "tensor_parallel": "tp",
             "model_parallel": "fsdp_tp",
             "2d": "fsdp_tp",
-            "pp": FSDP_PP,
-            "pipeline": FSDP_PP,
-            "pipeline_parallel": FSDP_PP,
-            "3d": FSDP_PP,
+            "pp": _FSDP_PP,
+            "pipeline": _FSDP_PP,
+            "pipeline_parallel": _FSDP_PP,
+            "3d": _FSDP_PP,
         },
     )
     """distributed strategy: how a run is spread over several devices"""
@@ -500,7 +500,7 @@ PARTS: dict[str, dict[str, type]] = {
     "strategy": FAMILIES,
 }
 """groups whose settings depend on the option: group -> option -> schema"""
-LIST_INDEX = re.compile(r"\[\d+\]")
+_LIST_INDEX = re.compile(r"\[\d+\]")
 
 
 @functools.cache
@@ -529,7 +529,7 @@ def _known_keys(verb: str) -> tuple[frozenset[str], tuple[str, ...]]:
 def may_be_key(verb: str, key: str) -> bool:
     """Return whether a full key is one of a verb's settings, whatever options are chosen."""
     known, takes_any = _known_keys(verb)
-    key = LIST_INDEX.sub("[]", key)
+    key = _LIST_INDEX.sub("[]", key)
     return key.removesuffix("[]") in known or key.startswith(takes_any)
 
 

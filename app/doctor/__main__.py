@@ -34,8 +34,8 @@ from app.process.logs import print_table
 from common.errors import ENVIRONMENT_ERROR
 from common.text import counted, printable
 
-AS_JSON = "--json"
-STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_AS_JSON = "--json"
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class Findings:
         return all(row.status != PROBLEM for row in self.rows)
 
 
-def examine(config: DoctorConfig, run: PlanConfig) -> Findings:
+def _examine(config: DoctorConfig, run: PlanConfig) -> Findings:
     """Check this machine, or all machines of the launched ranks; called on each rank."""
     launch = read_launch()
     if (launch.num_ranks or 1) == 1:
@@ -143,7 +143,7 @@ def print_findings(findings: Findings) -> None:
         found = Text(printable(row.found))
         if row.fix:
             found.append(f"\n> {printable(row.fix)}", style="dim" if row.status == OK else "cyan")
-        status = Text(row.status, style=STYLES[row.status])
+        status = Text(row.status, style=_STYLES[row.status])
         table.add_row(status, Text(printable(row.what)), found)
     print_table(table, console)
     if findings.measured:
@@ -155,7 +155,7 @@ def print_findings(findings: Findings) -> None:
     console.print()
     if stops:
         console.print(
-            f"{stops} of {counted(bad, 'finding')} would stop a run", style=STYLES[PROBLEM]
+            f"{stops} of {counted(bad, 'finding')} would stop a run", style=_STYLES[PROBLEM]
         )
     else:
         console.print(f"nothing would stop a run; {counted(bad, 'warning')}")
@@ -227,7 +227,7 @@ def doctor(config: DoctorConfig, overrides: Sequence[str], *, prints_json: bool)
         )
     run = load_config("plan", list(overrides))
     assert isinstance(run, PlanConfig)
-    findings = examine(config, run)
+    findings = _examine(config, run)
     if is_first_rank():
         print(as_json(findings), flush=True) if prints_json else print_findings(findings)
     if not findings.is_good:
@@ -238,10 +238,10 @@ def run_doctor(words: Sequence[str]) -> int:
     """Run the verb; return its exit code."""
     keys = {field.name for field in dataclasses.fields(DoctorConfig)}
     own = [word for word in words if word.partition("=")[0] in keys or word in ("--help", "-h")]
-    run_overrides = [word for word in words if word not in (*own, AS_JSON)]
+    run_overrides = [word for word in words if word not in (*own, _AS_JSON)]
 
     def start(config: DoctorConfig) -> None:
-        doctor(config, run_overrides, prints_json=AS_JSON in words)
+        doctor(config, run_overrides, prints_json=_AS_JSON in words)
 
     return run_plain_verb("doctor", DoctorConfig, start, own)
 

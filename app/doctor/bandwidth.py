@@ -42,27 +42,27 @@ if TYPE_CHECKING:
 
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 MIB = 2**20
-SIZE_FACTOR = 4
-SIZES = tuple(MIB * SIZE_FACTOR**power for power in range(7))
+_SIZE_FACTOR = 4
+_SIZES = tuple(MIB * _SIZE_FACTOR**power for power in range(7))
 """1 MiB to 4 GiB"""
 MAX_REPEATS, MIN_REPEATS = 20, 3
 """number of times that a message is sent for one figure"""
-TARGET_SECONDS = 0.5
+_TARGET_SECONDS = 0.5
 """duration of one measurement, unless MIN_REPEATS messages take longer"""
-MEMORY_SHARE = 0.25
+_MEMORY_SHARE = 0.25
 """share of a rank's free memory for its buffers; gloo keeps copies of them"""
-NUM_BUFFERS = 2
+_NUM_BUFFERS = 2
 """buffers of the size of a message: one to send and one to receive"""
 CONNECT_SECONDS = 120
-WAIT_SECONDS = 60.0
+_WAIT_SECONDS = 60.0
 """time beyond the expected duration after which a rank counts as hanging"""
-GOOD_SHARE = (0.80, 0.85)
+_GOOD_SHARE = (0.80, 0.85)
 """share of a link's nominal bandwidth that large messages should reach (the rule of thumb of
 stas00/ml-engineering, network/README.md)"""
-RULE_BITS = 48
+_RULE_BITS = 48
 """bits per weight of three collectives with two bytes per weight: the all-gathers of the forward
 and backward pass and the reduce-scatter of ZeRO-3 and FSDP"""
-MAX_RATIO = 1.0
+_MAX_RATIO = 1.0
 """largest ratio of communication to computation that can overlap completely"""
 
 
@@ -167,8 +167,8 @@ def measure(world: World, seconds: float) -> list[Measurement]:
     """
     measured: list[Measurement] = []
     left, largest = float(seconds), _largest_message(world)
-    for size in SIZES:
-        expected = [SIZE_FACTOR * each.seconds for each in measured[-len(KINDS) :]]
+    for size in _SIZES:
+        expected = [_SIZE_FACTOR * each.seconds for each in measured[-len(KINDS) :]]
         if size > largest or (1 + MIN_REPEATS) * sum(expected) > left:
             break
         for index, kind in enumerate(KINDS):
@@ -188,7 +188,7 @@ def _largest_message(world: World) -> int:
         free = float(torch.cuda.mem_get_info(world.device)[0])
     else:
         free = host_memory()[0] / world.num_local_ranks
-    return -int(_largest(world, -MEMORY_SHARE * free / NUM_BUFFERS))
+    return -int(_largest(world, -_MEMORY_SHARE * free / _NUM_BUFFERS))
 
 
 def _largest(world: World, value: float) -> float:
@@ -219,9 +219,9 @@ def _time(world: World, kind: str, size: int, expected: float) -> tuple[float, f
             torch.cuda.synchronize(world.device)
         return _largest(world, time.perf_counter() - started)
 
-    with _watched(kind, size, WAIT_SECONDS + MAX_REPEATS * 10 * expected):
+    with _watched(kind, size, _WAIT_SECONDS + MAX_REPEATS * 10 * expected):
         first = seconds_of(1)  # a warm-up, which also determines the number of repeats
-        times = min(MAX_REPEATS, max(MIN_REPEATS, round(TARGET_SECONDS / max(first, 1e-6))))
+        times = min(MAX_REPEATS, max(MIN_REPEATS, round(_TARGET_SECONDS / max(first, 1e-6))))
         taken = seconds_of(times)
         if is_on_gpu:
             torch.cuda.empty_cache()
@@ -364,7 +364,7 @@ def estimate_communication(
     weights = run.size.whole.frozen + run.size.whole.trained
     # On a single node, each rank counts as a node.
     nodes = hardware.num_nodes if hardware.num_nodes > 1 else run.num_ranks
-    gbit = RULE_BITS * run.model.num_weights / nodes / 1e9
+    gbit = _RULE_BITS * run.model.num_weights / nodes / 1e9
     best = best_bandwidth(measured, ALL_REDUCE)
     computes = None
     if hardware.half_tflops:
@@ -401,7 +401,7 @@ def list_link_rows(measured: Sequence[Measurement], hardware: HardwareConfig) ->
     best, nominal = best_bandwidth(measured, ALL_REDUCE), nominal_bandwidth(hardware)
     if not best or not nominal:
         return []
-    share, (low, high) = best / nominal, GOOD_SHARE
+    share, (low, high) = best / nominal, _GOOD_SHARE
     found = (
         f"all-reduce reaches {format_speed(best)} GB/s, {percent(share, 0)} of the link's "
         f"nominal {format_speed(nominal)}; {percent(low, 0)} to {percent(high, 0)} is good"
@@ -421,7 +421,7 @@ def list_step_rows(cost: CommunicationCost) -> list[Row]:
         f"a step under {cost.strategy} takes {cost.seconds:.3g} s of communication, and an "
         f"estimated {cost.compute_seconds:.3g} s of computation"
     )
-    if ratio <= MAX_RATIO:
+    if ratio <= _MAX_RATIO:
         return [Row("step", OK, found)]
     fix = "trainer.gradient_accumulation_steps=N, or a strategy that sends less: --help strategy"
     return [Row("step", WARNING, found, fix)]

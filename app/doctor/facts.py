@@ -33,19 +33,19 @@ from app.training.checkpoint.disk import free_bytes
 from app.training.machine import GIB, host_memory
 from common.installation import child_command
 
-PROGRAM = "loft"
-SHARED_MEMORY = Path("/dev/shm")
+_PROGRAM = "loft"
+_SHARED_MEMORY = Path("/dev/shm")
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA, DISPLAY = "0x10de", "0x03"
 """PCI vendor id of NVIDIA, and prefix of the PCI class of GPUs"""
-MANAGEMENT_LIBRARY = "libnvidia-ml.so.1"
-NVLINK_CAPABILITY = 2
+_MANAGEMENT_LIBRARY = "libnvidia-ml.so.1"
+_NVLINK_CAPABILITY = 2
 """value of nvmlGpuP2PCapsIndex_t for NVLink between two GPUs"""
-LEVELS = ((10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS"))
+_LEVELS = ((10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS"))
 """values of nvmlGpuTopologyLevel_t and their names in `nvidia-smi topo -m`, fastest first"""
-TEMPORARY = "TMPDIR"
+_TEMPORARY = "TMPDIR"
 """name of the only folder that must exist: without it programs use other folders, or fail"""
-PROBE_BYTES = 2**20
+_PROBE_BYTES = 2**20
 """size of the file that is written to test a folder"""
 MODULES = {
     "torch": "torch",
@@ -62,7 +62,7 @@ MODULES = {
     "liger-kernel": "liger_kernel",
 }
 """module to import for each package that has compiled parts or depends on such a package"""
-IMPORT_SECONDS = 180.0
+_IMPORT_SECONDS = 180.0
 """time limit for all imports of a process; they take 20 seconds on two busy cores"""
 
 
@@ -180,8 +180,8 @@ def read_facts(
     is_installed, packages = True, tuple[Package, ...]()
     requires_python, supports_python = "", True
     try:
-        packages = tuple(read_packages(importlib.metadata.requires(PROGRAM) or []))
-        requires_python, supports_python = read_python()
+        packages = tuple(read_packages(importlib.metadata.requires(_PROGRAM) or []))
+        requires_python, supports_python = _read_python()
     except importlib.metadata.PackageNotFoundError:
         is_installed = False
     installed = [each.name for each in packages if each.version is not None]
@@ -195,26 +195,26 @@ def read_facts(
         is_installed=is_installed,
         packages=packages,
         suspects={
-            name: version for name in suspects if (version := installed_version(name)) is not None
+            name: version for name in suspects if (version := _installed_version(name)) is not None
         },
         imports=try_imports([n for n in installed if n in MODULES]) if imports else Imports(),
         machine=machine,
         num_pci_gpus=count_pci_gpus(),
-        links=read_links() if machine.num_files > 1 else {},
+        links=_read_links() if machine.num_files > 1 else {},
         memory_gib=total / GIB,
         memory_left_gib=left / GIB,
-        shared_memory_gib=read_shared_memory(),
+        shared_memory_gib=_read_shared_memory(),
         folders=tuple(read_folder(what, path) for what, path in folders.items()),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         wall=time.time(),
-        newest_file=newest_install(packages),
+        newest_file=_newest_install(packages),
         drift=(time.time() - started[0]) - (time.monotonic() - started[1]),
         launch_problems=read_launch().problems,
         hub=read_hub(checks_address=checks_hub),
     )
 
 
-def try_imports(packages: Sequence[str], *, seconds: float = IMPORT_SECONDS) -> Imports:
+def try_imports(packages: Sequence[str], *, seconds: float = _IMPORT_SECONDS) -> Imports:
     """Import `packages` in a separate process; if one kills it, continue after it in a new one."""
     waiting, failures, torch = list(packages), dict[str, str](), None
     while waiting:
@@ -280,7 +280,7 @@ def read_packages(requirements: Sequence[str]) -> Iterator[Package]:
         if name in seen or extra == "dev":
             continue
         seen.add(name)
-        version = installed_version(name)
+        version = _installed_version(name)
         yield Package(
             name=name,
             version=version,
@@ -290,15 +290,15 @@ def read_packages(requirements: Sequence[str]) -> Iterator[Package]:
         )
 
 
-def read_python() -> tuple[str, bool]:
+def _read_python() -> tuple[str, bool]:
     """Return the versions of Python that this program supports, and whether this is one."""
     from packaging.specifiers import SpecifierSet
 
-    requires = importlib.metadata.metadata(PROGRAM)["Requires-Python"] or ""
+    requires = importlib.metadata.metadata(_PROGRAM)["Requires-Python"] or ""
     return requires, SpecifierSet(requires).contains(platform.python_version(), prereleases=True)
 
 
-def installed_version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     """Return the installed version of a package, without importing it."""
     try:
         return importlib.metadata.version(name)
@@ -306,7 +306,7 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def newest_install(packages: Sequence[Package]) -> float:
+def _newest_install(packages: Sequence[Package]) -> float:
     """Return the time at which the newest of `packages` was installed."""
     times = [0.0]
     for package in packages:
@@ -326,10 +326,10 @@ def count_pci_gpus() -> int:
     return number
 
 
-def read_links() -> dict[str, str]:
+def _read_links() -> dict[str, str]:
     """Return the links between the GPUs of this machine; empty without NVML."""
     try:
-        library = ctypes.CDLL(MANAGEMENT_LIBRARY)
+        library = ctypes.CDLL(_MANAGEMENT_LIBRARY)
         return query_links(library)
     except (OSError, AttributeError):
         return {}
@@ -352,18 +352,18 @@ def query_links(library: Any) -> dict[str, str]:
 
 def _link(library: Any, first: ctypes.c_void_p, second: ctypes.c_void_p) -> str:
     status, level = ctypes.c_uint(1), ctypes.c_uint()
-    failed = library.nvmlDeviceGetP2PStatus(first, second, NVLINK_CAPABILITY, ctypes.byref(status))
+    failed = library.nvmlDeviceGetP2PStatus(first, second, _NVLINK_CAPABILITY, ctypes.byref(status))
     if not failed and status.value == 0:
         return "NVLink"
     if library.nvmlDeviceGetTopologyCommonAncestor(first, second, ctypes.byref(level)):
         return "unknown"
-    return next((name for number, name in LEVELS if level.value <= number), "SYS")
+    return next((name for number, name in _LEVELS if level.value <= number), "SYS")
 
 
-def read_shared_memory() -> float | None:
+def _read_shared_memory() -> float | None:
     """Return the free space of /dev/shm in GiB; None if it does not exist."""
     try:
-        return free_bytes(SHARED_MEMORY) / GIB if SHARED_MEMORY.is_dir() else None
+        return free_bytes(_SHARED_MEMORY) / GIB if _SHARED_MEMORY.is_dir() else None
     except OSError:
         return None
 
@@ -373,12 +373,12 @@ def read_folder(what: str, path: Path) -> Folder:
 
     Tested with a temporary file in the nearest existing folder.
     """
-    if what == TEMPORARY and not path.is_dir():
+    if what == _TEMPORARY and not path.is_dir():
         return Folder(what=what, path=str(path), failure="no such folder")
     try:
         nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
         with tempfile.TemporaryFile(dir=nearest) as file:
-            file.write(bytes(PROBE_BYTES))
+            file.write(bytes(_PROBE_BYTES))
         return Folder(what=what, path=str(path), free_gib=free_bytes(path) / GIB)
     except OSError as error:
         return Folder(what=what, path=str(path), failure=error.strerror or str(error))
@@ -408,7 +408,7 @@ def run_folders(output: str | None, cache: str) -> dict[str, Path]:
         "output.dir": Path(output or "outputs"),
         "data.cache_dir": Path(cache),
         "hub's cache": cache_folder(),
-        TEMPORARY: Path(os.environ.get("TMPDIR") or tempfile.gettempdir()),
+        _TEMPORARY: Path(os.environ.get("TMPDIR") or tempfile.gettempdir()),
     }
     return {what: path.expanduser() for what, path in folders.items()}
 

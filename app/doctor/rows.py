@@ -22,7 +22,7 @@ MALICIOUS = {
     "ultralytics": (("8.3.41", "8.3.42", "8.3.45", "8.3.46"), "PYSEC-2024-154"),
 }
 """package -> releases that contain malware, and the advisory about them"""
-SHOWN = (
+_SHOWN = (
     "torch",
     "lightning",
     "transformers",
@@ -38,22 +38,22 @@ SHOWN = (
     "hydra-core",
 )
 """packages whose versions are in the table; --json has all of them"""
-MIN_MEMORY_GIB = 2.0
+_MIN_MEMORY_GIB = 2.0
 """free host memory below which a warning is given: PyTorch and the libraries take 0.4 GiB per
 process, and the smallest run another half"""
-MIN_SHARED_MEMORY_GIB = 1.0
+_MIN_SHARED_MEMORY_GIB = 1.0
 """free space of /dev/shm below which a warning is given; Docker's default is 64 MiB"""
-MIN_OPEN_FILES = 1024
+_MIN_OPEN_FILES = 1024
 """limit of open files below which a warning is given"""
-MIN_DISK_GIB = 1.0
+_MIN_DISK_GIB = 1.0
 """free disk space below which nothing can be saved"""
-LARGE_MODEL_DISK_GIB = {"output.dir": 10.0, "data.cache_dir": 10.0, "hub's cache": 20.0}
+_LARGE_MODEL_DISK_GIB = {"output.dir": 10.0, "data.cache_dir": 10.0, "hub's cache": 20.0}
 """free disk space below which there is no room for a large model, by folder"""
-MAX_DRIFT_SECONDS = 0.5
+_MAX_DRIFT_SECONDS = 0.5
 """largest jump of the wall clock during the check"""
-MAX_SKEW_SECONDS = 1.0
+_MAX_SKEW_SECONDS = 1.0
 """largest difference between the clocks of two machines"""
-LINK_NAMES = {
+_LINK_NAMES = {
     "PIX": "one PCIe bridge",
     "PXB": "PCIe bridges",
     "PHB": "a PCIe host bridge",
@@ -121,7 +121,7 @@ def _packages(facts: Facts) -> Iterator[Row]:
     bad_names = {row.what for row in bad}
     good = [
         f"{name} {facts.versions[name]}"
-        for name in SHOWN
+        for name in _SHOWN
         if name in facts.versions and name not in bad_names
     ]
     absent = [
@@ -209,7 +209,7 @@ def _links(facts: Facts) -> Iterator[Row]:
         for pair, link in facts.links.items():
             pairs_by_link.setdefault(link, []).append(pair)
         found = [
-            f"{_describe_pairs(pairs, len(facts.links))} by {LINK_NAMES.get(link, link)}"
+            f"{_describe_pairs(pairs, len(facts.links))} by {_LINK_NAMES.get(link, link)}"
             for link, pairs in pairs_by_link.items()
         ]
         is_fast = list(pairs_by_link) == ["NVLink"]
@@ -241,13 +241,13 @@ def _describe_pairs(pairs: Sequence[str], num_pairs: int) -> str:
 
 def _memory(facts: Facts) -> Iterator[Row]:
     found = f"{facts.memory_left_gib:.1f} of {facts.memory_gib:.1f} GiB are free"
-    is_enough = facts.memory_left_gib >= MIN_MEMORY_GIB
+    is_enough = facts.memory_left_gib >= _MIN_MEMORY_GIB
     fix = "end other programs, or give the container more (docker run --memory=16g)"
     yield Row("host memory", OK if is_enough else WARNING, found, "" if is_enough else fix)
     shared = facts.shared_memory_gib
     if shared is None:
         return
-    is_enough = shared >= MIN_SHARED_MEMORY_GIB
+    is_enough = shared >= _MIN_SHARED_MEMORY_GIB
     found = f"{shared:.1f} GiB are free" if is_enough else f"{shared * 1024:.0f} MiB are free"
     fix = (
         "docker run --shm-size=8g (or --ipc=host); or run without it by data.num_workers=0 and "
@@ -269,9 +269,9 @@ def _folder(folder: Folder) -> Row:
         status = PROBLEM if what in ("output.dir", "data.cache_dir") else WARNING
         return Row(what, status, f"{folder.path} cannot be written to: {folder.failure}", fix)
     found = f"{folder.path}: {folder.free_gib:,.1f} GiB free"
-    if folder.free_gib < MIN_DISK_GIB:
+    if folder.free_gib < _MIN_DISK_GIB:
         return Row(what, PROBLEM if what == "output.dir" else WARNING, found, fix)
-    if folder.free_gib < LARGE_MODEL_DISK_GIB.get(what, 0.0):
+    if folder.free_gib < _LARGE_MODEL_DISK_GIB.get(what, 0.0):
         return Row(what, WARNING, found, f"for a large model: {fix}")
     return Row(what, OK, found)
 
@@ -279,7 +279,7 @@ def _folder(folder: Folder) -> Row:
 def _limits(facts: Facts) -> Iterator[Row]:
     soft, hard = facts.open_files
     unlimited = soft < 0  # RLIM_INFINITY
-    if unlimited or soft >= MIN_OPEN_FILES:
+    if unlimited or soft >= _MIN_OPEN_FILES:
         yield Row("open files", OK, "unlimited" if unlimited else f"{soft:,}")
         return
     allowed = math.inf if hard < 0 else hard
@@ -291,11 +291,11 @@ def _limits(facts: Facts) -> Iterator[Row]:
 
 def _clock(facts: Facts) -> Iterator[Row]:
     fix = "set it: timedatectl set-ntp true"
-    if facts.wall < facts.newest_file - MAX_SKEW_SECONDS:
+    if facts.wall < facts.newest_file - _MAX_SKEW_SECONDS:
         days = (facts.newest_file - facts.wall) / 86400
         found = f"{days:,.1f} days before the packages were installed: certificates will be refused"
         yield Row("clock", WARNING, found, fix)
-    elif abs(facts.drift) > MAX_DRIFT_SECONDS:
+    elif abs(facts.drift) > _MAX_DRIFT_SECONDS:
         found = f"the wall clock jumped by {facts.drift:+.1f} s during this check"
         yield Row("clock", WARNING, found, f"{fix}; a run's durations use the monotonic clock")
     else:
@@ -337,7 +337,7 @@ def compare_machines(all_facts: Sequence[Facts], skews: Sequence[float] = ()) ->
             found = f"{first.host} and {other.host} differ: {listed}"
             rows.append(Row("versions", PROBLEM, found, "install the same versions on both"))
     skew = max(map(abs, skews), default=0.0)
-    if skew > MAX_SKEW_SECONDS:
+    if skew > _MAX_SKEW_SECONDS:
         found = f"the clocks of two ranks differ by {skew:,.1f} s"
         rows.append(Row("clocks", WARNING, found, "set them: timedatectl set-ntp true"))
     return rows

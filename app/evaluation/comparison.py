@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-MAX_SAMPLE_LENGTH = 160
+_MAX_SAMPLE_LENGTH = 160
 """characters of a sample text that are shown in the terminal"""
-OF_ROWS = ("val/loss", "val/perplexity", "val/accuracy", "val/f1", "val/auc")
-SHOWN = {name: MEASURES[name] for name in (*OF_ROWS, *METRICS)}
+_OF_ROWS = ("val/loss", "val/perplexity", "val/accuracy", "val/f1", "val/auc")
+_SHOWN = {name: MEASURES[name] for name in (*_OF_ROWS, *METRICS)}
 """metrics in the table of data sets; those of a judge and of tasks have their own tables"""
-TASK_MEASURES = {
+_TASK_MEASURES = {
     "accuracy": ("accuracy", ".1%"),
     "accuracy_norm": ("accuracy by length", ".1%"),
     "passed": ("passed", ".1%"),
@@ -103,7 +103,7 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
     names = list(dict.fromkeys([*held_out, *answered]))
     shown = {
         measure: spec
-        for measure, spec in SHOWN.items()
+        for measure, spec in _SHOWN.items()
         if set(names) & set(_names_of(measure, metrics))
     }
     headings = [h for spec in shown.values() for h in (f"{spec.heading}: base", "tuned")]
@@ -116,11 +116,11 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
 
 def task_table(metrics: dict[str, float]) -> Table:
     """Return a table with a row for each metric of each task, or of each group of a task."""
-    found = [(name, key) for key in TASK_MEASURES for name in _names_of(key, metrics)]
+    found = [(name, key) for key in _TASK_MEASURES for name in _names_of(key, metrics)]
     order = list(dict.fromkeys(name for name, _ in found))
     rows = []
     for name, measure in sorted(found, key=lambda pair: order.index(pair[0])):
-        heading, number_format = TASK_MEASURES[measure]
+        heading, number_format = _TASK_MEASURES[measure]
         rows.append([name, heading, *_cells_of(f"{measure}/{name}", number_format, metrics)])
     return text_table([["task", "measure", *VARIANTS], *rows], "tasks", ("measure",))
 
@@ -179,8 +179,8 @@ def print_samples(evaluator: Evaluator, count: int = 3) -> None:
         for name in ("prompt", "reference", *VARIANTS):
             if line.get(name) is not None:
                 text = " ".join(str(line[name]).split())
-                if len(text) > MAX_SAMPLE_LENGTH:
-                    text = f"...{text[3 - MAX_SAMPLE_LENGTH :]}"
+                if len(text) > _MAX_SAMPLE_LENGTH:
+                    text = f"...{text[3 - _MAX_SAMPLE_LENGTH :]}"
                 is_cut = not line.get("finished", {}).get(name, True)
                 shown.append(f"  {name}: {printable(text)}{' [cut off]' * is_cut}")
         show("\n".join(shown))

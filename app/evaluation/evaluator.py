@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from data_modules import FinetuneDataModule, Prompt
 
 PREDICTIONS_FILE = "predictions.jsonl"
-SHOWN_SECONDS = 20.0
+_SHOWN_SECONDS = 20.0
 """time for the answers of a model that are only shown"""
-MAX_SHOWN_TOKENS = 2048
+_MAX_SHOWN_TOKENS = 2048
 """longest prompt that is answered only to be shown"""
 log = logging.getLogger(__name__)
 
@@ -201,9 +201,9 @@ class Evaluator:
         is_measured = config.answers_prompts
         # Sharded weights answer slowly, and ranks would not agree on a limit of time.
         num_shown = num_shown if sharding is None else 0
-        prompts = data.prompts(config.max_rows) if is_measured else choose_prompts(data, num_shown)
+        prompts = data.prompts(config.max_rows) if is_measured else _choose_prompts(data, num_shown)
         self.prompts = {name: rows for name, rows in prompts.items() if rows}
-        seconds = math.inf if is_measured else SHOWN_SECONDS / max(1, len(self.prompts))
+        seconds = math.inf if is_measured else _SHOWN_SECONDS / max(1, len(self.prompts))
         self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config, seconds)
         self.row_losses: dict[str, Tensor] = {}
         """variant -> weighted loss and weight of every validation row [2, rows]"""
@@ -407,14 +407,14 @@ class Evaluator:
             write_atomically(folder / name, "".join(lines))
 
 
-def choose_prompts(data: FinetuneDataModule, count: int) -> dict[str, list[Prompt]]:
+def _choose_prompts(data: FinetuneDataModule, count: int) -> dict[str, list[Prompt]]:
     """Return about `count` short held-out prompts, of each data set in turn; maybe none."""
     found: dict[str, list[Prompt]] = {}
     if count:
         with without_failing():
             prompts = data.prompts(math.ceil(count / len(data.dataset_names)))
             for name in list(prompts)[:count]:
-                found[name] = [p for p in prompts[name] if len(p.input_ids) <= MAX_SHOWN_TOKENS]
+                found[name] = [p for p in prompts[name] if len(p.input_ids) <= _MAX_SHOWN_TOKENS]
     return found
 
 

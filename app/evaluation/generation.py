@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from app.strategy.placement import Placement
     from data_modules import Prompt
 
-MIN_FINISHED = 0.25
+_MIN_FINISHED = 0.25
 """share of a batch's rows that must be finished before they are replaced: replacing copies the
 cache"""
-UNSUPPORTED_TYPES = frozenset({"cpmant", "mpt"})
+_UNSUPPORTED_TYPES = frozenset({"cpmant", "mpt"})
 """model types whose cache cannot be split and joined by row: CPM-Ant prepends its own tokens to a
 prompt, and MPT's ALiBi table ends at the longest row"""
 
@@ -345,7 +345,7 @@ class GreedyDecoder:
         config = model.config.get_text_config(decoder=True)
         return (
             "past_key_values" in _forward_parameters(model)  # else forward ignores the cache
-            and config.model_type not in UNSUPPORTED_TYPES
+            and config.model_type not in _UNSUPPORTED_TYPES
             and has_growing_cache(model)
         )
 
@@ -362,7 +362,7 @@ class GreedyDecoder:
                 else:
                     batch.join(prefilled)
             assert batch is not None
-            while sum(row.is_finished for row in batch.rows) < MIN_FINISHED * len(batch.rows):
+            while sum(row.is_finished for row in batch.rows) < _MIN_FINISHED * len(batch.rows):
                 self._step(batch)
             yield [(row.index, row.tokens) for row in batch.rows if row.is_finished]
             unfinished = [number for number, row in enumerate(batch.rows) if not row.is_finished]

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-MAX_LOGITS = 1 << 28
+_MAX_LOGITS = 1 << 28
 """largest number of logits of a batch: 1 GiB in fp32"""
 GPU_BATCH_TOKENS, CPU_BATCH_TOKENS = 8192, 2048
 """default number of tokens per batch"""
-SAME_START_TOKENS = 32
+_SAME_START_TOKENS = 32
 """contexts whose first tokens are equal up to this number (a task's few-shot examples) may share
 one prefix"""
-MIN_SHARED_TOKENS = 8
+_MIN_SHARED_TOKENS = 8
 """shortest prefix in tokens that is worth computing separately"""
 
 
@@ -200,7 +200,7 @@ def plan_groups(
         return [PrefixGroup([row]) for row in rows.values()]
     by_start: dict[tuple[int, ...], list[Row]] = defaultdict(list)
     for row in rows.values():
-        by_start[tuple(row.context[:SAME_START_TOKENS])].append(row)
+        by_start[tuple(row.context[:_SAME_START_TOKENS])].append(row)
     groups = []
     for same_start in by_start.values():
         separate = _group_by_context(same_start)
@@ -230,7 +230,7 @@ def _num_shared(rows: Sequence[Row]) -> int:
     first, last = min(row.ids for row in rows), max(row.ids for row in rows)
     longest = min(len(row.ids) - row.num_targets for row in rows)
     same = next((n for n in range(min(longest, len(first))) if first[n] != last[n]), longest)
-    return same if same >= MIN_SHARED_TOKENS else 0
+    return same if same >= _MIN_SHARED_TOKENS else 0
 
 
 def can_share_prefixes(model: Any) -> bool:
@@ -306,7 +306,7 @@ class _Scorer:
             size = len(batch) + 1
             # Logits are computed for all columns from the first target of any row on.
             columns = min(widest, targets + widest - len(row.ids))
-            too_many = size * columns * self.vocab_size > MAX_LOGITS
+            too_many = size * columns * self.vocab_size > _MAX_LOGITS
             if batch and (size * (num_shared + widest) > batch_tokens or too_many):
                 yield batch
                 batch, widest, targets = [], len(row.ids), row.num_targets
@@ -377,7 +377,7 @@ class _Scorer:
         with self.gathered():
             inputs = self._inputs(ids, mask, own_mask)
             logits = self.model(**inputs, **cache_inputs, logits_to_keep=columns).logits
-        return gather_likelihoods(logits, [(row.requests, len(row.ids) - first) for row in rows])
+        return _gather_likelihoods(logits, [(row.requests, len(row.ids) - first) for row in rows])
 
     def run_encoder_decoder(
         self, requests: Sequence[Request], batch_tokens: int
@@ -386,7 +386,7 @@ class _Scorer:
         start = self.model.config.decoder_start_token_id
         order = sorted(range(len(requests)), key=lambda n: -sum(map(len, requests[n])))
         widest = 1 if not order else sum(map(len, requests[order[0]]))
-        size = max(1, min(batch_tokens // widest, MAX_LOGITS // (widest * self.vocab_size)))
+        size = max(1, min(batch_tokens // widest, _MAX_LOGITS // (widest * self.vocab_size)))
         for begin in range(0, len(order), size):
             chosen = order[begin : begin + size]
             ids, mask = padded([requests[n].context for n in chosen], on_the_left=False)
@@ -400,10 +400,10 @@ class _Scorer:
                     use_cache=False,
                 ).logits
             rows = [([(n, ids)], len(ids)) for n, ids in zip(chosen, targets, strict=True)]
-            yield gather_likelihoods(logits, rows)
+            yield _gather_likelihoods(logits, rows)
 
 
-def gather_likelihoods(
+def _gather_likelihoods(
     logits: Tensor, rows: Sequence[tuple[Sequence[tuple[int, list[int]]], int]]
 ) -> list[tuple[int, Likelihood]]:
     """Return (index, likelihood) of each request from logits [rows, columns, vocabulary].

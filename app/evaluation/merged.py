@@ -39,9 +39,9 @@ CHECKED, AS_TRAINED = "base + adapter", "the quantized base + adapter, as traine
 BY_SAME_EXPERTS = "base + adapter, by the same experts"
 PROBE_ROWS, PROBE_TOKENS = 16, 128
 """number of compared rows, and their maximum length in tokens"""
-GREEDY_TOKENS = 16
+_GREEDY_TOKENS = 16
 """tokens that the merged model generates for each prompt, and the GGUF file predicts"""
-MIN_AGREEMENT = {True: 0.9, "f16": 0.9, "q8_0": 0.9, Q4_K_M: 0.5}
+_MIN_AGREEMENT = {True: 0.9, "f16": 0.9, "q8_0": 0.9, Q4_K_M: 0.5}
 """share of them that must be equal, by type of the GGUF file's weights"""
 TEXTS = (
     "The sea is calm tonight. The tide is full, the moon lies fair upon the straits.\n",
@@ -94,7 +94,7 @@ def verify(
     from app.model.experts import RoutingTrace
     from app.model.merging import BOUNDS, measure_difference
 
-    rows = list(probe_rows(config, tuned))
+    rows = list(_probe_rows(config, tuned))
     dtype_name = str(dtype).removeprefix("torch.")
     merged_routing, bounded = RoutingTrace(), CHECKED
     merged = _logits(load_merged(tuned, folder, env), rows, env, merged_routing)
@@ -103,7 +103,7 @@ def verify(
         references[AS_TRAINED] = True
     differences = {}
     for name, is_quantized in references.items():
-        model = load_unmerged(tuned, adapters, env, is_quantized=is_quantized)
+        model = _load_unmerged(tuned, adapters, env, is_quantized=is_quantized)
         routing = RoutingTrace()
         differences[name] = measure_difference(_logits(model, rows, env, routing), merged)
         print(f"merged vs {name}: {differences[name]}")
@@ -141,7 +141,7 @@ def load_merged(tuned: Tuned, folder: Path, env: Environment) -> Any:
     return kind.from_pretrained(folder, dtype=torch.float32).to(env.rank_device).eval()
 
 
-def load_unmerged(
+def _load_unmerged(
     tuned: Tuned, adapters: Sequence[tuple[Path, float]], env: Environment, *, is_quantized: bool
 ) -> Any:
     """Load base + adapters, in fp32 or quantized as in training."""
@@ -178,7 +178,7 @@ def _logits(
     return logits
 
 
-def probe_rows(config: MergeConfig, tuned: Tuned) -> Iterator[dict[str, list[int]]]:
+def _probe_rows(config: MergeConfig, tuned: Tuned) -> Iterator[dict[str, list[int]]]:
     """Yield model inputs to compare models on: prompts and references of the run, or `TEXTS`."""
     pairs = [(text, text) for text in TEXTS]
     predictions = None if config.run is None else Path(config.run) / PREDICTIONS_FILE
@@ -219,22 +219,22 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
 
     kind = model_class(tuned.base.architecture)
     model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-    prompts = [row["input_ids"][: PROBE_TOKENS // 2] for row in probe_rows(config, tuned)][:4]
+    prompts = [row["input_ids"][: PROBE_TOKENS // 2] for row in _probe_rows(config, tuned)][:4]
     rows = []
     pad = tuned.tokenizer.pad_token_id
-    with torch.no_grad(), override_generation_config(model, [], pad, GREEDY_TOKENS):
+    with torch.no_grad(), override_generation_config(model, [], pad, _GREEDY_TOKENS):
         for prompt in prompts:
             ids = torch.tensor([prompt])
             answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
             rows.append(answer[0].tolist())
-    theirs = greedy_tokens(file, rows, GREEDY_TOKENS)
+    theirs = greedy_tokens(file, rows, _GREEDY_TOKENS)
     pairs = [
         pair
         for row, predicted in zip(rows, theirs, strict=True)
-        for pair in zip(row[-GREEDY_TOKENS:], predicted, strict=True)
+        for pair in zip(row[-_GREEDY_TOKENS:], predicted, strict=True)
     ]
     agreement = sum(own == other for own, other in pairs) / len(pairs)
-    least = MIN_AGREEMENT[config.merge.gguf]
+    least = _MIN_AGREEMENT[config.merge.gguf]
     if agreement < least:
         raise TrainingFault(
             f"{file}: llama.cpp generates other greedy tokens than the merged model: "

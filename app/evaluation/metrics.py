@@ -88,7 +88,7 @@ def build_metrics(config: EvaluationConfig) -> list[Metric]:
     """Return the metrics that `config` names in the order of METRICS, a custom metric last."""
     names = {*config.metrics, *(["exact_match"] if config.exact_match else [])}
     metrics = [_build(name) for name in METRICS if name in names]
-    return metrics if config.metric is None else [*metrics, load_metric(config.metric)]
+    return metrics if config.metric is None else [*metrics, _load_metric(config.metric)]
 
 
 def check_metrics(config: EvaluationConfig) -> list[str]:
@@ -120,7 +120,7 @@ def check_metrics(config: EvaluationConfig) -> list[str]:
     return problems
 
 
-def load_metric(path: str) -> Metric:
+def _load_metric(path: str) -> Metric:
     """Run the file of `FILE.py:function` and return the function as a metric.
 
     Raises UserError if the file cannot be run or has no such function.
@@ -167,17 +167,17 @@ def is_numeric_match(answer: Answer, reference: str) -> bool:
     return expected is not None and last_number(answer.text) == expected
 
 
-def words_of(text: str) -> list[str]:
+def _words_of(text: str) -> list[str]:
     """Return the words that SQuAD compares: lower case, without articles and punctuation.
 
     In scripts without spaces each character is a word, as in MLQA (Lewis et al. 2020).
     """
-    return split_words(_ARTICLES.sub(" ", without_punctuation(text.lower())))
+    return _split_words(_ARTICLES.sub(" ", _without_punctuation(text.lower())))
 
 
 def word_f1(answer: Answer, reference: str) -> float:
     """Return the F1 score of the words of an answer (SQuAD, Rajpurkar et al. 2016)."""
-    words, expected = words_of(answer.text), words_of(reference)
+    words, expected = _words_of(answer.text), _words_of(reference)
     if not words and not expected:
         return float(_signs_of(answer.text) == _signs_of(reference))
     common = sum((Counter(words) & Counter(expected)).values())
@@ -210,7 +210,7 @@ class _RougeWords:
         """Return the stems of English words, and other words as they are."""
         return [
             stem
-            for word in split_words(text)
+            for word in _split_words(text)
             for stem in (self._ascii.tokenize(word) if word.isascii() else [word])
         ]
 
@@ -240,7 +240,7 @@ def _of_sacrebleu(name: str) -> Metric:
 
     # With the effective order, answers of fewer than four words have a score.
     library = BLEU(effective_order=True) if name == "bleu" else CHRF()
-    spaced = space_characters if name == "bleu" else str
+    spaced = _space_characters if name == "bleu" else str
     return Metric(
         name=name,
         score_row=lambda answer, reference: _share(
@@ -257,7 +257,7 @@ def _share(result: Any) -> float:
     return min(1.0, round(float(result.score) / 100, 12))
 
 
-def split_words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     """Return the words of a text in lower case, without punctuation; an emoji is a word."""
     found: list[str] = []
     is_open = is_word = False  # whether a mark, or also a letter, continues the last word
@@ -275,7 +275,7 @@ def split_words(text: str) -> list[str]:
     return found
 
 
-def without_punctuation(text: str) -> str:
+def _without_punctuation(text: str) -> str:
     """Return a text without the punctuation of any script, and without ASCII symbols."""
     return "".join(
         character
@@ -285,6 +285,6 @@ def without_punctuation(text: str) -> str:
     )
 
 
-def space_characters(text: str) -> str:
+def _space_characters(text: str) -> str:
     """Put spaces around each character of a script without spaces, and its wide punctuation."""
     return _WIDE.sub(r" \g<0> ", text)

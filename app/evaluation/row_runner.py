@@ -26,7 +26,7 @@ from common.untrusted import parse_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-RANK_TIMEOUT = timedelta(hours=12)
+_RANK_TIMEOUT = timedelta(hours=12)
 """timeout of a collective operation: other ranks wait while the first one queries a judge"""
 PARTIAL = "partial"
 """subfolder of the evaluation's folder with the results so far; removed at the end"""
@@ -177,7 +177,7 @@ def build_row_runner(
 
     if on_gpu:
         torch.cuda.set_device(local_rank())
-    dist.init_process_group("gloo", rank=local_rank(), world_size=num_ranks, timeout=RANK_TIMEOUT)
+    dist.init_process_group("gloo", rank=local_rank(), world_size=num_ranks, timeout=_RANK_TIMEOUT)
     return RowRunner(
         folder=folder,
         identity=identity_text,

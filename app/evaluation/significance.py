@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-VERDICT_FILE = "verdict.json"
+_VERDICT_FILE = "verdict.json"
 VARIANTS = ("base", "tuned")
 """the compared models, as named in metrics.json and predictions.jsonl"""
 NUM_RESAMPLES, SEED = 10_000, 0
-CONFIDENCE = 0.95
+_CONFIDENCE = 0.95
 """probability that all intervals of a table are right at the same time"""
 MAX_UNITS = 10_000
 """maximum number of units to resample; more rows are joined at random into this many groups"""
 MIN_CHANGED = 6
 """minimum number of rows with different scores for a verdict of better or worse: with fewer, a sign
 test at the 5 % level never rejects, even if all resamples have the same sign"""
-TOO_FEW_ROWS = "too few rows"
+_TOO_FEW_ROWS = "too few rows"
 MIN_DIFFERENCE = 1e-4
 """smallest meaningful difference: batch size and precision change the digits below"""
-MAX_DRAWS = 2**20
+_MAX_DRAWS = 2**20
 """random numbers that are drawn at a time, to bound memory"""
 
 
@@ -120,7 +120,7 @@ class Change:
     def verdict(self) -> str:
         if not (self.is_significant or self.is_broken):
             if self.num_rows < MIN_CHANGED:
-                return TOO_FEW_ROWS
+                return _TOO_FEW_ROWS
             reaches_zero = self.num_changed and 0.0 in (self.low, self.high)
             return "too few differ" if reaches_zero else "no difference"
         if self.is_better:
@@ -141,7 +141,7 @@ def compare_rows(
     """Compare the scores of both models on the same rows: measure -> data set or task -> scores.
 
     `trained`: the data sets that the tuned model was trained on, None if unknown. Measures that
-    only one model has are left out. The intervals are simultaneous with `CONFIDENCE` (Bonferroni):
+    only one model has are left out. The intervals are simultaneous with `_CONFIDENCE` (Bonferroni):
     of many separate 95 % intervals, a few would exclude zero by chance. Raises ValueError if the
     models were scored on different rows.
     """
@@ -151,7 +151,7 @@ def compare_rows(
         for name, scores in by_name.items()
         if name in tuned.get(measure, {}) and len(scores.scores)
     ]
-    confidence = 1 - (1 - CONFIDENCE) / max(1, len(pairs))
+    confidence = 1 - (1 - _CONFIDENCE) / max(1, len(pairs))
     return [
         _compare(
             measure,
@@ -222,7 +222,7 @@ def _compare(
 
 
 def paired_bootstrap(
-    differences: Floats, weights: Floats, confidence: float = CONFIDENCE
+    differences: Floats, weights: Floats, confidence: float = _CONFIDENCE
 ) -> tuple[float, float]:
     """Return the percentile interval of the weighted mean of `differences` [rows].
 
@@ -240,7 +240,7 @@ def paired_bootstrap(
         groups = generator.permutation(np.arange(sums.shape[1]) % MAX_UNITS)
         sums = np.stack([np.bincount(groups, row, MAX_UNITS) for row in sums])
     num_units = sums.shape[1]
-    batch_size = max(1, MAX_DRAWS // num_units)
+    batch_size = max(1, _MAX_DRAWS // num_units)
     means = []
     for start in range(0, NUM_RESAMPLES, batch_size):
         size = (min(batch_size, NUM_RESAMPLES - start), num_units)
@@ -279,7 +279,7 @@ def verdict_line(changes: Sequence[Change]) -> str:
         return "; ".join(parts)
     if changes and all(change.num_rows < MIN_CHANGED for change in changes):
         most = max(change.num_rows for change in changes)
-        return f"{TOO_FEW_ROWS} to tell ({most}; at least {MIN_CHANGED} are compared)"
+        return f"{_TOO_FEW_ROWS} to tell ({most}; at least {MIN_CHANGED} are compared)"
     return "no difference"
 
 
@@ -290,7 +290,7 @@ def _list_names(changes: Iterable[Change]) -> str:
     return ", ".join(f"{name} ({', '.join(measures)})" for name, measures in by_name.items())
 
 
-def change_cells(changes: Iterable[Change]) -> list[list[str]]:
+def _change_cells(changes: Iterable[Change]) -> list[list[str]]:
     """Return headings, and the texts of each change: its difference, interval and verdict."""
     cells = [["data set", "measure", "rows", "change", "interval", "verdict"]]
     for change in changes:
@@ -304,8 +304,8 @@ def change_cells(changes: Iterable[Change]) -> list[list[str]]:
 
 def changes_table(changes: Sequence[Change], title: str = "from base to tuned") -> Table:
     """Return a table with a row for each change: its difference, interval and verdict."""
-    title = f"{title}: simultaneous {percent(CONFIDENCE, 0)} intervals"
-    return text_table(change_cells(changes), title, ("measure", "verdict"))
+    title = f"{title}: simultaneous {percent(_CONFIDENCE, 0)} intervals"
+    return text_table(_change_cells(changes), title, ("measure", "verdict"))
 
 
 def report_changes(changes: Sequence[Change], groups: Sequence[Change], folder: Path) -> None:
@@ -316,8 +316,8 @@ def report_changes(changes: Sequence[Change], groups: Sequence[Change], folder: 
     if not changes:
         return
     listed = [asdict(change) | {"verdict": change.verdict} for change in changes]
-    verdict = {"verdict": verdict_line(changes), "changes": listed, "table": change_cells(changes)}
-    write_atomically(folder / VERDICT_FILE, json.dumps(verdict, indent=2) + "\n")
+    verdict = {"verdict": verdict_line(changes), "changes": listed, "table": _change_cells(changes)}
+    write_atomically(folder / _VERDICT_FILE, json.dumps(verdict, indent=2) + "\n")
     show(changes_table(changes))
     if groups:
         differing = [change for change in groups if change.is_significant or change.is_broken]

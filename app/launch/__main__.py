@@ -32,15 +32,15 @@ from common.redaction import redacted
 from common.text import duration, printable
 from common.untrusted import read_json_object
 
-SAMPLES = ROOT / "data_modules" / "samples"
+_SAMPLES = ROOT / "data_modules" / "samples"
 """data that comes with this program"""
-NOT_OF_RUN = ("launch.", "launcher", "hardware", "plan.tokens=", "plan.write=")
-DECIDED = ("trainer.num_nodes=", "trainer.devices=", "output.dir=", "output_dir=")
+_NOT_OF_RUN = ("launch.", "launcher", "hardware", "plan.tokens=", "plan.write=")
+_DECIDED = ("trainer.num_nodes=", "trainer.devices=", "output.dir=", "output_dir=")
 """overrides that the job file states itself"""
-LAUNCHED = "launched"
+_LAUNCHED = "launched"
 """folder of a launched run under outputs/NAME: the same each time, so that the run resumes"""
 JOB_FILE = "job.json"
-OF_SLURM = ("partition", "account", "minutes", "gpus")
+_OF_SLURM = ("partition", "account", "minutes", "gpus")
 """settings of the launcher that only SLURM's jobs have"""
 
 
@@ -56,18 +56,18 @@ def launch(config: LaunchConfig, words: Sequence[str]) -> None:
             f"launcher=local: `{verb_command('train')}` starts a run on this machine; type "
             f"launcher={' or '.join(SCHEDULERS)}"
         )
-    here = Path(config.output.dir or OUTPUTS / name / LAUNCHED).expanduser()
+    here = Path(config.output.dir or OUTPUTS / name / _LAUNCHED).expanduser()
     folder = str(here.absolute())
     url = url_of(here)
     if not scheduler.shares_folder or url is not None:
-        here = OUTPUTS / name / LAUNCHED
+        here = OUTPUTS / name / _LAUNCHED
         folder = url or config.output.dir or f"{SHARED}/runs/{name}"
-    problems = list(check_launch(config, scheduler, words, folder))
+    problems = list(_check_launch(config, scheduler, words, folder))
     if problems:
         raise UserError(problems)
-    job = build_job(config, words, folder, here.absolute(), job_name(name))
+    job = _build_job(config, words, folder, here.absolute(), job_name(name))
     if scheduler.shares_folder:
-        check_here(config, folder)
+        _check_here(config, folder)
     with into_folder(here):
         here.mkdir(parents=True, exist_ok=True)
     submission = Submission(scheduler=scheduler, job=job, file=here / scheduler.file)
@@ -80,7 +80,7 @@ def launch(config: LaunchConfig, words: Sequence[str]) -> None:
         record = {"launcher": config.launcher.name, "id": submission.id, "folder": folder}
         write_atomically(here / JOB_FILE, json.dumps(record) + "\n")
         print(f"submitted: {submission.id}")
-    for line in next_steps(submission, words):
+    for line in _next_steps(submission, words):
         print(line)
     print(f"run: {printable(folder)}", flush=True)
     if config.launch.submit and config.launch.watch:
@@ -89,14 +89,14 @@ def launch(config: LaunchConfig, words: Sequence[str]) -> None:
         sys.exit(code)
 
 
-def check_launch(
+def _check_launch(
     config: LaunchConfig, scheduler: Scheduler, words: Sequence[str], folder: str
 ) -> Iterator[str]:
     """Yield what keeps this run from starting elsewhere, as far as its settings say."""
     launcher, name = config.launcher, config.launcher.name
     yield from check_names(launcher)
     defaults = LauncherConfig()
-    for key in OF_SLURM if name != "slurm" else ("gpus",):
+    for key in _OF_SLURM if name != "slurm" else ("gpus",):
         if getattr(launcher, key) != getattr(defaults, key):
             fix = "hardware=8xh100" if key == "gpus" else "launcher=slurm, or leave it out"
             yield f"launcher.{key}={getattr(launcher, key)} has no effect here; type {fix}"
@@ -123,7 +123,7 @@ def check_launch(
             f"output.dir={folder}: with launcher={name} it is a folder of the machines that train: "
             f"type one on their shared volume, as output.dir={SHARED}/runs/mine"
         )
-    for key, path in local_paths(config, words):
+    for key, path in _local_paths(config, words):
         if not reaches(path, scheduler):
             yield (
                 f"{key}={path}: exists only on this machine, not where launcher={name} trains: "
@@ -132,7 +132,7 @@ def check_launch(
             )
 
 
-def local_paths(config: TrainConfig, words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _local_paths(config: TrainConfig, words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield key and path of what the run reads from this machine's disk."""
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
@@ -151,12 +151,12 @@ def local_paths(config: TrainConfig, words: Sequence[str]) -> Iterator[tuple[str
 def reaches(path: str, scheduler: Scheduler) -> bool:
     """Return whether the machines of a scheduler see a path of this machine."""
     resolved = Path(path).expanduser().resolve()
-    if resolved.is_relative_to(SAMPLES):
+    if resolved.is_relative_to(_SAMPLES):
         return True
     return scheduler.uploads and resolved.is_relative_to(Path.cwd().resolve())
 
 
-def check_here(config: LaunchConfig, folder: str) -> None:
+def _check_here(config: LaunchConfig, folder: str) -> None:
     """Check the files of a run and the run in its folder, which the machines of the cluster see."""
     problems = check_files(config, needs_weights=True)
     if (Path(folder) / CONFIG_FILE).exists():
@@ -167,7 +167,7 @@ def check_here(config: LaunchConfig, folder: str) -> None:
         raise UserError(problems)
 
 
-def build_job(
+def _build_job(
     config: LaunchConfig, words: Sequence[str], folder: str, here: Path, name: str
 ) -> Job:
     """Return the job of a run that was planned for its hardware; UserError if it does not fit.
@@ -183,11 +183,11 @@ def build_job(
         nodes = trainer.nodes
     else:
         facts, _, hardware = make_plan(planned)
-        check_fits(config, facts)
+        _check_fits(config, facts)
         card, nodes, devices = hardware.name, hardware.num_nodes, hardware.gpus_per_node
-        for line in plan_lines(facts, config.launcher):
+        for line in _plan_lines(facts, config.launcher):
             print(line)
-    left_out = (*NOT_OF_RUN, *DECIDED, "-")
+    left_out = (*_NOT_OF_RUN, *_DECIDED, "-")
     typed = [word for word in words if not word.lstrip("+").startswith(left_out)]
     if not any(word.lstrip("+").startswith("resume=") for word in typed):
         typed.append("resume=auto")
@@ -205,7 +205,7 @@ def build_job(
     )
 
 
-def check_fits(config: LaunchConfig, facts: dict[str, Any]) -> None:
+def _check_fits(config: LaunchConfig, facts: dict[str, Any]) -> None:
     """Raise UserError, with what would fit, if the plan says that the run does not."""
     if config.plan.enforce != "error" or (facts["fits"] and facts["fits_host"]):
         return
@@ -218,7 +218,7 @@ def check_fits(config: LaunchConfig, facts: dict[str, Any]) -> None:
     )
 
 
-def plan_lines(facts: dict[str, Any], launcher: LauncherConfig) -> Iterator[str]:
+def _plan_lines(facts: dict[str, Any], launcher: LauncherConfig) -> Iterator[str]:
     """Yield hardware, memory, speed, hours and price of a plan."""
     yield (
         f"{facts['hardware']}: {facts['gpu_total_gib']:.1f} of {facts['gpu_usable_gib']:.1f} GiB a "
@@ -231,7 +231,7 @@ def plan_lines(facts: dict[str, Any], launcher: LauncherConfig) -> Iterator[str]
         yield f"{duration(3600 * hours)}{cost}{limit}"
 
 
-def next_steps(submission: Submission, words: Sequence[str]) -> Iterator[str]:
+def _next_steps(submission: Submission, words: Sequence[str]) -> Iterator[str]:
     """Yield the commands to go on with."""
     scheduler = submission.scheduler
     if submission.id is None:

@@ -31,11 +31,11 @@ SHUTDOWN_SECONDS, GRACE_SECONDS = 170, 200
 """time of the ranks to save after a signal, and of a pod to end, which is longer"""
 SIGNAL_SECONDS = 180
 """time before the limit of a SLURM job at which its ranks are told to save"""
-CPUS_PER_RANK = 8
-MAX_RESTARTS = 3
+_CPUS_PER_RANK = 8
+_MAX_RESTARTS = 3
 RAY_VARIABLE = "LOFT_RAY_JOB"
 """variable in which the driver on Ray finds what to train"""
-CLOUD_NAMES = {
+_CLOUD_NAMES = {
     "a100_40gb": "A100",
     "a100_80gb": "A100-80GB",
     "v100_32gb": "V100-32GB",
@@ -49,7 +49,7 @@ _LAST_LINES = (
     'exit "$said"',
 )
 """after app.status: a job ends with the exit code of its run, if that has ended"""
-NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
+_NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class Job:
 
 def job_name(name: str) -> str:
     """Return the name of a run as a DNS label: letters, digits and dashes, at most 40."""
-    return NOT_IN_NAMES.sub("-", name.lower()).strip("-")[:40].strip("-") or "train"
+    return _NOT_IN_NAMES.sub("-", name.lower()).strip("-")[:40].strip("-") or "train"
 
 
 def slurm_script(job: Job) -> str:
@@ -90,7 +90,7 @@ def slurm_script(job: Job) -> str:
         "nodes": job.nodes,
         "ntasks-per-node": job.ranks_per_node,
         "gpus-per-node": gpus,
-        "cpus-per-task": config.cpus or CPUS_PER_RANK,
+        "cpus-per-task": config.cpus or _CPUS_PER_RANK,
         "mem": None if config.memory_gib is None else f"{config.memory_gib}G",
         "time": config.minutes,
         "partition": config.partition,
@@ -118,18 +118,19 @@ def slurm_script(job: Job) -> str:
         "",
         "# A failed rank ends the others. Since 22.05 srun does not inherit --cpus-per-task.",
         'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\',
-        f"    {verb_words(job, 'train')} {job.train_words} \\",
+        f"    {_verb_words(job, 'train')} {job.train_words} \\",
         '    trainer.num_nodes="$SLURM_JOB_NUM_NODES" trainer.devices="$SLURM_NTASKS_PER_NODE" \\',
         "    supervise.requeue=true",
         "code=$?",
         # Its own code: that of srun may be of the ranks that were ended with the one that failed.
-        f"srun --nodes=1 --ntasks=1 {verb_words(job, 'status')} {shlex.quote(f'run={job.folder}')}",
+        "srun --nodes=1 --ntasks=1 "
+        f"{_verb_words(job, 'status')} {shlex.quote(f'run={job.folder}')}",
         *_LAST_LINES,
     ]
     return "\n".join(lines) + "\n"
 
 
-def verb_words(job: Job, verb: str) -> str:
+def _verb_words(job: Job, verb: str) -> str:
     """Return what srun gets before the overrides: the container of pyxis or apptainer, the verb."""
     if job.image is None:
         return shlex.join(child_command(f"app.{verb}"))
@@ -191,7 +192,7 @@ def kubernetes_file(job: Job) -> str:
     rule = {"name": "final", "action": "FailJobSet", **reasons}
     spec = {
         "network": {"enableDNSHostnames": True},
-        "failurePolicy": {"maxRestarts": MAX_RESTARTS, "rules": [rule]},
+        "failurePolicy": {"maxRestarts": _MAX_RESTARTS, "rules": [rule]},
         "replicatedJobs": [
             {"name": "node", "replicas": job.nodes, "template": {"spec": of_pod}},
         ],
@@ -209,7 +210,7 @@ def sky_file(job: Job) -> str:
     """Return a managed job of SkyPilot, which starts its machines again after a preemption."""
     config, resources = job.launcher, dict[str, Any]()
     if job.card:
-        name = CLOUD_NAMES.get(job.card, job.card.upper())
+        name = _CLOUD_NAMES.get(job.card, job.card.upper())
         resources["accelerators"] = f"{name}:{job.ranks_per_node}"
     if config.cpus:
         resources["cpus"] = f"{config.cpus}+"
@@ -240,7 +241,7 @@ def ray_file(job: Job) -> str:
         "ranks_per_node": job.ranks_per_node,
         "uses_gpus": job.card is not None,
         "folder": job.folder,
-        "max_failures": MAX_RESTARTS,
+        "max_failures": _MAX_RESTARTS,
     }
     content: dict[str, Any] = {
         "working_dir": ".",

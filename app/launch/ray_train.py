@@ -17,7 +17,7 @@ from app.status import StatusConfig, status
 from common.errors import ENVIRONMENT_ERROR, DataError, TrainingFault, UserError
 
 
-def train_rank(loop_config: dict[str, Any]) -> None:
+def _train_rank(loop_config: dict[str, Any]) -> None:
     """Train as one rank, whose number Ray has set in the environment.
 
     Ray gets the step and the latest metrics after each validation, and the final loss.
@@ -54,7 +54,7 @@ def main() -> int:
 
     job = json.loads(os.environ[RAY_VARIABLE])
     trainer = TorchTrainer(
-        train_rank,
+        _train_rank,
         train_loop_config={"words": job["words"]},
         scaling_config=ScalingConfig(
             num_workers=job["nodes"] * job["ranks_per_node"],

@@ -22,11 +22,11 @@ from common.redaction import redact
 from common.text import printable
 
 POLL_SECONDS = 5.0
-FORGOTTEN = "Invalid job id"
+_FORGOTTEN = "Invalid job id"
 """words of SLURM for a job that ended minutes ago"""
 COLORS = re.compile(r"\x1b\[[\d;]*m")
 """codes of a terminal, which Ray writes into its log"""
-SETTLED_POLLS = 2
+_SETTLED_POLLS = 2
 """polls in a row that must see the end of a job, which may be about to be requeued"""
 ENDED_RUN = re.compile(r"\b(finished|stopped|failed)  step .*exit code (\d+)\s*$", re.MULTILINE)
 """the line of app.status at the end of every job; a scheduler may write the pod before it"""
@@ -186,7 +186,7 @@ def watch(submission: Submission, log: Path) -> tuple[int, str]:
         reader = _start_log(submission, written.fileno())
         printed = 0
         try:
-            while ended_polls < SETTLED_POLLS:
+            while ended_polls < _SETTLED_POLLS:
                 time.sleep(POLL_SECONDS)
                 ended = _ended(submission)
                 ended_polls = ended_polls + 1 if ended else 0
@@ -218,8 +218,8 @@ def _ended(submission: Submission) -> str | None:
     """Return what the scheduler says of a job that has ended; None while it may still run."""
     code, output = _run(submission.command(submission.scheduler.state))
     is_over = re.search(_filled(submission, submission.scheduler.ended), output, re.MULTILINE)
-    if FORGOTTEN in output:
-        return FORGOTTEN
+    if _FORGOTTEN in output:
+        return _FORGOTTEN
     return is_over[0] if code == DONE and is_over else None
 
 

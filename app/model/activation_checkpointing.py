@@ -36,15 +36,15 @@ ATTENTION_KERNELS = (
 )
 """prefixes of the fused attention operators of PyTorch and flash-attn; our own CPU attention, made
 of matrix products, is recomputed"""
-RIGHT_HAND_SIDE = {"aten::mm": 1, "aten::addmm": 2}
+_RIGHT_HAND_SIDE = {"aten::mm": 1, "aten::addmm": 2}
 """matrix products -> index of the right-hand matrix [k, n] in their arguments"""
-TRANSPOSED = {
+_TRANSPOSED = {
     "mkldnn::_linear_pointwise": 1,
     "bitsandbytes::int8_scaled_mm": 1,
     "bitsandbytes::int8_mixed_scaled_mm": 2,
 }
 """products with a transposed matrix -> index of the matrix [n, k]"""
-PACKED = {"bitsandbytes::gemm_4bit": 2}
+_PACKED = {"bitsandbytes::gemm_4bit": 2}
 """products with a packed matrix -> index of the argument that is its shape [n, k]"""
 
 
@@ -94,14 +94,14 @@ def _properties_of(operator: torch._ops.OpOverload) -> _Properties:
 
 def _rule_of(name: str) -> Callable[[tuple[Any, ...]], bool]:
     """Return the `is_expensive` of an operator."""
-    if name in RIGHT_HAND_SIDE:
-        right = RIGHT_HAND_SIDE[name]
+    if name in _RIGHT_HAND_SIDE:
+        right = _RIGHT_HAND_SIDE[name]
         return lambda args: bool(args[right].shape[1] <= args[right].shape[0])
-    if name in TRANSPOSED:
-        matrix = TRANSPOSED[name]
+    if name in _TRANSPOSED:
+        matrix = _TRANSPOSED[name]
         return lambda args: bool(args[matrix].shape[0] <= args[matrix].shape[1])
-    if name in PACKED:
-        shape = PACKED[name]
+    if name in _PACKED:
+        shape = _PACKED[name]
         return lambda args: bool(args[shape][0] <= args[shape][1])
     return _always if name.startswith(ATTENTION_KERNELS) else _never
 

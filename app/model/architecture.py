@@ -30,22 +30,22 @@ DRAFTS = ("gemma4_assistant", "gemma4_unified_assistant")
 """model types of draft models, whose forward takes the hidden states of their target model
 (transformers 5.23)"""
 
-SCAN = "sum the chunks of a long document's scan wrongly without mamba-ssm"
+_SCAN = "sum the chunks of a long document's scan wrongly without mamba-ssm"
 CORRECT_SINCE = {
     "gemma3": ("5.6", "do not train on text alone"),
-    "nemotron_h": ("5.15", SCAN),
-    "zamba2": ("5.15", SCAN),
+    "nemotron_h": ("5.15", _SCAN),
+    "zamba2": ("5.15", _SCAN),
 }
 """model_type -> first version of transformers with correct layers, and the fault of older ones"""
 
-TOKEN_IDS = {
+_TOKEN_IDS = {
     "eos_token_id": "the id that ends an answer",
     "decoder_start_token_id": "the id that starts the decoder's input",
     "bos_token_id": "the id that starts a text, or null for none",
     "pad_token_id": "the id that pads rows, or null for none",
 }
 """keys of token ids -> what to write there, for messages"""
-VOCAB_SIZES = ("vocab_size", "decoder_vocab_size")
+_VOCAB_SIZES = ("vocab_size", "decoder_vocab_size")
 
 
 def load_architecture(config: ModelConfig) -> PretrainedConfig:
@@ -210,9 +210,9 @@ def check_token_ids(
     embedding is built with it.
     """
     text = text_numbers(numbers)
-    rows = max((text[key] for key in VOCAB_SIZES if type(text.get(key)) is int), default=None)
+    rows = max((text[key] for key in _VOCAB_SIZES if type(text.get(key)) is int), default=None)
     problems = []
-    for key, meaning in TOKEN_IDS.items():
+    for key, meaning in _TOKEN_IDS.items():
         value = ids.get(key)
         token_ids = [] if value is None else [value]
         if isinstance(value, list) and key != "pad_token_id":  # several ids may end an answer

@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT = re.compile(r"(^|\.)weight$")
 """matches names of weights; other tensors may be masks or positions"""
-DIGITS = re.compile(r"\d+")
-LABELS = re.compile(r"Classification|Reward|QuestionAnswering|MultipleChoice|NextSentence")
+_DIGITS = re.compile(r"\d+")
+_LABELS = re.compile(r"Classification|Reward|QuestionAnswering|MultipleChoice|NextSentence")
 """matches class names of models that do not generate text"""
-HEADS = {"lm_head", "embed_out", "output_layer"}
+_HEADS = {"lm_head", "embed_out", "output_layer"}
 """names of language-model heads"""
 
 
@@ -84,8 +84,8 @@ def check_head(where: str, classes: object, names: Iterable[str]) -> list[str]:
     `classes` is `architectures` of config.json, `names` are the tensors in its files. With tied
     embeddings such a base would load and train without an error.
     """
-    labels = [name for name in classes if LABELS.search(name)] if isinstance(classes, list) else []
-    if not labels or any(HEADS & set(name.split(".")) for name in names):
+    labels = [name for name in classes if _LABELS.search(name)] if isinstance(classes, list) else []
+    if not labels or any(_HEADS & set(name.split(".")) for name in names):
         return []
     return [
         f"{where}: architectures={labels[0]}: this model classifies or rates texts, and its files "
@@ -106,7 +106,7 @@ def has_own_head(model: PreTrainedModel, folder: Path) -> bool:
     pairs = [
         (head, embedding)
         for head, embedding in model.all_tied_weights_keys.items()
-        if HEADS & set(head.split(".")) and head in files and embedding in files
+        if _HEADS & set(head.split(".")) and head in files and embedding in files
     ]
     return any(
         not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding))
@@ -160,13 +160,13 @@ def _missing(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> l
     A weight shared by several modules may be stored under any of their names.
     """
     names = names_by_id(dict(model.named_parameters(remove_duplicate=False)))
-    known = {DIGITS.sub("#", name) for name in shapes}
+    known = {_DIGITS.sub("#", name) for name in shapes}
     ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_missing or ()]
     missing = [
         shared[0]
         for shared in names.values()
         if not any(name in shapes for name in shared)
-        and any(DIGITS.sub("#", name) in known for name in shared)
+        and any(_DIGITS.sub("#", name) in known for name in shared)
         and not any(each.search(name) for each in ignored for name in shared)
     ]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -193,13 +193,13 @@ def check_all_used(
 
     Tensors of parts that the model class does not have, such as an image encoder, are only logged.
     """
-    modules = {DIGITS.sub("#", name) for name, _ in model.named_modules()}
+    modules = {_DIGITS.sub("#", name) for name, _ in model.named_modules()}
     prefix = f"{model.base_model_prefix}."
     unused: list[str] = []
     other_parts: list[str] = []
     for name in sorted(unexpected):
         module, _, leaf = name.rpartition(".")
-        module = DIGITS.sub("#", module)
+        module = _DIGITS.sub("#", module)
         known = {module, prefix + module, module.removeprefix(prefix)} & modules
         # Old files contain masks, such as `attn.bias` with four dimensions.
         is_mask = leaf == "bias" and len(shapes.get(name, (1,))) != 1
@@ -229,7 +229,7 @@ def _is_in_extra_layer(name: str, config: PretrainedConfig) -> bool:
     """Return whether a tensor belongs to a multi-token prediction layer, after all other layers."""
     text = config.get_text_config()
     extra = getattr(text, "num_nextn_predict_layers", None) or 0
-    number = DIGITS.search(name)
+    number = _DIGITS.search(name)
     layers = getattr(text, "num_hidden_layers", None)
     if number is None or layers is None:
         return False

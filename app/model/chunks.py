@@ -6,9 +6,9 @@ LOGITS_PER_CHUNK = 2**25
 """logits in memory at once: 128 MiB in fp32, enough for products at full speed"""
 CPU_LOGITS, CPU_ROWS = 2**21, 256
 """logits per chunk that fit in a CPU's cache, and the smallest chunk with fast matrix products"""
-GPU_ROWS = 1024
+_GPU_ROWS = 1024
 """smallest chunk on a GPU, in positions: with fewer, reading the weight dominates the time"""
-GPU_TILE = 128
+_GPU_TILE = 128
 """rows of a matrix product's tile on a GPU"""
 FUSED_CHUNKS, TRAINED_CHUNKS = 2, 4
 """factors on the chunk length: with the fused loss kernel, which needs no fp32 logits; and with a
@@ -26,5 +26,5 @@ def rows_per_chunk(vocabulary: int, device: str) -> int:
 
         rows = min(rows, max(CPU_LOGITS // vocabulary, CPU_ROWS))
         return rows - rows % ROWS or rows
-    rows = max(rows, GPU_ROWS)
-    return rows - rows % GPU_TILE
+    rows = max(rows, _GPU_ROWS)
+    return rows - rows % _GPU_TILE

@@ -24,7 +24,7 @@ HEAD = "score"
 """name of the head's module, in all classes that are supported"""
 MULTI_LABEL = "multi_label_classification"
 """transformers' `problem_type` of texts with several classes"""
-LOSES_WEIGHTS = ("zamba2",)
+_LOSES_WEIGHTS = ("zamba2",)
 """model types whose class is saved without the weights that its layers share (transformers 5.23)"""
 
 
@@ -108,7 +108,7 @@ def init_head(model: PreTrainedModel) -> None:
 def _sequence_class(architecture: PretrainedConfig) -> Any:
     from transformers import AutoModelForSequenceClassification
 
-    if architecture.is_encoder_decoder or architecture.model_type in LOSES_WEIGHTS:
+    if architecture.is_encoder_decoder or architecture.model_type in _LOSES_WEIGHTS:
         return None
     if language_model_class(architecture) is not None:
         return None

@@ -24,7 +24,7 @@ from common.errors import UserError
 
 log = logging.getLogger(__name__)
 
-ONLY_FOR_ATTENTION = (
+_ONLY_FOR_ATTENTION = (
     "documents",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
@@ -32,10 +32,10 @@ ONLY_FOR_ATTENTION = (
     "max_length_k",
 )
 """arguments that a layer only passes on to its attention; different in every batch"""
-MODE_CHANGES = ("GLOBAL_STATE changed", "requires_grad mismatch")
+_MODE_CHANGES = ("GLOBAL_STATE changed", "requires_grad mismatch")
 """recompile reasons of an expected second graph: validation, or a layer below all trained ones"""
 BACKEND = "inductor"
-MAX_SHOWN = 200
+_MAX_SHOWN = 200
 
 
 class CompiledLayers:
@@ -117,7 +117,7 @@ class _CompiledLayer:
         return forward(*args, **kwargs)
 
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        named = {name: kwargs[name] for name in kwargs if name not in ONLY_FOR_ATTENTION}
+        named = {name: kwargs[name] for name in kwargs if name not in _ONLY_FOR_ATTENTION}
         self._owner.for_attention = {name: kwargs[name] for name in kwargs.keys() - named.keys()}
         try:
             return self._compiled(*args, **named)
@@ -136,7 +136,7 @@ def recompile_reason(count: int) -> str:
     reasons = [each.recompile_reason for each in metrics if each.recompile_reason]
     # A reason is the guard that failed on the newest graph, which may belong to another mode.
     unexpected = [
-        reason for reason in reasons[-count:] if not any(mode in reason for mode in MODE_CHANGES)
+        reason for reason in reasons[-count:] if not any(mode in reason for mode in _MODE_CHANGES)
     ]
     candidates = unexpected or reasons[-1:] or ["a layer ran for the first time"]
     return _shorten(candidates[0])
@@ -158,4 +158,4 @@ def _attentions_of(model: torch.nn.Module) -> list[str]:
 
 def _shorten(text: str) -> str:
     line = " ".join(text.split("\n", 1)[0].split())
-    return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."
+    return line if len(line) <= _MAX_SHOWN else f"{line[:_MAX_SHOWN]}..."

@@ -14,39 +14,39 @@ from typing import Any
 
 from common.text import shortened
 
-MAX_COUNT = 10_000
+_MAX_COUNT = 10_000
 """most layers or experts, each of which becomes a module"""
-MAX_LABELS = 100_000
+_MAX_LABELS = 100_000
 """most labels, each of which gets a name"""
-MAX_THETA = 1e15
-MAX_INTEGER = 1 << 63
-UNLIMITED = re.compile(r"\w*(limit|_max|max_\w+)")
+_MAX_THETA = 1e15
+_MAX_INTEGER = 1 << 63
+_UNLIMITED = re.compile(r"\w*(limit|_max|max_\w+)")
 """keys of bounds, which may be infinite or huge for no bound"""
 TEXT_CONFIGS = ("text_config", "decoder", "generator", "text_encoder")
 """keys that transformers takes for the config of a language model"""
-AGAIN = "; download the file again"
+_AGAIN = "; download the file again"
 
 RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         r"(num|n)_(\w+_)?(layers?|experts|blocks)|(en|de)coder_layers",
-        lambda value: type(value) is int and 0 <= value <= MAX_COUNT,
-        f"a whole number of at most {MAX_COUNT:,}",
+        lambda value: type(value) is int and 0 <= value <= _MAX_COUNT,
+        f"a whole number of at most {_MAX_COUNT:,}",
     ),
     (
         r"num_labels",
-        lambda value: type(value) is int and 0 <= value <= MAX_LABELS,
-        f"a whole number of at most {MAX_LABELS:,}",
+        lambda value: type(value) is int and 0 <= value <= _MAX_LABELS,
+        f"a whole number of at most {_MAX_LABELS:,}",
     ),
     (
         r"max_position_embeddings|n_positions",
         lambda value: value >= 1 and value % 1 == 0,  # musicflamingo's own is 1200.0
-        f"a number of tokens (1 or more), or null for no limit{AGAIN}",
+        f"a number of tokens (1 or more), or null for no limit{_AGAIN}",
     ),
     (
         r"original_max_position_embeddings|vocab_size|hidden_size|n_embd|d_model"
         r"|(num|n)_((attention|key_value)_)?heads?",
         lambda value: type(value) is int and value >= 1,
-        f"a whole number of 1 or more{AGAIN}",
+        f"a whole number of 1 or more{_AGAIN}",
     ),
     (
         r"\w*norm\w*_eps(ilon)?|\w*rms_eps",
@@ -55,15 +55,15 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         r"(\w+_)?rope_theta|rope_local_base_freq|rotary_(emb|embedding)_base",
-        lambda value: 0 < value <= MAX_THETA,
-        f"a number above 0 and of at most {MAX_THETA:.0e}{AGAIN}",
+        lambda value: 0 < value <= _MAX_THETA,
+        f"a number above 0 and of at most {_MAX_THETA:.0e}{_AGAIN}",
     ),
     (
         r"partial_rotary_factor|rotary_pct|(attention|low_freq|high_freq|short|long)_factor|beta_(fast|slow)"
         r"|(short|long)_mscale|(attn|final)_logit_softcapping|query_pre_attn_scalar"
         r"|(embedding|residual|attention|lm_head)_multiplier|logits_scaling|logit_scale",
         lambda value: value > 0,
-        f"a number above 0{AGAIN}",
+        f"a number above 0{_AGAIN}",
     ),
     (r"\w*(dropout|_pdrop|drop_rate)", lambda value: 0 <= value <= 1, "a number from 0 to 1"),
     (r"initializer_(range|factor)|init_std", lambda value: value >= 0, "a number of 0 or more"),
@@ -71,7 +71,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """keys with a range, at any depth -> whether a number is valid, and what is expected"""
 SCALED = ("rope_parameters", "rope_scaling")
 """keys of rotary embeddings, whose `factor` says how many times longer texts may be"""
-MAX_FACTOR = 1 << 20
+_MAX_FACTOR = 1 << 20
 
 
 def check_values(where: str, values: Mapping[str, Any]) -> list[str]:
@@ -126,17 +126,17 @@ def _expected(path: str, key: str, value: float) -> str | None:
     """Return what is expected of a number; None if it is valid."""
     if value != value:
         return "a number"
-    is_bound = UNLIMITED.fullmatch(key) is not None
+    is_bound = _UNLIMITED.fullmatch(key) is not None
     if math.isinf(value) and not is_bound:
-        return f"a finite number{AGAIN}"
-    if key == "factor" and any(name in path for name in SCALED) and not 1 <= value <= MAX_FACTOR:
-        return f"a number from 1 to {MAX_FACTOR:,}; download config.json again"
+        return f"a finite number{_AGAIN}"
+    if key == "factor" and any(name in path for name in SCALED) and not 1 <= value <= _MAX_FACTOR:
+        return f"a number from 1 to {_MAX_FACTOR:,}; download config.json again"
     is_single = path.endswith(key) or key.endswith("_factor")  # lists differ by layer
     for keys, is_valid, expected in RULES if is_single else ():
         if re.fullmatch(keys, key):
             return None if is_valid(value) else expected
-    if abs(value) >= MAX_INTEGER and type(value) is int and not is_bound:
-        return f"a number of at most 64 bits{AGAIN}"
+    if abs(value) >= _MAX_INTEGER and type(value) is int and not is_bound:
+        return f"a number of at most 64 bits{_AGAIN}"
     return None
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-OLDER_NAMES = {
+_OLDER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "num_layers", "encoder_layers"),
     "num_attention_heads": ("n_head", "num_heads", "encoder_attention_heads"),
@@ -31,22 +31,22 @@ OLDER_NAMES = {
     "max_position_embeddings": ("n_positions",),
 }
 """names of the same keys in older config.json files"""
-PREFIXES = ("", "model.", "transformer.")
+_PREFIXES = ("", "model.", "transformer.")
 """names of the outermost module, which some files omit"""
-TABLE = re.compile(r"(^|\.)((?!embed_out$)\w*embed\w*|wte|wpe|shared|relative_attention_bias)$")
+_TABLE = re.compile(r"(^|\.)((?!embed_out$)\w*embed\w*|wte|wpe|shared|relative_attention_bias)$")
 """modules whose matrix is a lookup table (an embedding)"""
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
 INPUT_EMBEDDING = re.compile(r"(^|\.)(shared|embed_tokens|wte|word_embeddings|embed_in)$")
-NO_PREFIX = re.compile(r"(h|layers|blocks)\.\d+\.")
+_NO_PREFIX = re.compile(r"(h|layers|blocks)\.\d+\.")
 """a layer's tensor in a file that omits the outermost module's name"""
 LAYER = re.compile(r"(?P<layer>(?P<stack>\D*?\.|)(?P<number>\d+))\.")
 """a repeated layer: the first number in a name"""
-EXPERT = re.compile(
+_EXPERT = re.compile(
     r"(?P<layer>.*?)experts\.(?P<number>\d{1,6})\."
     r"(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
 )
 """a matrix of a single expert, in files"""
-EXPERTS = re.compile(r"experts\.|block_sparse_moe\.")
+_EXPERTS = re.compile(r"experts\.|block_sparse_moe\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class BaseDescription:
         The key may have an older name in config.json; None if it is unknown.
         """
         text = text_numbers(self.config)
-        for name in (key, *OLDER_NAMES.get(key, ())):
+        for name in (key, *_OLDER_NAMES.get(key, ())):
             if name in text:
                 return text[name]
         return family_of(text.get("model_type")).defaults.get(key)
@@ -125,8 +125,8 @@ def describe_files(
     `is_packed`: the tensors are quantized, so their shapes are not those of the matrices.
     """
     described: Shapes = {}
-    tensors, experts = fuse_experts(tensors)
-    is_short = any(map(NO_PREFIX.match, tensors))
+    tensors, experts = _fuse_experts(tensors)
+    is_short = any(map(_NO_PREFIX.match, tensors))
     if is_packed or is_short or config.get("is_encoder_decoder"):
         described = shapes_of_config(config) or {}
         tensors = _with_full_names(tensors, described)
@@ -136,7 +136,7 @@ def describe_files(
     paths = [name.split(".")[:-1] for name in tensors] + [name.split(".") for name in described]
     head = next(filter(HEAD.search, matrices), "lm_head")
     paths.append(head.split("."))
-    tables = [each for each in described | matrices if TABLE.search(each)]
+    tables = [each for each in described | matrices if _TABLE.search(each)]
     return _describe(
         name,
         config,
@@ -171,7 +171,7 @@ def _describe(
     experts: Shapes | None = None,
 ) -> BaseDescription:
     embedding = next(filter(INPUT_EMBEDDING.search, sorted(matrices, key=len)), None)
-    tables = {each: shape for each, shape in matrices.items() if TABLE.search(each)}
+    tables = {each: shape for each, shape in matrices.items() if _TABLE.search(each)}
     linear = {each: shape for each, shape in matrices.items() if each not in tables}
     head = next(filter(HEAD.search, linear), "lm_head")
     if embedding is not None:
@@ -189,7 +189,7 @@ def _describe(
     )
 
 
-def fuse_experts(tensors: Shapes) -> tuple[Shapes, Shapes]:
+def _fuse_experts(tensors: Shapes) -> tuple[Shapes, Shapes]:
     """Return the tensors of files without those of experts, and the experts' fused weights.
 
     Files have one tensor per expert, or one for all; in memory, all experts of a layer have one
@@ -199,7 +199,7 @@ def fuse_experts(tensors: Shapes) -> tuple[Shapes, Shapes]:
     fused: Shapes = {}
     rows: Counter[str] = Counter()
     for name, shape in tensors.items():
-        single = EXPERT.fullmatch(name)
+        single = _EXPERT.fullmatch(name)
         if single and len(shape) == 2:
             part = "down_proj" if single["part"] in ("down_proj", "w2") else "gate_up_proj"
             layer = single["layer"].replace("block_sparse_moe", "mlp")
@@ -207,7 +207,7 @@ def fuse_experts(tensors: Shapes) -> tuple[Shapes, Shapes]:
             rows[weight] += shape[0]
             num_experts = max(int(single["number"]) + 1, fused.get(weight, (0,))[0])
             fused[weight] = (num_experts, rows[weight] // num_experts, shape[1])
-        elif len(shape) == 3 and EXPERTS.search(name):
+        elif len(shape) == 3 and _EXPERTS.search(name):
             fused[_name_in_memory(name)] = shape
         else:
             rest[name] = shape
@@ -233,7 +233,7 @@ def matrices_of(tensors: Shapes) -> Shapes:
 def _with_full_names(tensors: Shapes, described: Shapes) -> Shapes:
     """Return tensors under their names in memory: with the omitted name of the outermost module."""
     modules = {name: name.rpartition(".")[0] for name in tensors}
-    prefix = max(PREFIXES, key=lambda p: sum(p + each in described for each in modules.values()))
+    prefix = max(_PREFIXES, key=lambda p: sum(p + each in described for each in modules.values()))
     return {
         name if modules[name] in described else prefix + name: shape
         for name, shape in tensors.items()

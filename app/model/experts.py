@@ -21,11 +21,11 @@ from app.model.architecture import num_experts
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-IMPLEMENTATION = "loft_grouped"
-"""name under which `run_experts` is registered with transformers"""
-ALIGNED_BYTES = 16
+_IMPLEMENTATION = "loft_grouped"
+"""name under which `_run_experts` is registered with transformers"""
+_ALIGNED_BYTES = 16
 """alignment that grouped products require for the rows of their operands, in bytes"""
-PACKED = "_4bit"
+_PACKED = "_4bit"
 """suffix of the name of a module that holds 4-bit experts"""
 Dequantize = Callable[[Tensor], Tensor]
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -96,17 +96,17 @@ class RoutingTrace(TorchDispatchMode):
 
 
 def use_grouped_experts(model: Any) -> None:
-    """Make the fused experts of a model compute with `run_experts`."""
+    """Make the fused experts of a model compute with `_run_experts`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if next(expert_modules(model), None) is None:
         return
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
+    ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _run_experts)
     for _, module in expert_modules(model):
-        module.config._experts_implementation = IMPLEMENTATION
+        module.config._experts_implementation = _IMPLEMENTATION
 
 
-def run_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _run_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, [tokens, width].
 
     hidden [tokens, width]; chosen and weights [tokens, experts per token]. Sums in the order of
@@ -177,7 +177,7 @@ def _stored_experts(module: Any, name: str, dtype: torch.dtype) -> tuple[Tensor,
 
 def packed_name(name: str) -> str:
     """Return the name of the module that holds the 4-bit form of the experts' parameter `name`."""
-    return f"{name}{PACKED}"
+    return f"{name}{_PACKED}"
 
 
 class PackedExperts(torch.nn.Module):
@@ -206,9 +206,9 @@ def pack_experts(
 def packed_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the unpacked shapes of a module's 4-bit parameters, by parameter name."""
     return {
-        name.removesuffix(PACKED): tuple(packed.shape)
+        name.removesuffix(_PACKED): tuple(packed.shape)
         for name, packed in module._modules.items()
-        if packed is not None and name.endswith(PACKED)
+        if packed is not None and name.endswith(_PACKED)
     }
 
 
@@ -218,7 +218,7 @@ def _identity(weight: Tensor) -> Tensor:
 
 def _aligned_rank(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Pad the rank with zeros to the alignment of grouped products."""
-    missing = -a.shape[1] % (ALIGNED_BYTES // a.element_size())
+    missing = -a.shape[1] % (_ALIGNED_BYTES // a.element_size())
     if missing:
         a = torch.nn.functional.pad(a, (0, 0, 0, missing))
         b = torch.nn.functional.pad(b, (0, missing))
@@ -275,11 +275,11 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.scale, ctx.dequantize, ctx.is_transposed = scale, dequantize, is_transposed
         matrices = dequantize(stored)
-        output = grouped_product(x, matrices if is_transposed else matrices.mT, ends)
+        output = _grouped_product(x, matrices if is_transposed else matrices.mT, ends)
         low = None
         if a is not None and b is not None:
-            low = grouped_product(x, a.mT, ends)
-            output.add_(grouped_product(low, b.mT, ends), alpha=scale)
+            low = _grouped_product(x, a.mT, ends)
+            output.add_(_grouped_product(low, b.mT, ends), alpha=scale)
         ctx.save_for_backward(x, ends, stored, a, b, low)
         return output
 
@@ -290,21 +290,21 @@ class _GroupedLinear(torch.autograd.Function):
         grad = outer[0].contiguous()
         grad_x = grad_weight = grad_a = grad_b = grad_low = None
         if a is not None:
-            grad_low = grouped_product(grad, b, ends).mul_(ctx.scale)
+            grad_low = _grouped_product(grad, b, ends).mul_(ctx.scale)
             grad_a = _grouped_outer(grad_low, x, ends)
             grad_b = _grouped_outer(grad, low, ends).mul_(ctx.scale)
         if ctx.needs_input_grad[0]:
             matrices = ctx.dequantize(stored)
-            grad_x = grouped_product(grad, matrices.mT if ctx.is_transposed else matrices, ends)
+            grad_x = _grouped_product(grad, matrices.mT if ctx.is_transposed else matrices, ends)
             if grad_low is not None:
-                grad_x += grouped_product(grad_low, a, ends)
+                grad_x += _grouped_product(grad_low, a, ends)
         if ctx.needs_input_grad[2]:
             pair = (x, grad) if ctx.is_transposed else (grad, x)
             grad_weight = _grouped_outer(*pair, ends)
         return grad_x, None, grad_weight, grad_a, grad_b, None, None, None
 
 
-def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Return rows [rows, k] times the matrix [experts, k, n] of each row's expert."""
     if len(rows) and _is_aligned(rows) and _is_aligned(matrices):
         return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
@@ -337,4 +337,4 @@ def _is_aligned(operand: Tensor) -> bool:
     """Return whether `grouped_mm` accepts the strides of an operand, on a CPU or a GPU."""
     *_, outer, inner = operand.stride()
     long = inner if outer == 1 else outer
-    return min(inner, outer) == 1 and long * operand.element_size() % ALIGNED_BYTES == 0
+    return min(inner, outer) == 1 and long * operand.element_size() % _ALIGNED_BYTES == 0

@@ -14,7 +14,7 @@ Config = Mapping[str, Any]
 """content of config.json"""
 Shapes = dict[str, tuple[int, ...]]
 """weight name without `.weight` -> shape"""
-MAX_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ def _query_and_key_rows(config: Config) -> tuple[int, int]:
 
 
 def _repeat(prefix: str, layers: Any, layer: Shapes) -> Shapes:
-    if not 0 <= int(layers) <= MAX_LAYERS:
+    if not 0 <= int(layers) <= _MAX_LAYERS:
         raise ValueError(f"{layers} layers")
     return {
         f"{prefix}.{index}.{name}": shape

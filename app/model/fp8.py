@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-E4M3 = torch.float8_e4m3fn
+_E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """largest finite value of e4m3"""
-SMALLEST = 1e-30
+_SMALLEST = 1e-30
 """magnitude below which a token or a row of weights counts as zeros"""
-MULTIPLE = 16
+_MULTIPLE = 16
 """FP8 kernels need widths that are multiples of it"""
-MAX_UNQUANTIZED = 0.1
+_MAX_UNQUANTIZED = 0.1
 """largest share of weights in layers that stays unquantized"""
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 """names of routers, whose rounding would send tokens to other experts"""
@@ -100,7 +100,7 @@ def _rows_of(input: Tensor) -> Tensor:
 
 def matrix_of(weight: Tensor, scales: Tensor) -> Matrix:
     """Return the matrix of an `Fp8Linear`'s two parameters."""
-    return Matrix(weight.view(E4M3), scales.view(torch.float32))
+    return Matrix(weight.view(_E4M3), scales.view(torch.float32))
 
 
 class _Fp8Product(torch.autograd.Function):
@@ -202,7 +202,7 @@ def product(rows: Rows, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype)
 
     A GPU computes it in bf16: FP8 kernels with a scale per row have no other output.
     """
-    if rows.values.dtype != E4M3:  # inside `without_rounding`
+    if rows.values.dtype != _E4M3:  # inside `without_rounding`
         return torch.nn.functional.linear(rows.values.to(dtype), dequantize(matrix, dtype), bias)
     on_cpu = rows.values.device.type == "cpu"
     output = scaled_mm(
@@ -226,7 +226,7 @@ def quantize_rows(rows: Tensor, factors: Tensor | None = None) -> Rows:
         exact = rows if factors is None else rows * factors.to(rows.dtype)
         return Rows(exact, torch.ones(len(rows), device=rows.device))
     if rows.device.type == "cuda" and (kernel := _proven_kernel(rows.device)) is not None:
-        return Rows(*kernel(rows, factors, largest=LARGEST, smallest=SMALLEST))
+        return Rows(*kernel(rows, factors, largest=LARGEST, smallest=_SMALLEST))
     return _quantize_rows(rows, factors)
 
 
@@ -238,7 +238,7 @@ def _proven_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]
     try:
         from app.model.fp8_kernel import quantize_rows as kernel
 
-        found = kernel(rows, factors, largest=LARGEST, smallest=SMALLEST)
+        found = kernel(rows, factors, largest=LARGEST, smallest=_SMALLEST)
         both = [
             dequantize(Matrix(*each), torch.float32)
             for each in (found, _quantize_rows(rows, factors))
@@ -258,13 +258,13 @@ def _quantize_rows(rows: Tensor, factors: Tensor | None = None) -> Rows:
     largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
     # In the dtype of the rows, so that no fp32 copy of them is made. Rounded up in bf16, the
     # largest value stays below 464, which still rounds to 448.
-    scale = LARGEST / largest.clamp_min(SMALLEST)
-    return Rows((rows * scale).to(E4M3), 1 / scale.squeeze(1).float())
+    scale = LARGEST / largest.clamp_min(_SMALLEST)
+    return Rows((rows * scale).to(_E4M3), 1 / scale.squeeze(1).float())
 
 
 def _quantize_columns(tensor: Tensor) -> Rows:
     """Quantize the transpose of `tensor` [n, width] by row; n is filled up with zeros."""
-    if missing := -len(tensor) % MULTIPLE:
+    if missing := -len(tensor) % _MULTIPLE:
         tensor = torch.nn.functional.pad(tensor, (0, 0, 0, missing))
     return quantize_rows(tensor.T.contiguous())
 
@@ -314,7 +314,7 @@ def _find_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
         and layer is not head
         and name.rpartition(".")[2] not in bypassed
         and not ROUTER.search(name)
-        and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+        and not (layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE)
     }
 
 
@@ -330,7 +330,7 @@ def train_in_fp8(model: PreTrainedModel) -> None:
         raise UserError(
             f"trainer.precision=fp8: this {model.config.model_type} model has no linear layer "
             f"between its first and its last decoder layer whose widths are multiples of "
-            f"{MULTIPLE}; type trainer.precision=bf16"
+            f"{_MULTIPLE}; type trainer.precision=bf16"
         )
     for layer in layers.values():
         layer.__class__ = Fp8TrainedLinear
@@ -358,9 +358,9 @@ def _check_share(model: PreTrainedModel, kept: Sequence[str]) -> None:
     if not quantized:
         raise UserError(
             f"no layer of this {kind} model can be quantized to FP8 (its linear layers need widths "
-            f"that are multiples of {MULTIPLE}); type quantization=none"
+            f"that are multiples of {_MULTIPLE}); type quantization=none"
         )
-    if total - quantized > MAX_UNQUANTIZED * total:
+    if total - quantized > _MAX_UNQUANTIZED * total:
         raise UserError(
             f"quantization=fp8 would leave {percent(1 - quantized / total, 0)} of the weights of "
             f"this {kind} model unquantized; type quantization=nf4, or quantization=none"

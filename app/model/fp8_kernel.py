@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_BLOCK = 2**14
+_MAX_BLOCK = 2**14
 """largest number of values that a program holds at a time"""
-WARPS = 8
+_WARPS = 8
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def quantize_rows(
         LARGEST=largest,
         SMALLEST=smallest,
         HAS_FACTORS=factors is not None,
-        BLOCK=min(MAX_BLOCK, triton.next_power_of_2(width)),
-        num_warps=WARPS,
+        BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(width)),
+        num_warps=_WARPS,
     )
     return quantized, scales

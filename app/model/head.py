@@ -296,11 +296,11 @@ def _add(total: Tensor | None, part: Tensor) -> Tensor:
 
 log = logging.getLogger(__name__)
 
-LOGITS_SCALES = {"logits_scaling": -1, "logit_scale": 1}
+_LOGITS_SCALES = {"logits_scaling": -1, "logit_scale": 1}
 """config.json keys of a scale of the logits: Granite divides by it (-1), Cohere multiplies (1)"""
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """config.json keys of the softcap of the logits, of Gemma, RecurrentGemma and xLSTM"""
-PROBE_TOKENS = 8
+_PROBE_TOKENS = 8
 TOLERANCE, ROUNDING_STEPS = 1e-2, 100
 """largest relative difference of the two losses, absolute and in eps of the logits' dtype; the
 smaller of both counts"""
@@ -383,12 +383,12 @@ def fuse_head(model: Any) -> None:
         return
     numbers = model.config.get_text_config().to_dict()
     head.__class__ = LossHead
-    head.softcap = next((cap for name in SOFTCAPS if (cap := numbers.get(name))), None)
-    for name, power in LOGITS_SCALES.items():
+    head.softcap = next((cap for name in _SOFTCAPS if (cap := numbers.get(name))), None)
+    for name, power in _LOGITS_SCALES.items():
         head.scale *= (numbers.get(name) or 1.0) ** power
 
 
-def head_results(model: Any, inputs: dict[str, Any], targets: Targets) -> tuple[Tensor, Tensor]:
+def _head_results(model: Any, inputs: dict[str, Any], targets: Targets) -> tuple[Tensor, Tensor]:
     """Run a model that has a `LossHead`; return the results of `targets.compute`."""
     head = model.get_output_embeddings()
     head.targets = targets
@@ -414,7 +414,7 @@ def head_loss(
     compute = partial(linear_cross_entropy, loss_weights=weights, chunk_loss=chunk_loss)
     targets = Targets(labels, compute, loss_weights, inputs.get("logits_to_keep"))
     if isinstance(model.get_output_embeddings(), LossHead):
-        return head_results(model, inputs, targets)
+        return _head_results(model, inputs, targets)
     logits = targets.select(model(**inputs).logits)
     if chunk_loss is None:
         losses = token_losses(logits, labels).flatten()
@@ -443,7 +443,7 @@ def head_log_probs(model: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor
 
     targets = Targets(labels, compute, columns=inputs.get("logits_to_keep"))
     if isinstance(model.get_output_embeddings(), LossHead):
-        return head_results(model, inputs, targets)[0].view_as(labels)
+        return _head_results(model, inputs, targets)[0].view_as(labels)
     return -token_losses(targets.select(model(**inputs).logits), labels)
 
 
@@ -455,7 +455,7 @@ def head_hidden(model: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor:
 
     targets = Targets(labels, compute, columns=inputs.get("logits_to_keep"))
     if isinstance(model.get_output_embeddings(), LossHead):
-        return head_results(model, inputs, targets)[1]
+        return _head_results(model, inputs, targets)[1]
     return targets.select(model(**inputs).logits).flatten(0, 1)
 
 
@@ -505,8 +505,8 @@ def run_probe(model: Any, backend: str, device: torch.device) -> None:
 
 
 def _probe(model: Any, backend: str, device: torch.device) -> dict[str, Any]:
-    lengths = [[PROBE_TOKENS]]
-    ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0)
+    lengths = [[_PROBE_TOKENS]]
+    ids = torch.arange(1, _PROBE_TOKENS + 1, device=device).unsqueeze(0)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if not model.config.is_encoder_decoder:
         return inputs | attention_inputs(model, backend, lengths, ids)

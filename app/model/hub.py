@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 2.5
 """timeout of one connection"""
-MAX_NAMED = 4
+_MAX_NAMED = 4
 """largest number of file names in a message"""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """matches a full commit hash, in contrast to a branch or tag"""
@@ -206,7 +206,7 @@ def _check_download_complete(hub_id: str, revision: str | None) -> None:
     if not missing:
         return
     why = "HF_HUB_OFFLINE is set" if is_offline_by_setting() else "there is no network"
-    shown = ", ".join(missing[:MAX_NAMED]) + (", ..." if len(missing) > MAX_NAMED else "")
+    shown = ", ".join(missing[:_MAX_NAMED]) + (", ..." if len(missing) > _MAX_NAMED else "")
     at = f" --revision {revision}" if revision else ""
     raise OSError(
         f"model.path={hub_id}: its download did not finish: {len(missing)} of its weight files are "

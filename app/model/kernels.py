@@ -30,13 +30,13 @@ from common.text import reason_of
 
 log = logging.getLogger(__name__)
 
-PROBE_TOKENS = 64
-PROBE_SIZES = (-2.0, 1.5)
+_PROBE_TOKENS = 64
+_PROBE_SIZES = (-2.0, 1.5)
 """scale of the first and of the last probe token, as powers of ten"""
 LOSS_WIDTH, LOSS_VOCABULARY = 64, 40_000
-ROUNDING_STEPS = 8
+_ROUNDING_STEPS = 8
 """largest relative difference of two results, in eps of their dtype"""
-NORM_VARIANTS = ((0.0, "llama"), (1.0, "gemma"))
+_NORM_VARIANTS = ((0.0, "llama"), (1.0, "gemma"))
 """offset added to a norm's weight, and Liger's name for where the norm rounds"""
 
 
@@ -212,14 +212,14 @@ def _is_equal_loss(
 ) -> bool:
     random = torch.Generator(device).manual_seed(0)
     # More logits per row than the kernel processes at a time.
-    shapes = ((PROBE_TOKENS, LOSS_WIDTH), (LOSS_VOCABULARY, LOSS_WIDTH))
+    shapes = ((_PROBE_TOKENS, LOSS_WIDTH), (LOSS_VOCABULARY, LOSS_WIDTH))
     hidden, weight = (
         torch.randn(shape, generator=random, device=device).bfloat16().requires_grad_()
         for shape in shapes
     )
-    labels = torch.arange(PROBE_TOKENS, device=device) * (LOSS_VOCABULARY // PROBE_TOKENS)
+    labels = torch.arange(_PROBE_TOKENS, device=device) * (LOSS_VOCABULARY // _PROBE_TOKENS)
     labels[::3] = -100
-    weights = torch.linspace(0.5, 2, PROBE_TOKENS, device=device)
+    weights = torch.linspace(0.5, 2, _PROBE_TOKENS, device=device)
     results = []
     with torch.enable_grad():
         for kernel_or_none in (None, kernel):
@@ -367,7 +367,9 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
             and eps is not None
             and module._parameters.get("weight") is not None
         ):
-            variants = (FusedNorm(kernels.norm, module, eps, *variant) for variant in NORM_VARIANTS)
+            variants = (
+                FusedNorm(kernels.norm, module, eps, *variant) for variant in _NORM_VARIANTS
+            )
             yield len(module.weight), list(variants)
         elif kernels.gates and {"gate_proj", "up_proj", "down_proj"} <= children.keys():
             gates = [FusedGate(kernel, module) for kernel in kernels.gates]
@@ -381,8 +383,8 @@ def is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.devic
     trained = [weight for weight in module.parameters(recurse=False) if weight.requires_grad]
     random = torch.Generator(device).manual_seed(0)
     # Tokens of many scales: large ones reveal a clamped gate, small ones a different eps.
-    sizes = torch.logspace(*PROBE_SIZES, PROBE_TOKENS, device=device).unsqueeze(1)
-    hidden = torch.randn(1, PROBE_TOKENS, width, generator=random, device=device) * sizes
+    sizes = torch.logspace(*_PROBE_SIZES, _PROBE_TOKENS, device=device).unsqueeze(1)
+    hidden = torch.randn(1, _PROBE_TOKENS, width, generator=random, device=device) * sizes
     hidden = hidden.to(dtype).requires_grad_()
     forwards = (module.forward, forward.compute)
     return _agree([partial(compute, hidden) for compute in forwards], [hidden, *trained])
@@ -410,4 +412,4 @@ def _are_close(own: torch.Tensor, fused: torch.Tensor) -> bool:
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     difference = (own.float() - fused.float()).norm()
-    return bool(difference <= ROUNDING_STEPS * torch.finfo(dtype).eps * own.float().norm())
+    return bool(difference <= _ROUNDING_STEPS * torch.finfo(dtype).eps * own.float().norm())

@@ -11,7 +11,7 @@ from common.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-TOP = re.compile(r"top\s+(\d+)")
+_TOP = re.compile(r"top\s+(\d+)")
 
 
 def decoder_layers(model: torch.nn.Module, instead: str = "adapter.layers=all") -> list[str]:
@@ -66,7 +66,7 @@ def layer_numbers(setting: Any, num_layers: int) -> Sequence[int]:
     numbers = range(num_layers)
     if setting == "all":
         return numbers
-    if isinstance(setting, str) and (top := TOP.fullmatch(setting.strip())):
+    if isinstance(setting, str) and (top := _TOP.fullmatch(setting.strip())):
         count = int(top[1])
         if not 1 <= count <= num_layers:
             raise UserError(

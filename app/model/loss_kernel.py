@@ -12,7 +12,7 @@ from torch import Tensor
 
 MAX_BLOCK = 2**15
 """largest number of logits that a program holds at a time"""
-WARPS = 32
+_WARPS = 32
 
 
 @triton.jit
@@ -82,5 +82,5 @@ def cross_entropy_(
         HAS_SOFTCAP=softcap is not None,
         WRITES_GRADIENT=writes_gradient,
         BLOCK=min(MAX_BLOCK, triton.next_power_of_2(num_columns)),
-        num_warps=WARPS,
+        num_warps=_WARPS,
     )

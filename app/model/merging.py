@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DTYPES = ("auto", "bf16", "fp32")
-ONTO = ("dequantized", "original")
-MAX_LOST = 0.1
+_DTYPES = ("auto", "bf16", "fp32")
+_ONTO = ("dequantized", "original")
+_MAX_LOST = 0.1
 """largest share of the change that merge.dtype=auto lets rounding lose"""
-MAX_SAMPLED = 16
+_MAX_SAMPLED = 16
 """most weights that this share is measured on"""
-ROWS_AT_ONCE = 256
+_ROWS_AT_ONCE = 256
 """rows of a weight that are compared at once, which bounds the memory"""
 
 
@@ -63,10 +63,10 @@ class WeightedAdapter:
 
 @dataclass(kw_only=True, slots=True)
 class MergingConfig:
-    dtype: str = setting("auto", choices=DTYPES, shown=True)
+    dtype: str = setting("auto", choices=_DTYPES, shown=True)
     """dtype of the merged weights; auto = that of the base's files, or fp32 if rounding to it would
     lose more than a tenth of the adapters' change"""
-    onto: str = setting("dequantized", choices=ONTO, shown=True)
+    onto: str = setting("dequantized", choices=_ONTO, shown=True)
     """weights to merge into if the base was quantized in training. dequantized: as the adapter was
     trained with, so that the merged model answers as in training; original: the base's unrounded
     weights (the difference is measured)"""
@@ -171,7 +171,7 @@ def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> torc
     import torch
 
     tied = _aliases(model)
-    untie_changed(model, plan.changes)
+    _untie_changed(model, plan.changes)
     stored = plan.base_files[0].parent
     if model.config.is_encoder_decoder and has_own_head(model, stored):
         raise UserError(
@@ -184,7 +184,7 @@ def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> torc
     merger = _Merger(files, plan, tied)
     if plan.dtype != torch.float32:
         lost, name = merger.lost_share(), str(plan.dtype).removeprefix("torch.")
-        is_widened = plan.may_widen and lost > MAX_LOST
+        is_widened = plan.may_widen and lost > _MAX_LOST
         log.info(
             "merge: rounding to %s loses %.1f %% of the change%s",
             *(name, 100 * lost),
@@ -201,7 +201,7 @@ def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> torc
     return plan.dtype
 
 
-def untie_changed(model: PreTrainedModel, changes: Mapping[str, WeightChange]) -> None:
+def _untie_changed(model: PreTrainedModel, changes: Mapping[str, WeightChange]) -> None:
     """Untie embedding and head if an adapter changes them differently.
 
     UserError for an encoder-decoder, whose forward pass depends on the tie.
@@ -246,7 +246,7 @@ def _check_shared(
 
 Location = tuple[Path, str, tuple[int, ...]]
 """file of the base, key and shape of a tensor in it"""
-NOT_IN_BASE = ""
+_NOT_IN_BASE = ""
 """key of a weight that the base does not have"""
 
 
@@ -282,7 +282,7 @@ class _Merger:
         }
         if is_classifier(model):  # its head is new: the adapter holds all of it
             shape = tuple(files.on_disk[f"{HEAD}.weight"].shape)
-            self.locations[f"{HEAD}.weight"] = (plan.base_files[-1], NOT_IN_BASE, shape)
+            self.locations[f"{HEAD}.weight"] = (plan.base_files[-1], _NOT_IN_BASE, shape)
         base_shapes = {self.names.get(name): shape for name, (*_, shape) in self.locations.items()}
         self.added_rows = added_rows(model, plan.new_ids, base_shapes)
         self.rounded: Mapping[str, bool] = {}
@@ -317,11 +317,11 @@ class _Merger:
         """
         names = [name for name, in_model in self.names.items() if in_model in self.changes]
         total = kept = 0.0
-        for name in names[:: max(1, len(names) // MAX_SAMPLED)]:
+        for name in names[:: max(1, len(names) // _MAX_SAMPLED)]:
             before = self._read_unchanged(name).float()
             merged = self.changes[self.names[name]].apply(before)
             for old, new in zip(
-                before.split(ROWS_AT_ONCE), merged.split(ROWS_AT_ONCE), strict=True
+                before.split(_ROWS_AT_ONCE), merged.split(_ROWS_AT_ONCE), strict=True
             ):
                 change = (new - old).double()
                 rounded = new.to(self.plan.dtype).float() - old
@@ -402,7 +402,7 @@ class _Merger:
         import torch
 
         file, key, shape = self.locations[name]
-        return torch.zeros(shape) if key == NOT_IN_BASE else read_tensor(file, key)
+        return torch.zeros(shape) if key == _NOT_IN_BASE else read_tensor(file, key)
 
 
 def _aliases(model: PreTrainedModel) -> dict[str, list[str]]:

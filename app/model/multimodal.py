@@ -25,16 +25,20 @@ if TYPE_CHECKING:
 LANGUAGE_MODEL, TOWERS = "loft_language_model", "loft_towers"
 """attributes of a model without towers: the name of its language model; the names of all modules
 that were not built"""
-TOWER_FILES = "loft_tower_files"
+_TOWER_FILES = "loft_tower_files"
 """attribute of a model without towers: names of the towers' weights, by file of the base"""
-CALLED_ON_TEXT = {"gemma3n": ("embed_vision", "embed_audio")}
+_CALLED_ON_TEXT = {"gemma3n": ("embed_vision", "embed_audio")}
 """model_type -> modules outside the language model that a forward pass on text calls"""
 HIDDEN_INPUTS = {
     "qwen2_audio": "its audio tower's device",
     "voxtral_realtime": "input_features",
 }
 """model_type -> required inputs besides text that are not in the signature of the forward pass"""
-PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_PROCESSORS = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
 """files of a base with the settings of its image and audio processors"""
 
 
@@ -106,7 +110,7 @@ def _drop_towers(model: Any) -> None:
 
     language_model = _find_language_model(model)
     kept = {model.get_input_embeddings(), model.get_output_embeddings()}
-    called = CALLED_ON_TEXT.get(model.config.model_type, ())
+    called = _CALLED_ON_TEXT.get(model.config.model_type, ())
     dropped: list[str] = []
     parent, prefix = model, ""
     for step in language_model.split("."):
@@ -191,21 +195,21 @@ def record_tower_files(model: Any, files: Iterable[Path]) -> None:
                 renamed, _ = rename_source_key(name, renamings, converters, prefix, held)
                 if not held.keys() & {name, renamed}:
                     tower_weights.setdefault(file, []).append(name)
-    setattr(model, TOWER_FILES, tower_weights)
+    setattr(model, _TOWER_FILES, tower_weights)
 
 
 def read_towers(model: Any) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the unchanged weights of the towers, one file of the base at a time."""
     from safetensors import safe_open
 
-    for file, names in getattr(model, TOWER_FILES, {}).items():
+    for file, names in getattr(model, _TOWER_FILES, {}).items():
         with safe_open(file, framework="pt") as opened:
             yield {name: opened.get_tensor(name) for name in names}
 
 
 def copy_processors(model: Any, folder: Path) -> None:
     """Copy the settings of the base's image and audio processors into `folder`."""
-    for base in {file.parent for file in getattr(model, TOWER_FILES, {})}:
-        for name in PROCESSORS:
+    for base in {file.parent for file in getattr(model, _TOWER_FILES, {})}:
+        for name in _PROCESSORS:
             if (base / name).is_file():
                 shutil.copyfile(base / name, folder / name)

@@ -24,15 +24,15 @@ from common.untrusted import LIMITS_VARIABLE, limits
 
 Rule = Callable[[str, Iterable[str]], list[str]]
 """(pattern, names) -> the names that the pattern matches"""
-PLAIN = re.compile(r"[\w.-]*")
+_PLAIN = re.compile(r"[\w.-]*")
 """matches patterns without special characters, which are always fast"""
-MAX_EXCLUSIONS = 8
+_MAX_EXCLUSIONS = 8
 """largest number of prefixes that a pattern of `pattern_without` excludes, to keep it readable"""
-MAX_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 """memory limit of the subprocess that runs expressions"""
 TRIAL = f"""
 import json, re, resource, sys
-resource.setrlimit(resource.RLIMIT_AS, ({MAX_BYTES}, {MAX_BYTES}))
+resource.setrlimit(resource.RLIMIT_AS, ({_MAX_BYTES}, {_MAX_BYTES}))
 given = json.load(sys.stdin)
 for label, expressions in given["patterns"]:
     problem = ""
@@ -140,7 +140,7 @@ def pattern_without(included: Sequence[str], excluded: Sequence[str]) -> str | N
         in_any_layer = re.sub(r"\d+", r"\\d+", exact)
         is_included = any(re.match(rf"{in_any_layer}\b", other) for other in included)
         exclusions[exact if is_included else in_any_layer] = None
-    if len(exclusions) > MAX_EXCLUSIONS:
+    if len(exclusions) > _MAX_EXCLUSIONS:
         return None
     return rf"(?!({'|'.join(exclusions)})\b).*\.({'|'.join(last_parts(included))})"
 
@@ -153,7 +153,7 @@ def check_patterns(patterns: Mapping[str, Sequence[str]], names: Iterable[str]) 
     trials = [
         (label, list(expressions))
         for label, expressions in patterns.items()
-        if not all(map(PLAIN.fullmatch, expressions))
+        if not all(map(_PLAIN.fullmatch, expressions))
     ]
     if not trials:
         return []

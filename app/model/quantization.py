@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-SCALES = "absmax"
+_SCALES = "absmax"
 """name of a 4-bit layer's parameter for the scales of its blocks, if a strategy shards them"""
 
 
-QUANTIZED_LAYERS = ("Linear4bit", "Linear8bitLt", "Fp8Linear")
+_QUANTIZED_LAYERS = ("Linear4bit", "Linear8bitLt", "Fp8Linear")
 """class names of quantized layers"""
-MAX_UNQUANTIZED = 0.1
+_MAX_UNQUANTIZED = 0.1
 """largest share of unquantized weights in a mixture of experts; a base with more is refused, since
 it would need far more memory than the requested quantization"""
 
@@ -268,7 +268,7 @@ def quantized_layers(
     return experts | {
         f"{name}.weight": type(model.get_submodule(name)).__name__ == "Conv1D"
         for name, module in quantized.named_modules()
-        if module.__class__.__name__ in QUANTIZED_LAYERS
+        if module.__class__.__name__ in _QUANTIZED_LAYERS
     }
 
 
@@ -320,7 +320,7 @@ def detach_quant_states(module: torch.nn.Module, device: torch.device) -> dict[s
         layer.quant_state = weight.quant_state
         layer.weight = torch.nn.Parameter(weight.data, requires_grad=False)
         scales = layer.quant_state.absmax
-        layer.register_parameter(SCALES, torch.nn.Parameter(scales, requires_grad=False))
+        layer.register_parameter(_SCALES, torch.nn.Parameter(scales, requires_grad=False))
         layer.quant_state.absmax = scales.new_empty(0)
         packed = {
             key: value.cpu() if isinstance(value, torch.Tensor) else value
@@ -341,7 +341,7 @@ def attach_quant_states(
 
     for name, (shapes, packed) in states.items():
         layer = module.get_submodule(name)
-        for parameter, (shape, dtype) in zip(("weight", SCALES), shapes, strict=True):
+        for parameter, (shape, dtype) in zip(("weight", _SCALES), shapes, strict=True):
             empty = torch.empty(shape, dtype=dtype, device="meta")
             layer.register_parameter(parameter, torch.nn.Parameter(empty, requires_grad=False))
         layer.quant_state = QuantState.from_dict(dict(packed), device=device)
@@ -353,11 +353,11 @@ def bind_scales(module: torch.nn.Module) -> None:
 
     Call it after `module` was sharded. The backward pass gathers them into the same memory.
     """
-    layers: list[Any] = [layer for layer in module.modules() if SCALES in layer._parameters]
+    layers: list[Any] = [layer for layer in module.modules() if _SCALES in layer._parameters]
 
     def bind(*_: Any) -> None:
         for layer in layers:
-            layer.quant_state.absmax = layer._parameters[SCALES]
+            layer.quant_state.absmax = layer._parameters[_SCALES]
 
     if layers:
         module.register_forward_pre_hook(bind)
@@ -382,7 +382,7 @@ def _check_share(model: PreTrainedModel) -> None:
         raise UserError(f"no layer of a {kind} model can be quantized; type quantization=none")
     experts = [p for p in model.parameters() if p.ndim == 3 and not isinstance(p, Params4bit)]
     unquantized = sum(weight.numel() for weight in experts)
-    if unquantized > MAX_UNQUANTIZED * matrices:
+    if unquantized > _MAX_UNQUANTIZED * matrices:
         method = model.config.quantization_config.quantization_method()
         instead = "quantization=none" if "4bit" in method else "quantization=nf4"
         raise UserError(

@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """contexts of a layer's forward pass and of its recompute"""
-NO_CONTEXTS: Contexts = (nullcontext(), nullcontext())
+_NO_CONTEXTS: Contexts = (nullcontext(), nullcontext())
 
 
 def run_recomputed(
     layer: Callable[..., Any],
     *args: Any,
-    contexts: Contexts = NO_CONTEXTS,
+    contexts: Contexts = _NO_CONTEXTS,
     **kwargs: Any,
 ) -> Any:
     """Run `layer` without saving activations; the backward pass runs it again to get them.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from app.model.base import ModelConfig
 
-TYPES = ("longrope", "dynamic")
+_TYPES = ("longrope", "dynamic")
 """rope types whose factors depend on the number of tokens"""
 SCALINGS: dict[str, dict[str, float]] = {
     "yarn": {},
@@ -31,7 +31,7 @@ SCALINGS: dict[str, dict[str, float]] = {
 (arXiv 2309.00071), position interpolation (2306.15595), that of Llama 3.1, and NTK, whose theta is
 that of the longest sequence"""
 DEFAULT_SCALING = "yarn"
-SCALES = ("short_mscale", "long_mscale")
+_SCALES = ("short_mscale", "long_mscale")
 """scales of PhiMoE, which its layers choose by the number of tokens, too"""
 
 
@@ -102,7 +102,7 @@ def fix_rope_factors(model: PreTrainedModel, num_tokens: int | None) -> None:
             continue
         _fix_scale(module, num_tokens)
         for layer, rope_type in types.items() if isinstance(types, dict) else [("", types)]:
-            if rope_type not in TYPES:
+            if rope_type not in _TYPES:
                 continue
             name, options = (f"{layer}_", {"layer_type": layer}) if layer else ("", {})
             inverse = getattr(module, f"{name}inv_freq")
@@ -135,11 +135,11 @@ def _check_num_factors(config: Any, layer: str, expected: int) -> None:
 
 def _fix_scale(module: Any, num_tokens: int | None) -> None:
     parameters = getattr(module.config, "rope_parameters", None) or {}
-    if SCALES[0] in parameters:
+    if _SCALES[0] in parameters:
         original = parameters["original_max_position_embeddings"]
         is_long = _num_tokens(module.config, num_tokens) > original
         module.config = copy.deepcopy(module.config)
-        module.config.rope_parameters |= dict.fromkeys(SCALES, parameters[SCALES[is_long]])
+        module.config.rope_parameters |= dict.fromkeys(_SCALES, parameters[_SCALES[is_long]])
 
 
 def describe_context(model: ModelConfig, architecture: PretrainedConfig) -> str | None:

@@ -106,7 +106,7 @@ def round_weights(model: torch.nn.Module, dtype: torch.dtype, shards: Shards | N
 
 MAX_SHARD_BYTES = 5 * 10**9
 """largest file, unless a single weight is larger"""
-SAFETENSORS_DTYPES = {
+_SAFETENSORS_DTYPES = {
     "float32": "F32",
     "bfloat16": "BF16",
     "float16": "F16",
@@ -115,7 +115,7 @@ SAFETENSORS_DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-LAYER_PREFIX = re.compile(r".*?\.\d+\.")
+_LAYER_PREFIX = re.compile(r".*?\.\d+\.")
 """matches the common prefix of the names of a layer's weights"""
 
 
@@ -200,7 +200,7 @@ class ModelFolder:
             return [[name] for name in self.needed]
         groups: dict[str, list[str]] = {}
         for name in self.needed:
-            layer = LAYER_PREFIX.match(name)
+            layer = _LAYER_PREFIX.match(name)
             groups.setdefault(layer[0] if layer else name, []).append(name)
         return list(groups.values())
 
@@ -239,7 +239,7 @@ class ModelFolder:
         for name in names:
             needed = self.on_disk[name]
             ends = [place, place + needed.nbytes]
-            kind = SAFETENSORS_DTYPES[str(needed.dtype).removeprefix("torch.")]
+            kind = _SAFETENSORS_DTYPES[str(needed.dtype).removeprefix("torch.")]
             header[name] = {"dtype": kind, "shape": list(needed.shape), "data_offsets": ends}
             place = ends[1]
         text = json.dumps(header).encode()

@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 ALIGNMENT = 512
 """bytes that each weight is aligned to, as by PyTorch's allocator for GPUs"""
-PINNED_BYTES = 64 << 20
+_PINNED_BYTES = 64 << 20
 """bytes of a piece of pinned memory, which PyTorch's allocator rounds up to a power of two"""
 MEASURED_BYTES = 64 << 20
 """bytes by which the speed of a disk is measured"""
-GIB = 1 << 30
+_GIB = 1 << 30
 
 
 class Piece(NamedTuple):
@@ -86,10 +86,10 @@ def stream_layers(model: Any, source: str, device: torch.device) -> LayerStream:
         where += f" (its disk reads {rate:.0f} MB/s: {seconds:.3g} s a pass, less what is cached)"
     log.info(
         "weights: %.3g GiB of %d layers are streamed from %s, %.3g GiB at a time on %s",
-        stream.num_bytes / GIB,
+        stream.num_bytes / _GIB,
         len(layers),
         where,
-        len(stream.slots) * stream.slots[0].buffer.nbytes / GIB,
+        len(stream.slots) * stream.slots[0].buffer.nbytes / _GIB,
         device,
     )
     return stream
@@ -155,8 +155,8 @@ class LayerStream:
             whole[offset : offset + len(values)] = values
         if not self._is_gpu:
             return [Piece(0, whole)]
-        parts = whole.split(PINNED_BYTES)
-        return [Piece(n * PINNED_BYTES, part.pin_memory()) for n, part in enumerate(parts)]
+        parts = whole.split(_PINNED_BYTES)
+        return [Piece(n * _PINNED_BYTES, part.pin_memory()) for n, part in enumerate(parts)]
 
     def _enter_in_backward(self, number: int, layer: Any, given: Any, output: Any) -> None:
         """Have the backward pass enter the layer when it has the gradient of its output."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PROBES = ["Say 1 word: Ωmega,\n\tor two.", *(letter * 300 + "!" for letter in "aA1 .\n")]
+_PROBES = ["Say 1 word: Ωmega,\n\tor two.", *(letter * 300 + "!" for letter in "aA1 .\n")]
 """texts that a tokenizer is checked with; the long ones make bad regular expressions slow"""
 _CONFIG = "tokenizer_config.json"
 _T5, _LLAMA = "spiece.model", "tokenizer.model"
@@ -135,7 +135,7 @@ def _log_unknown_class(file: Path) -> None:
 
 def _check_usable(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Encode and decode probe texts: some broken files raise errors only in use."""
-    for probe in PROBES:
+    for probe in _PROBES:
         ids = tokenizer(probe)["input_ids"]
         text = tokenizer.decode(ids)
         if not isinstance(text, str) or not all(type(i) is int and i >= 0 for i in ids):

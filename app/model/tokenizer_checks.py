@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER_FILE = "tokenizer.json"
-MAX_STEP_CHARACTERS = 2_000_000
+_MAX_STEP_CHARACTERS = 2_000_000
 """characters that one step of a normalizer may have to write for the probe text"""
-MAX_EXPANSION = 50
+_MAX_EXPANSION = 50
 """largest ratio of a text's length after and before a normalizer or decoder"""
-MAX_ADDED = 100
+_MAX_ADDED = 100
 """characters that a normalizer or decoder may make of one letter"""
-MAX_SECONDS = 1.5
+_MAX_SECONDS = 1.5
 """time for the probe text, and for all regular expressions: both take milliseconds"""
 _TEXT = (
     "The quick brown fox, 1234567890.\n\tdef f(x): return {'a': [x, \"b\"]}  # \u00e9\u4f60\u597d "
@@ -43,18 +43,18 @@ _READ = (".json", ".jinja", ".model", ".txt")
 _MAX_READ = 64 << 20
 """bytes up to which such a file is compared byte by byte; tokenizers are smaller"""
 _SECTIONS = {"normalizer": "normalizers", "decoder": "decoders"}
-KEPT_LETTERS = string.ascii_letters + string.digits + "éßñΩяمअ中あ한"
+_KEPT_LETTERS = string.ascii_letters + string.digits + "éßñΩяمअ中あ한"
 """letters that normalizer and pre-tokenizer must keep; those without a token become unknown ones"""
-MARKS = " ▁"
+_MARKS = " ▁"
 """characters that tokenizers put before a text"""
 SET_TOKENIZER_PATH = (
     "set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
 )
-REPEATS = 120
+_REPEATS = 120
 """repeats of a letter or word in a probe: enough to show what takes exponential time"""
-MAX_PART = 400
+_MAX_PART = 400
 """characters of an expression that its probe is made of"""
-LETTERS = (
+_LETTERS = (
     string.printable[:-2] + "\u00e9\u00df\u00f1\u03a9\u044f\u0645\u0905\u4e2d\u3042\ud55c\u0301"
 )
 """letters that are probes of every expression, one of most classes of characters"""
@@ -148,9 +148,9 @@ def letters_error(tokenizer: tokenizers.Tokenizer, file: Path) -> str | None:
     """
     backend: Any = tokenizer
     lost = []
-    for letter in KEPT_LETTERS:
+    for letter in _KEPT_LETTERS:
         text = backend.normalizer.normalize_str(letter) if backend.normalizer else letter
-        is_kept = letter.casefold() in text.casefold() if letter.isascii() else text.strip(MARKS)
+        is_kept = letter.casefold() in text.casefold() if letter.isascii() else text.strip(_MARKS)
         # Byte-level pre-tokenizers map the bytes of non-ASCII letters to other characters.
         if is_kept and letter.isascii() and backend.pre_tokenizer:
             pieces = backend.pre_tokenizer.pre_tokenize_str(text)
@@ -161,8 +161,8 @@ def letters_error(tokenizer: tokenizers.Tokenizer, file: Path) -> str | None:
         return None
     return (
         f"{file}: its normalizer or pre_tokenizer drops or changes {len(lost)} of "
-        f"{len(KEPT_LETTERS)} letters and digits, such as {' '.join(lost[:5])}; download it again, "
-        f"or {SET_TOKENIZER_PATH}"
+        f"{len(_KEPT_LETTERS)} letters and digits, such as {' '.join(lost[:5])}; download it "
+        f"again, or {SET_TOKENIZER_PATH}"
     )
 
 
@@ -173,12 +173,12 @@ def _find_expansion(section: str, value: Any) -> str | None:
     """
     steps = _steps(value, _SECTIONS[section])
     own = [text for step in steps for text in _texts_of(step)]
-    deadline, long = time.thread_time() + MAX_SECONDS, _TEXT + "".join(own)
-    for probe, most in (("a", MAX_ADDED), (long, MAX_EXPANSION * len(long))):
+    deadline, long = time.thread_time() + _MAX_SECONDS, _TEXT + "".join(own)
+    for probe, most in (("a", _MAX_ADDED), (long, _MAX_EXPANSION * len(long))):
         text = probe
         for number, step in enumerate(steps, 1):
             longest = max(map(len, _texts_of(step)), default=0)
-            if len(text) * longest > MAX_STEP_CHARACTERS:
+            if len(text) * longest > _MAX_STEP_CHARACTERS:
                 return f"writes up to {longest:,} characters for each one (step {number})"
             try:
                 with reading(section, "download it again"):
@@ -191,7 +191,7 @@ def _find_expansion(section: str, value: Any) -> str | None:
                     f"{len(steps):,} steps"
                 )
             if time.thread_time() > deadline:
-                return f"takes over {MAX_SECONDS:g} s for {len(probe):,} characters"
+                return f"takes over {_MAX_SECONDS:g} s for {len(probe):,} characters"
     return None
 
 
@@ -224,7 +224,7 @@ def _try_expressions(found: tuple[tuple[str, str], ...]) -> str | None:
         return ""
 
     try:
-        problem = run_limited(try_all, ProcessLimits(seconds=MAX_SECONDS))
+        problem = run_limited(try_all, ProcessLimits(seconds=_MAX_SECONDS))
     except LimitError as error:
         problem = f"cannot be matched {error}"
     section, expression = found[int.from_bytes(index[:], "little")]
@@ -235,13 +235,13 @@ def _try_expression(expression: str) -> str:
     """Match an expression with repeated letters and words; return the library's error, or ""."""
     from tokenizers import Regex, pre_tokenizers
 
-    part = expression[:MAX_PART]
+    part = expression[:_MAX_PART]
     codes = [int(code, 16) for code in _CODE.findall(part)]
     own = {chr(code) for code in codes if code < 0xD800} | set(part)
-    repeated = sorted({*LETTERS, *own, *_WORD.findall(part)})
+    repeated = sorted({*_LETTERS, *own, *_WORD.findall(part)})
     # An expression is not even tried on a text that lacks what it ends with.
     end = "!" + "!".join(part) + part
-    text = "".join(f"{each * REPEATS}!\n" for each in repeated) + end
+    text = "".join(f"{each * _REPEATS}!\n" for each in repeated) + end
     for variant in dict.fromkeys((expression, re.sub(r"\\[AG]", "", expression))):
         try:
             split = pre_tokenizers.Split(Regex(variant), "isolated")
@@ -250,7 +250,7 @@ def _try_expression(expression: str) -> str:
         try:
             split.pre_tokenize_str(text)
         except BaseException as error:  # noqa: BLE001  a panic of Rust is no Exception
-            return f"fails for letters that are repeated {REPEATS} times: {short_message(error)}"
+            return f"fails for letters that are repeated {_REPEATS} times: {short_message(error)}"
     return ""
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PROBE = (
+_PROBE = (
     "In 1234567890 x 12,345.67 = 007  steps\tand\t\ttabs \n\nnew\r\nlines   \n  end. e\u0301 "
     "\xe9 \ufb01 \u2460 \xbd \uff21 \u212b \u1e9b\u0323 \xc5 na\xefve It's they'LL !!! ... ?!"
     " -- == (){}[]<> #$%&*@ </s> `\"' \u2026 \u2014 \u201cq\u201d \u03a9\u03bc\u03ad\u03b3"
@@ -135,7 +135,7 @@ def _difference(
     known = own.get_vocab_size() + sum(own.token_to_id(text) is None for text in new)
     if not new <= declared or backend.get_vocab_size() != known:
         return "vocabulary"
-    probe = PROBE + "".join(f"{token.content} x {token.content}" for token in own_added.values())
+    probe = _PROBE + "".join(f"{token.content} x {token.content}" for token in own_added.values())
     for text in filter(None, new):
         probe = probe.replace(text, "")
     if backend.encode(probe, add_special_tokens=False).ids != (

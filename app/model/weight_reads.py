@@ -20,10 +20,10 @@ from app.model.contexts import replaced
 if TYPE_CHECKING:
     import torch
 
-READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b)")
-PRODUCT = re.compile(r"\bself\.(\w+)\.weight @|@ self\.(\w+)\.weight\b")
-CALL = re.compile(r"\bself\.(\w+)\(")
-LINEAR = re.compile(r"\bself\.(\w+) = nn\.Linear\(")
+_READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b)")
+_PRODUCT = re.compile(r"\bself\.(\w+)\.weight @|@ self\.(\w+)\.weight\b")
+_CALL = re.compile(r"\bself\.(\w+)\(")
+_LINEAR = re.compile(r"\bself\.(\w+) = nn\.Linear\(")
 
 
 @cache
@@ -35,9 +35,9 @@ def find_bypassed_linears(model_type: str | None) -> tuple[str, ...]:
     name = (model_type or "").replace("-", "_")
     for folder in (name, name.removesuffix("_text")):
         if source := read_source(f"models/{folder}/modeling_{folder}.py"):
-            products = {name for pair in PRODUCT.findall(source) for name in pair if name}
-            never_called = set(READ.findall(source)) - set(CALL.findall(source))
-            return tuple(sorted((never_called | products) & set(LINEAR.findall(source))))
+            products = {name for pair in _PRODUCT.findall(source) for name in pair if name}
+            never_called = set(_READ.findall(source)) - set(_CALL.findall(source))
+            return tuple(sorted((never_called | products) & set(_LINEAR.findall(source))))
     return ()
 
 
@@ -69,14 +69,14 @@ class UnfusedMethod:
 @cache
 def find_bypassed_children(kind: type) -> tuple[str, ...]:
     """Return the names of child modules whose weights the code of layer class `kind` reads."""
-    return tuple(sorted(set(READ.findall(_source_of(kind)))))
+    return tuple(sorted(set(_READ.findall(_source_of(kind)))))
 
 
 @cache
 def _reads_in_training(kind: type) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return, by method of a class, the modules whose weights it reads if `self.training`."""
     source = _source_of(kind)
-    if "self.training" not in source or not READ.search(source):
+    if "self.training" not in source or not _READ.search(source):
         return ()
     found: dict[str, set[str]] = {}
     for method in ast.walk(ast.parse(textwrap.dedent(source))):
@@ -84,7 +84,7 @@ def _reads_in_training(kind: type) -> tuple[tuple[str, tuple[str, ...]], ...]:
             continue
         for node in ast.walk(method):
             if isinstance(node, ast.If) and "self.training" in ast.unparse(node.test):
-                names = READ.findall("\n".join(map(ast.unparse, node.body)))
+                names = _READ.findall("\n".join(map(ast.unparse, node.body)))
                 found.setdefault(method.name, set()).update(names)
     return tuple((method, tuple(sorted(names))) for method, names in found.items() if names)
 

@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 
 FP32, HALF = 4, 2
 """bytes per value"""
-BATCH_BYTES = 44
+_BATCH_BYTES = 44
 """bytes of a micro-batch per token: ids, positions, labels and data sets in int64, weights in fp32,
 and the trained columns"""
-LOSS_BYTES = 6
+_LOSS_BYTES = 6
 """bytes per logit of a chunk with PyTorch's operators: one copy in half precision, one in fp32"""
-FUSED_ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
+_FUSED_ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
 """activations of gates that one kernel computes"""
-GELU_OPERATORS = ("gelu_new",)
+_GELU_OPERATORS = ("gelu_new",)
 """ungated activations made of separate operators, three of which save fp32 tensors"""
-NORM_TEMPORARIES = 5
+_NORM_TEMPORARIES = 5
 """fp32 tensors of hidden states that are alive at once in the backward pass of an unfused norm"""
-VECTOR_TEMPORARIES = 3
+_VECTOR_TEMPORARIES = 3
 """tensors of IA3's scaled features that are alive at once in the backward pass"""
-EXPERT_TEMPORARIES = 3
+_EXPERT_TEMPORARIES = 3
 """tensors of the experts' outputs that are alive at once in the backward pass of their weighting"""
-SCORE_TEMPORARIES = 2
+_SCORE_TEMPORARIES = 2
 """tensors of attention scores, besides the saved probabilities, that are alive at once in the
 backward pass of attention that is not one kernel"""
-GELU_TEMPORARIES = 3
+_GELU_TEMPORARIES = 3
 """fp32 tensors of features, besides the saved input, that are alive at once in the backward pass of
 a GELU made of several operators"""
-WHOLE_LOGITS = 3
+_WHOLE_LOGITS = 3
 """fp32 tensors of the logits that are alive at once if the loss is not computed in chunks"""
 
 
@@ -86,7 +86,7 @@ class LayerExecution:
 
     def fuses_gate(self, widths: Widths) -> bool:
         """Return whether one kernel computes the gate; none does for experts."""
-        has_kernel = widths.kind.has_gate and widths.kind.activation in FUSED_ACTIVATIONS
+        has_kernel = widths.kind.has_gate and widths.kind.activation in _FUSED_ACTIVATIONS
         return self.fuses_norm_and_gate and has_kernel and not widths.routed_copies
 
     def norm_bytes(self) -> int:
@@ -115,7 +115,7 @@ def layer_bytes(widths: Widths, execution: LayerExecution, mode: str) -> float:
         norm += execution.residual_bytes
     kind = widths.kind
     num_bytes = (kind.num_norms * norm + 2.0 * value_bytes) * hidden
-    num_bytes += feed_forward_bytes(widths, execution)
+    num_bytes += _feed_forward_bytes(widths, execution)
     num_bytes += 2 * hidden * widths.has_dropout + FP32 * hidden * kind.norms_routed
     num_bytes += _attention_bytes(widths, execution)
     if widths.routed_copies:  # each expert has its own copy of the second norm's output
@@ -141,7 +141,7 @@ def _attention_bytes(widths: Widths, execution: LayerExecution) -> float:
     if execution.groups_documents:
         num_bytes += value_bytes * widths.query
     elif execution.keeps_scores:
-        scores = score_bytes(widths, execution) * widths.heads * execution.sequence_len
+        scores = _score_bytes(widths, execution) * widths.heads * execution.sequence_len
         num_bytes += scores + shared
     elif kind.joins_heads:
         num_bytes += value_bytes * heads
@@ -150,18 +150,18 @@ def _attention_bytes(widths: Widths, execution: LayerExecution) -> float:
     return num_bytes
 
 
-def feed_forward_bytes(widths: Widths, execution: LayerExecution) -> float:
+def _feed_forward_bytes(widths: Widths, execution: LayerExecution) -> float:
     """Return the bytes per token that a feed-forward saves, including the inputs of experts."""
     kind, value_bytes = widths.kind, execution.value_bytes
     if not kind.is_gated:
-        operators = 3 * FP32 if kind.activation in GELU_OPERATORS else 0
+        operators = 3 * FP32 if kind.activation in _GELU_OPERATORS else 0
         return float((2 * value_bytes + operators) * widths.feed_forward)
     of_gate = 7 if widths.family.clamps_gate else 3 if execution.fuses_gate(widths) else 4
     features = of_gate * widths.feed_forward + widths.routed_copies * widths.hidden
     return float(value_bytes * features)
 
 
-def score_bytes(widths: Widths, execution: LayerExecution) -> int:
+def _score_bytes(widths: Widths, execution: LayerExecution) -> int:
     """Return the bytes that unfused attention saves per score.
 
     These are the probability, in fp32 and in the dtype of the values, and the output of a softcap.
@@ -171,7 +171,7 @@ def score_bytes(widths: Widths, execution: LayerExecution) -> int:
     return probability + value_bytes * widths.caps_scores
 
 
-def encoder_decoder_layer_bytes(widths: Widths, execution: LayerExecution) -> float:
+def _encoder_decoder_layer_bytes(widths: Widths, execution: LayerExecution) -> float:
     """Return the bytes per token of an encoder-decoder's layer, averaged over both stacks."""
     if widths.family.has_post_norms:
         return _bart_layer_bytes(widths, execution)
@@ -188,7 +188,7 @@ def _bart_layer_bytes(widths: Widths, execution: LayerExecution) -> float:
     norm = (FP32 + value_bytes + 1) * widths.hidden
     attention = norm + value_bytes * 2 * (widths.query + widths.key_value)
     cross_attention = attention + value_bytes * widths.hidden
-    feed_forward = norm + feed_forward_bytes(widths, execution)
+    feed_forward = norm + _feed_forward_bytes(widths, execution)
     both = 2 * attention + cross_attention + 2 * feed_forward
     return both / 2 + value_bytes * execution.rank_sum
 
@@ -203,7 +203,7 @@ def _t5_layer_bytes(widths: Widths, execution: LayerExecution) -> float:
     norm = (FP32 + execution.residual_bytes + value_bytes) * hidden
     attention = norm + value_bytes * 2 * (widths.query + widths.key_value) + hidden
     feed_forward = norm + hidden + (4 * FP32 + 3 * value_bytes + 1) * widths.feed_forward
-    causal_bias = bias_bytes(widths, execution) / (execution.tokens / 2)
+    causal_bias = _bias_bytes(widths, execution) / (execution.tokens / 2)
     both = (attention + feed_forward) + (2 * attention + feed_forward + causal_bias)
     return both / 2 + value_bytes * execution.rank_sum
 
@@ -225,7 +225,7 @@ def _adapter_bytes(widths: Widths, execution: LayerExecution) -> float:
     return num_bytes
 
 
-def bias_bytes(widths: Widths, execution: LayerExecution) -> float:
+def _bias_bytes(widths: Widths, execution: LayerExecution) -> float:
     """Return the bytes of T5's position bias, which all sequences share."""
     if widths.family.has_post_norms:
         return 0.0
@@ -275,11 +275,11 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     exchanged, masks = _exchange_bytes(run, widths, execution)
     whole += exchanged
     own += exchanged * (run.recompute == "none")
-    chunk, of_feed_forward = run.feed_forward_share, feed_forward_bytes(widths, execution)
+    chunk, of_feed_forward = run.feed_forward_share, _feed_forward_bytes(widths, execution)
     whole -= (1 - chunk) * of_feed_forward
     if run.model.is_pair:  # a token passes through either the encoder or the decoder
         tokens //= 2
-        whole = encoder_decoder_layer_bytes(widths, execution)
+        whole = _encoder_decoder_layer_bytes(widths, execution)
         own = whole if run.recompute == "none" else own
     recomputed = 0 if run.recompute == "none" else -(-widths.layers // run.recompute_every)
     of_layers = recomputed * own + (widths.layers - recomputed) * (whole + share * gathered)
@@ -298,13 +298,13 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
         of_attention = 2 * value_bytes * (widths.query + widths.key_value - hidden)
         working = stream + max(by_chunk, of_attention - chunk * of_feed_forward)
     if execution.keeps_scores:
-        scores = SCORE_TEMPORARIES * value_bytes * widths.heads * execution.sequence_len
+        scores = _SCORE_TEMPORARIES * value_bytes * widths.heads * execution.sequence_len
         # The backward pass of the feed-forward is finished by then.
         working = max(working, scores - of_feed_forward)
     unpacked = _bytes_of_copy(run) * run.model.largest_matrix
     # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
     shared = (
-        BATCH_BYTES * run.tokens + masks + run.model.is_pair * 3 * bias_bytes(widths, execution)
+        _BATCH_BYTES * run.tokens + masks + run.model.is_pair * 3 * _bias_bytes(widths, execution)
     )
     if run.stage is not None:  # those of the other micro-batches on their way
         shared += (run.stage.in_flight - 1) * tokens * of_layers
@@ -363,21 +363,23 @@ def _working(run: PlannedRun, widths: Widths, execution: LayerExecution) -> floa
     hidden, inner, width = widths.hidden, widths.feed_forward, execution.value_bytes
     stream = execution.residual_bytes * hidden
     if execution.scaled_inputs:
-        return VECTOR_TEMPORARIES * execution.adapter_value_bytes * execution.scaled_inputs + stream
+        return (
+            _VECTOR_TEMPORARIES * execution.adapter_value_bytes * execution.scaled_inputs + stream
+        )
     if execution.output_copies:
         # Three products and a cast of the gate's matrices, in the adapter's dtype.
-        temporaries = (VECTOR_TEMPORARIES + 1) * execution.adapter_value_bytes
+        temporaries = (_VECTOR_TEMPORARIES + 1) * execution.adapter_value_bytes
         return (temporaries - width) * inner - execution.output_copies * width * hidden + 2 * stream
-    if not widths.kind.is_gated and widths.kind.activation in GELU_OPERATORS:
-        return (GELU_TEMPORARIES * FP32 - width) * inner + 2 * stream
+    if not widths.kind.is_gated and widths.kind.activation in _GELU_OPERATORS:
+        return (_GELU_TEMPORARIES * FP32 - width) * inner + 2 * stream
     if widths.routed_copies:
-        return EXPERT_TEMPORARIES * width * widths.routed_copies / 2 * hidden + stream
+        return _EXPERT_TEMPORARIES * width * widths.routed_copies / 2 * hidden + stream
     if execution.fuses_gate(widths):  # its gradients overwrite its inputs
         return width * inner + stream
     if execution.fuses_norm_and_gate:
         return 2 * width * inner + 2 * stream
     # Either the gate's product, or the norm below the feed-forward, which is finished by then.
-    of_norm = NORM_TEMPORARIES * FP32 * hidden - 4 * width * inner - width * hidden
+    of_norm = _NORM_TEMPORARIES * FP32 * hidden - 4 * width * inner - width * hidden
     return max(2 * width * inner + stream, of_norm) + stream
 
 
@@ -393,7 +395,7 @@ def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, fl
     value_bytes = execution.value_bytes
     if model.widths.family.has_post_norms:
         states = run.tokens / 2 * hidden * value_bytes
-        whole = WHOLE_LOGITS * FP32 * run.tokens / 2 * model.widths.vocabulary
+        whole = _WHOLE_LOGITS * FP32 * run.tokens / 2 * model.widths.vocabulary
         return 2 * states + whole, states
     split = 1 if model.widths.vocabulary % run.tensor_size else run.tensor_size
     vocabulary = model.widths.vocabulary // split
@@ -403,7 +405,7 @@ def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, fl
         rows *= TRAINED_CHUNKS if model.trains_head else FUSED_CHUNKS
     rows = min(run.tokens, rows)
     num_chunks = -(-run.tokens // rows)
-    of_logit = value_bytes if has_kernel else FP32 if value_bytes == FP32 else LOSS_BYTES
+    of_logit = value_bytes if has_kernel else FP32 if value_bytes == FP32 else _LOSS_BYTES
     chunk, product = float(rows * vocabulary * of_logit), rows * hidden * value_bytes
     head = model.head_weights // split if model.trains_head else 0
     states = run.tokens * hidden * value_bytes

@@ -41,13 +41,13 @@ from common.errors import UserError
 if TYPE_CHECKING:
     from app.config.verbs import TrainConfig
 
-SINGLE_GPU_STRATEGIES = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
+_SINGLE_GPU_STRATEGIES = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
 """strategies that are useful on one GPU"""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-METHODS = ("none", "nf4", "int8", "fp8")
-MAX_DOUBLINGS = 7
+_METHODS = ("none", "nf4", "int8", "fp8")
+_MAX_DOUBLINGS = 7
 """how often the number of GPUs is doubled if nothing fits"""
-MIN_GAIN = 0.01
+_MIN_GAIN = 0.01
 """smallest relative gain in speed for which a larger micro-batch is preferred"""
 
 
@@ -87,7 +87,7 @@ def list_candidates(
         strategies = {
             name: strategy
             for name, strategy in strategies.items()
-            if name in (*SINGLE_GPU_STRATEGIES, config.strategy.name)
+            if name in (*_SINGLE_GPU_STRATEGIES, config.strategy.name)
         }
     for base, overrides in _shardings(config, hardware, strategies, model.expert_layers > 0):
         if check_planned(base, hardware, config_json):
@@ -139,7 +139,7 @@ def _shardings(
     """
     quantizations = {config.quantization.method: config.quantization}
     if not saves_whole_model(config.adapter):
-        for method in METHODS:
+        for method in _METHODS:
             quantizations.setdefault(method, QuantizationConfig(method=method))
     for name, strategy in strategies.items():
         mine = config.strategy if config.strategy.name == name else strategy
@@ -194,7 +194,7 @@ def _of_micro_batches(
         if candidate.fits and typed == overrides:
             as_typed.append(candidate)
         speed = candidate.speed.tokens_per_second
-        if best is None or speed > (1 + MIN_GAIN) * best.speed.tokens_per_second:
+        if best is None or speed > (1 + _MIN_GAIN) * best.speed.tokens_per_second:
             best = candidate
         if not candidate.fits:
             break
@@ -273,7 +273,7 @@ def suggest_larger_changes(
             break
         length //= 2
     more = hardware
-    for _ in range(MAX_DOUBLINGS):
+    for _ in range(_MAX_DOUBLINGS):
         more = _double(more)
         scaled, overrides = config, [f"hardware={_override_value(more)}"]
         if (config.trainer.global_batch_size or more.num_gpus) < more.num_gpus:

@@ -34,7 +34,7 @@ from app.training.micro_batch import can_probe_micro_batch
 
 SPLITTING = ("ddp", "fsdp", "fsdp_hybrid", "fsdp_pp")
 """strategies of which those with shared rows, split experts or stages on nodes are considered"""
-UNTRIED_SHARE = 0.8
+_UNTRIED_SHARE = 0.8
 """share of the memory for activations that is used if no micro-batch is tried on the device"""
 
 
@@ -306,7 +306,7 @@ def choose_micro_batch(run: PlannedRun) -> MicroBatchChoice:
     before the run, some memory is left free.
     """
     packs, size = run.micro_batch_size * run.accumulation, run.size
-    share = 1.0 if can_probe_micro_batch(run.strategy) else UNTRIED_SHARE
+    share = 1.0 if can_probe_micro_batch(run.strategy) else _UNTRIED_SHARE
     needs: dict[int, _Need] = {}
     number = 1
     is_pipeline = pipeline_parallel_size(run.strategy) > 1

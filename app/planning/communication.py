@@ -25,11 +25,11 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-sca
 ALL_TO_ALL, SEND = "all-to-all", "send"
 QUANTIZED_WEIGHT, QUANTIZED_GRADIENT = 1.0, 0.5
 """bytes per element that ZeRO++'s qwZ and qgZ send"""
-AVERAGED_WEIGHT = 4.0
+_AVERAGED_WEIGHT = 4.0
 """bytes per weight that local SGD sends to average it, for every dtype"""
-INDEX_BYTES = 4
+_INDEX_BYTES = 4
 """bytes of the index that top-k sends with a gradient"""
-DDP_BUCKET = 25 * 2**20
+_DDP_BUCKET = 25 * 2**20
 """bytes of gradients that DistributedDataParallel reduces at once (its bucket_cap_mb)"""
 LINKS = 0.8
 """share of a link's datasheet rate that collectives reach (assumed)"""
@@ -173,11 +173,11 @@ def list_collectives(run: PlannedRun, size: ModelSize | None = None) -> list[Col
 
 def _of_ddp(run: PlannedRun, size: ModelSize) -> list[Collective]:
     sent, strategy = size.whole.trained, run.strategy
-    buckets = max(1, math.ceil(sent / DDP_BUCKET))
+    buckets = max(1, math.ceil(sent / _DDP_BUCKET))
     if isinstance(strategy, DdpConfig) and strategy.compression in ("bf16", "fp16"):
         sent = size.whole.num_trained * 2
     elif isinstance(strategy, DdpConfig) and strategy.compression == "topk":
-        own = strategy.topk_share * (size.whole.trained + INDEX_BYTES * size.whole.num_trained)
+        own = strategy.topk_share * (size.whole.trained + _INDEX_BYTES * size.whole.num_trained)
         whole = own * run.num_ranks
         return [_over_all(run, "largest gradients", ALL_GATHER, whole, 1, messages=buckets)]
     elif isinstance(strategy, DdpConfig) and strategy.compression == "powersgd":
@@ -276,7 +276,7 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Col
             Collective(
                 what=f"weights between nodes, every {strategy.sync_every_steps} steps",
                 kind=ALL_REDUCE,
-                num_bytes=AVERAGED_WEIGHT * whole.num_trained / shards,
+                num_bytes=_AVERAGED_WEIGHT * whole.num_trained / shards,
                 times=1 / strategy.sync_every_steps,
                 num_ranks=replicas,
                 num_nodes=min(replicas, run.num_nodes),

@@ -27,7 +27,7 @@ from app.strategy.settings import ZeroConfig
 
 HALF_BYTES, FP32_BYTES = 2, 16
 """bytes per weight in half precision, and of all fp32 states; a half gradient makes it 18"""
-BUFFER_FACTOR = 1.5
+_BUFFER_FACTOR = 1.5
 """factor by which DeepSpeed multiplies host memory, for its buffers"""
 
 
@@ -62,7 +62,7 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
             "offloaded": host.offloaded / GIB,
             "memory": hardware.host_memory_gib,
         },
-        "deepspeed_states_gib": estimate_deepspeed_states(run),
+        "deepspeed_states_gib": _estimate_deepspeed_states(run),
         "disk_gib": disk_gib,
         "has_disk_states": run.strategy.offload_optimizer == "disk",
         "nvme_gib": hardware.nvme_gib,
@@ -153,9 +153,9 @@ def estimate_zero2_states(
     gpus = gpus_per_node * num_nodes
     if offloads:
         host = num_weights * max(4 * gpus, FP32_BYTES)
-        return HALF_BYTES * num_weights, host * BUFFER_FACTOR
+        return HALF_BYTES * num_weights, host * _BUFFER_FACTOR
     gpu = HALF_BYTES * num_weights + (HALF_BYTES + FP32_BYTES) * num_weights / gpus
-    return gpu, 4 * num_weights * gpus_per_node * BUFFER_FACTOR
+    return gpu, 4 * num_weights * gpus_per_node * _BUFFER_FACTOR
 
 
 def estimate_zero3_states(
@@ -174,14 +174,14 @@ def estimate_zero3_states(
     gathered, gpus = 2 * HALF_BYTES * largest_layer, gpus_per_node * num_nodes
     bytes_per_weight, loading = HALF_BYTES + FP32_BYTES, 4 * num_weights * gpus_per_node
     if not offloads_optimizer:
-        return gathered + bytes_per_weight * num_weights / gpus, loading * BUFFER_FACTOR
+        return gathered + bytes_per_weight * num_weights / gpus, loading * _BUFFER_FACTOR
     on_host = bytes_per_weight if offloads_weights else FP32_BYTES
     offloaded = num_weights * on_host / num_nodes
     on_gpu = 0.0 if offloads_weights else HALF_BYTES * num_weights / gpus
-    return gathered + on_gpu, max(offloaded, loading) * BUFFER_FACTOR
+    return gathered + on_gpu, max(offloaded, loading) * _BUFFER_FACTOR
 
 
-def estimate_deepspeed_states(run: PlannedRun) -> dict[str, float] | None:
+def _estimate_deepspeed_states(run: PlannedRun) -> dict[str, float] | None:
     """Return the GiB that DeepSpeed's estimator gives; None if it does not cover this run."""
     strategy, gpus = run.strategy, run.hardware.gpus_per_node
     if not isinstance(strategy, ZeroConfig) or strategy.stage == 1 or not run.trains_base:

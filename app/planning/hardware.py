@@ -15,9 +15,9 @@ from app.process.gpus import Machine, read_machine
 from common.errors import DeviceError
 from common.facts import setting
 
-MANY = re.compile(r"(?:(?P<nodes>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d?)x(?P<card>[a-z].*)")
+_MANY = re.compile(r"(?:(?P<nodes>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d?)x(?P<card>[a-z].*)")
 """`8xh100`, or `2x8xh100`: two nodes of eight"""
-NVIDIA_NAMES = (
+_NVIDIA_NAMES = (
     ("h200", "h200"),
     ("h100", "h100"),
     ("b200", "b200"),
@@ -28,17 +28,17 @@ NVIDIA_NAMES = (
     ("v100", "v100"),
 )
 """words of the driver's names for cards, and the options of conf/hardware for them"""
-FABRIC = Path("/sys/class/infiniband")
+_FABRIC = Path("/sys/class/infiniband")
 """where Linux lists InfiniBand, RoCE and EFA adapters"""
 FAST_NETWORK, SLOW_NETWORK = 25.0, 1.25
 """GB/s of a node: with one 200 Gb/s adapter, which counts as fast, and with 10 Gb/s Ethernet, which
 is assumed without InfiniBand, RoCE or EFA"""
-CONTAINER_LIMITS = (
+_CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 """files with the memory limit of a container"""
-GIB = 2**30
+_GIB = 2**30
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,7 +99,7 @@ class HardwareConfig:
 def split_name(name: str) -> tuple[str, dict[str, int]]:
     """Split `2x8xh100` or `8xh100` into the card and the settings that its numbers stand for."""
     name = name.lower()
-    many = MANY.fullmatch(name)
+    many = _MANY.fullmatch(name)
     if many is None:
         return name, {}
     numbers = {"num_nodes": int(many["nodes"])} if many["nodes"] else {}
@@ -114,7 +114,7 @@ def known_card(name: str, memory_gib: float) -> str | None:
     if " mig " in f" {name.lower()} ":
         return None
     words = re.split(r"[^a-z0-9]+", name.lower())  # GH200 has its own specifications
-    found = next((ours for part, ours in NVIDIA_NAMES if {part, ours} & {*words}), None)
+    found = next((ours for part, ours in _NVIDIA_NAMES if {part, ours} & {*words}), None)
     if found == "a100":
         return "a100_80gb" if memory_gib > 60 else "a100_40gb"
     if found == "v100":
@@ -176,15 +176,15 @@ def with_local_host(card: HardwareConfig) -> HardwareConfig:
     return replace(
         card,
         host_memory_gib=host_memory_gib(),
-        nvme_gib=shutil.disk_usage(Path.cwd()).free / GIB,
-        network_gb_per_second=network if any(FABRIC.glob("*")) else SLOW_NETWORK,
+        nvme_gib=shutil.disk_usage(Path.cwd()).free / _GIB,
+        network_gb_per_second=network if any(_FABRIC.glob("*")) else SLOW_NETWORK,
     )
 
 
 def host_memory_gib() -> float:
     """Return the memory of this machine, or of the container of this process."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in CONTAINER_LIMITS:
+    for file in _CONTAINER_LIMITS:
         limit = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
         sizes += [int(limit)] if limit.isdigit() else []
-    return min(sizes) / GIB
+    return min(sizes) / _GIB

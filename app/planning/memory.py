@@ -377,22 +377,22 @@ def _constant_parts(run: PlannedRun, size: ModelSize, states: ModelStates) -> di
         elsewhere = size.layer.frozen * max(0, size.num_layers - STREAMED_LAYERS)
     return {
         "weights": weights * (1 - trained_share) - elsewhere,
-        "teacher": teacher_bytes(run),
+        "teacher": _teacher_bytes(run),
         "trainable": weights * trained_share,
         "optimizer": states.optimizer,
-        "received": received_bytes(run),
+        "received": _received_bytes(run),
         "overhead": CONTEXT_GIB * GIB if run.is_on_gpu else 0.0,
     }
 
 
-def received_bytes(run: PlannedRun) -> float:
+def _received_bytes(run: PlannedRun) -> float:
     """Return the bytes of a stage's buffers: PyTorch allocates them for all micro-batches."""
     if run.stage is None:
         return 0.0
     return run.stage.received * run.accumulation * run.hidden_bytes
 
 
-def teacher_bytes(run: PlannedRun) -> float:
+def _teacher_bytes(run: PlannedRun) -> float:
     """Return the bytes of the weights of a teacher, which are not sharded."""
     if run.teacher is None:
         return 0.0

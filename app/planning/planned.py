@@ -55,10 +55,10 @@ log = logging.getLogger(__name__)
 
 NOT_PLANNED = ("auto", "zero3_nvme")
 """strategy names that are resolved before planning, or that are not implemented"""
-NO_FLASH = ("attention_chunk_size", "attention_dropout", "attn_pdrop")
+_NO_FLASH = ("attention_chunk_size", "attention_dropout", "attn_pdrop")
 """keys of config.json that FlashAttention does not support, and sdpa does"""
 
-BYTES_OF_TOKEN = 4
+_BYTES_OF_TOKEN = 4
 """bytes per token of English text (OpenAI's rule of thumb), if the tokenizer is not available"""
 
 
@@ -291,7 +291,7 @@ def build_planned_run(
         keeps_scores=keeps_scores,
         groups_documents=groups_documents,
         runs_base=config.objective.reference_source == "base",
-        teacher=plan_teacher(config.objective, precision),
+        teacher=_plan_teacher(config.objective, precision),
         teacher_quantization=config.objective.teacher_quantization
         if isinstance(config.objective, DistillConfig)
         else "none",
@@ -301,7 +301,7 @@ def build_planned_run(
     )
 
 
-def plan_teacher(objective: ObjectiveConfig, precision: str) -> PlannedModel | None:
+def _plan_teacher(objective: ObjectiveConfig, precision: str) -> PlannedModel | None:
     """Return the teacher of a run's steps; None without one, or if its sizes are not known here.
 
     One whose log-probabilities are cached is gone before the first step.
@@ -357,7 +357,7 @@ def _groups_documents(
     base = BaseDescription(config=config_json)
     no_flash = not _has_flash(config, hardware)
     no_flash = no_flash or model.widths.widest_head > MAX_FLASH_HEAD_DIM
-    no_flash = no_flash or any(map(base.get, NO_FLASH))
+    no_flash = no_flash or any(map(base.get, _NO_FLASH))
     return backend == "sdpa" or (backend == "auto" and no_flash)
 
 
@@ -381,7 +381,7 @@ def _sequence_len(config: TrainConfig, config_json: Mapping[str, Any]) -> int:
 
 def estimate_tokens(config: TrainConfig, sequence_len: int) -> tuple[int, str]:
     """Estimate the tokens of all epochs, with a note on how; DataError if that is not possible."""
-    file = find_tokenizer(config.model)
+    file = _find_tokenizer(config.model)
     epoch = estimate_epoch(
         with_format(config.data, config.objective.row_format),
         sequence_len=sequence_len,
@@ -389,12 +389,12 @@ def estimate_tokens(config: TrainConfig, sequence_len: int) -> tuple[int, str]:
         count_tokens=count_bytes if file is None else _count_by(file),
     )
     epochs = config.trainer.num_epochs
-    guessed = "" if file else f" at {BYTES_OF_TOKEN} bytes a token: its tokenizer is not here"
+    guessed = "" if file else f" at {_BYTES_OF_TOKEN} bytes a token: its tokenizer is not here"
     times = f"{epochs} x " if epochs > 1 else ""
     return epoch.tokens * epochs, f"an estimate by {times}{epoch.how}{guessed}"
 
 
-def find_tokenizer(model: ModelConfig) -> Path | None:
+def _find_tokenizer(model: ModelConfig) -> Path | None:
     """Return the base's tokenizer.json if it is on this machine."""
     path = model.tokenizer_path or model.path
     if path is None:
@@ -405,7 +405,7 @@ def find_tokenizer(model: ModelConfig) -> Path | None:
 
 def count_bytes(texts: Sequence[str]) -> list[int]:
     """Estimate the number of tokens of each text from its bytes."""
-    return [-(-len(text.encode(errors="replace")) // BYTES_OF_TOKEN) for text in texts]
+    return [-(-len(text.encode(errors="replace")) // _BYTES_OF_TOKEN) for text in texts]
 
 
 def _count_by(file: Path) -> Callable[[Sequence[str]], list[int]]:

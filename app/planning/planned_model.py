@@ -31,7 +31,7 @@ from app.planning.widths import Widths, config_getter, kind_of_layer, widths_of
 from app.strategy.tensor_plan import BY_COLUMNS, BY_ROWS
 from common.errors import UserError
 
-SPLIT = {
+_SPLIT = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"), BY_ROWS),
     **dict.fromkeys(("o_proj", "down_proj", "dense", "fc2"), BY_COLUMNS),
 }
@@ -39,10 +39,10 @@ SPLIT = {
 transformers' plans"""
 EXPERTS = ".experts."
 """part of the names of weights of routed experts"""
-SHARED_EXPERTS = re.compile(r"^(?!.*\bexperts\.\d).*\bgate_proj\.(base_layer\.)?weight$")
+_SHARED_EXPERTS = re.compile(r"^(?!.*\bexperts\.\d).*\bgate_proj\.(base_layer\.)?weight$")
 """gate matrices of a layer with experts that do not belong to a single expert"""
 
-RECURRENT = ("linear_attn.", "mamba.", "conv.")
+_RECURRENT = ("linear_attn.", "mamba.", "conv.")
 """beginnings of the names of a layer's weights if it has a recurrence or a convolution instead of
 attention"""
 
@@ -244,7 +244,7 @@ class PlannedModel:
 
 
 def _is_recurrent(name: str) -> bool:
-    return name.startswith(RECURRENT)
+    return name.startswith(_RECURRENT)
 
 
 def _count(weights: Weights, trained: bool) -> int:
@@ -376,7 +376,7 @@ def _count_trained(layers: Collection[Weights]) -> int:
 def _split_plan(layer: Weights) -> dict[str, str]:
     paths = {name.removesuffix(".weight") for name in layer if ".lora_" not in name}
     ends = {path: path.rpartition(".")[2] for path in paths}
-    return {path: SPLIT[end] for path, end in ends.items() if end in SPLIT}
+    return {path: _SPLIT[end] for path, end in ends.items() if end in _SPLIT}
 
 
 def _ranks(adapter: AdapterConfig, matrices: list[str]) -> dict[str, int]:
@@ -439,7 +439,7 @@ def model_from_modules(
     layers = [weights_of(model.get_submodule(name).named_parameters()) for name in names]
     kinds = _count_kinds(layers)
     most = max(range(len(layers)), key=lambda number: layers.count(layers[number]))
-    shared = sum(w.shape[0] for name, w in layers[most].items() if SHARED_EXPERTS.search(name))
+    shared = sum(w.shape[0] for name, w in layers[most].items() if _SHARED_EXPERTS.search(name))
     if not any("experts." in name for name in layers[most]):
         shared = 0
     widths = widths_of(get, kind_of_layer(model.get_submodule(names[most]), shared))

@@ -40,46 +40,46 @@ as the range of 99 % of them. All ranks wait for the slowest"""
 LAUNCHES, LORA_LAUNCHES, PLAIN_LAUNCHES = 42, 49, 2.5
 """kernels per layer and micro-batch, those that LoRA adds, and their factor without fused kernels
 (results/2026-11-26_gpu-modelled.md)"""
-LAUNCH = 5e-6
+_LAUNCH = 5e-6
 """seconds of the host per kernel (assumed)"""
-COPIED = 2
+_COPIED = 2
 """bytes read and written per byte gathered or reduced: sharded weights and gradients are copied
 out of and into one buffer per message"""
-FASTEST_ATTENTION = 443e12
+_FASTEST_ATTENTION = 443e12
 """FLOP/s of cuDNN's attention on an H100, same source; on newer cards none was measured. It runs
 for documents of equal lengths, which estimate_flops assumes. Others get FlashAttention 2, which
 needs about twice the time per FLOP, but they have fewer FLOPs"""
-ATTENTION_BACKWARD = 2.5
+_ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass, which computes the scores again, relative to the forward pass
 (arXiv 2307.08691, section 4)"""
-FUSED = {"norm": 31.9, "rope": 8.2, "gate": 16.0, "adds": 12.0, "layout": 5.0, "lora": 9.8}
-PLAIN = {"norm": 253.0, "rope": 36.0, "gate": 28.0, "adds": 182.0, "layout": 20.0, "lora": 38.0}
+_FUSED = {"norm": 31.9, "rope": 8.2, "gate": 16.0, "adds": 12.0, "layout": 5.0, "lora": 9.8}
+_PLAIN = {"norm": 253.0, "rope": 36.0, "gate": 28.0, "adds": 182.0, "layout": 20.0, "lora": 38.0}
 """bytes of memory traffic per token, layer and feature outside of products; features are hidden
 ones for norm, adds and layout, those of heads for rope, of the feed-forward for gate, and of the
 outputs of matrices with LoRA for lora. Counted for an 8B model by `make bench ONLY=gpu_ops`
 (results/2026-11-23_gpu-modelled.md), for our fused kernels and for plain transformers + peft"""
-LOSS_TRAFFIC = 6.8
+_LOSS_TRAFFIC = 6.8
 """bytes of memory traffic per token and logit, same source"""
-RECOMPUTED_TRAFFIC = 0.38
+_RECOMPUTED_TRAFFIC = 0.38
 """share of a layer's memory traffic that recomputing it adds, same source"""
-DEQUANTIZED = {"nf4": 0.53 + 2.0, "int8": 1.0 + 2.0}
+_DEQUANTIZED = {"nf4": 0.53 + 2.0, "int8": 1.0 + 2.0}
 """bytes read and written to dequantize one weight"""
-FP8_PRODUCTS = 0.6
+_FP8_PRODUCTS = 0.6
 """share of the datasheet's FP8 rate that products with a scale per row reach: 1,150 to 1,250 TFLOPS
 are published for an H100; not measured"""
-FP8_INPUTS = 3.0
+_FP8_INPUTS = 3.0
 """bytes read and written to quantize one value of an activation or a gradient in bf16, by one
 kernel"""
-FP8_COLUMNS = 4.0
+_FP8_COLUMNS = 4.0
 """bytes read and written to transpose one value in bf16 before it is quantized"""
-FP8_TRANSPOSED = 2.0
+_FP8_TRANSPOSED = 2.0
 """bytes read and written to transpose one weight for the gradient of the input"""
-OPTIMIZER_PASSES = 7
+_OPTIMIZER_PASSES = 7
 """elements that AdamW reads and writes per trainable weight: weight, gradient, two states"""
-LINK_PASSES = {"none": 0, "cpu": 3, "disk": 4}
+_LINK_PASSES = {"none": 0, "cpu": 3, "disk": 4}
 """elements per trainable weight between GPU and host in a step, by strategy.offload_optimizer: two
 states to the device and back with disk"""
-ACCUMULATION_PASSES = 3
+_ACCUMULATION_PASSES = 3
 """elements read and written per trainable weight to add a micro-batch's gradient to the sum"""
 
 
@@ -149,7 +149,7 @@ def estimate_flops(run: PlannedRun) -> Flops:
         recomputed_products=again + others,
         recomputed_attention=again_attention + others_attention,
         frozen=of_base + (forward * (1 + reached) + again) * frozen / max(1.0, frozen + trained),
-        recomputed_scores=attention * reached * (ATTENTION_BACKWARD - 2),
+        recomputed_scores=attention * reached * (_ATTENTION_BACKWARD - 2),
     )
 
 
@@ -195,11 +195,11 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     stepped = size.whole.trained / num_shards(run.strategy, ranks, run.num_nodes)[2]
     offload, link = run.strategy.offload_optimizer, run.hardware.host_link_gb_per_second
     rate = BANDWIDTH * run.hardware.memory_gb_per_second * 1e9
-    optimizer = 0.0 if offload == "cpu" else OPTIMIZER_PASSES * stepped / rate
+    optimizer = 0.0 if offload == "cpu" else _OPTIMIZER_PASSES * stepped / rate
     link *= LINKS * 1e9
     streamed = _streamed_bytes(run, size)
     host = (_host_copies(run, size) + run.accumulation * sum(streamed)) / link if link else 0.0
-    waits = LINK_PASSES[offload] * stepped / link if link else 0.0
+    waits = _LINK_PASSES[offload] * stepped / link if link else 0.0
     flops = estimate_flops(run)
 
     def step_seconds(contention: float = CONTENTION, slower: float = 1.0) -> float:
@@ -262,13 +262,13 @@ def _pass_seconds(
     products = max(products, _weight_reads(run) * run.accumulation / split / bandwidth)
     attention = flops.attention + flops.recomputed_scores + flops.recomputed_attention
     attention *= tokens / split
-    attention /= min(ATTENTION * _full_rate(run), FASTEST_ATTENTION)
+    attention /= min(ATTENTION * _full_rate(run), _FASTEST_ATTENTION)
     traffic = _traffic(run) * tokens + _dequantized(run) * run.accumulation / split
     _, of_gradients, _ = num_shards(run.strategy, run.num_ranks, run.num_nodes)
     summed = size.whole.trained / of_gradients * (run.accumulation - 1)
-    traffic += ACCUMULATION_PASSES * summed
+    traffic += _ACCUMULATION_PASSES * summed
     copied = [c for c in collectives if c.overlaps and c.kind in (ALL_GATHER, REDUCE_SCATTER)]
-    traffic += COPIED * sum(each.num_bytes * each.times for each in copied)
+    traffic += _COPIED * sum(each.num_bytes * each.times for each in copied)
     return products, attention, traffic / bandwidth
 
 
@@ -276,7 +276,7 @@ def _launch_seconds(run: PlannedRun) -> float:
     """Return the seconds of an optimizer step that the host takes to launch its kernels."""
     kernels: float = LAUNCHES + LORA_LAUNCHES * _has_lora(run)
     kernels *= 1 if run.execution.fuses_norm_and_gate else PLAIN_LAUNCHES
-    return LAUNCH * kernels * run.model.num_layers * run.accumulation
+    return _LAUNCH * kernels * run.model.num_layers * run.accumulation
 
 
 def _speed_of_pipeline(run: PlannedRun, stages: list[Speed]) -> Speed:
@@ -311,7 +311,7 @@ def kernel_seconds(
     peak = hardware.half_tflops if dtype in ("bfloat16", "float16") else hardware.fp32_tflops
     rate = 1e12 * peak * _product_share(hardware)
     if kind == "attention":
-        rate = min(1e12 * peak * ATTENTION, FASTEST_ATTENTION)
+        rate = min(1e12 * peak * ATTENTION, _FASTEST_ATTENTION)
     bandwidth = BANDWIDTH * hardware.memory_gb_per_second * 1e9
     return max(flops / rate, num_bytes / bandwidth)
 
@@ -325,7 +325,7 @@ def _product_seconds(run: PlannedRun, flops: Flops) -> float:
         in_fp8 = run.share_in_fp8 * (whole - 6.0 * run.model.head_weights)
     if not in_fp8:
         return whole / rate
-    of_fp8 = FP8_PRODUCTS * 1e12 * run.hardware.fp8_tflops
+    of_fp8 = _FP8_PRODUCTS * 1e12 * run.hardware.fp8_tflops
     return (whole - in_fp8) / rate + in_fp8 / of_fp8
 
 
@@ -358,15 +358,15 @@ def _has_lora(run: PlannedRun) -> bool:
 def _traffic(run: PlannedRun) -> float:
     """Return the bytes of memory traffic per token on a rank, outside of products."""
     widths, model, split = run.model.widths, run.model, run.tensor_size
-    rates = FUSED if run.execution.fuses_norm_and_gate else PLAIN
+    rates = _FUSED if run.execution.fuses_norm_and_gate else _PLAIN
     layer = rates["rope"] * (widths.query + widths.key_value) + rates["gate"] * widths.feed_forward
     layer += rates["layout"] * widths.hidden + rates["lora"] * widths.outputs * _has_lora(run)
     # Tensor parallelism leaves the hidden states whole on each rank.
     layer = layer / split + (rates["norm"] + rates["adds"]) * widths.hidden
     again = 0.0 if run.recompute == "none" else 1 / run.recompute_every
-    layer *= 1 + RECOMPUTED_TRAFFIC * (again + run.runs_base)
+    layer *= 1 + _RECOMPUTED_TRAFFIC * (again + run.runs_base)
     layers = model.num_layers / (2 if model.is_pair else 1)
-    return layer * layers + LOSS_TRAFFIC * widths.vocabulary * model.has_head / split
+    return layer * layers + _LOSS_TRAFFIC * widths.vocabulary * model.has_head / split
 
 
 def _dequantized(run: PlannedRun) -> float:
@@ -384,10 +384,10 @@ def _dequantized(run: PlannedRun) -> float:
         )
         inputs = 2 * widths.hidden + widths.query + widths.feed_forward
         values = run.model.num_layers * (forwards * inputs + widths.outputs)
-        transposed = FP8_TRANSPOSED * run.model.multiplied(trained=False)
-        return run.base_share_in_fp8 * (transposed + FP8_INPUTS * values * run.tokens)
+        transposed = _FP8_TRANSPOSED * run.model.multiplied(trained=False)
+        return run.base_share_in_fp8 * (transposed + _FP8_INPUTS * values * run.tokens)
     passes = run.runs_base + (3 if run.recompute in WHOLE_LAYERS else 2)
-    return passes * DEQUANTIZED[run.quantization.method] * run.model.multiplied(trained=False)
+    return passes * _DEQUANTIZED[run.quantization.method] * run.model.multiplied(trained=False)
 
 
 def _quantized_in_training(run: PlannedRun) -> float:
@@ -395,10 +395,10 @@ def _quantized_in_training(run: PlannedRun) -> float:
 
     Inputs and gradients of every matrix, and the matrices, are quantized by row and by column.
     """
-    by_row = FP8_INPUTS * (2 if run.recompute in ("full", "offload") else 1)
-    by_column = FP8_INPUTS + FP8_COLUMNS
+    by_row = _FP8_INPUTS * (2 if run.recompute in ("full", "offload") else 1)
+    by_column = _FP8_INPUTS + _FP8_COLUMNS
     widths, matrices = run.model.widths, run.model.multiplied(trained=True)
-    values = (by_row + by_column) * widths.inputs + (FP8_INPUTS + by_column) * widths.outputs
+    values = (by_row + by_column) * widths.inputs + (_FP8_INPUTS + by_column) * widths.outputs
     return values * run.model.num_layers * run.tokens + (by_row + by_column) * matrices
 
 

@@ -23,9 +23,9 @@ from app.strategy.settings import (
 from app.strategy.tensor_plan import split_dim
 from app.training.optimizers import states_of_weights
 
-BITS = {"int8": 8.0, "nf4": 4.5, "fp8": 8.0}
+_BITS = {"int8": 8.0, "nf4": 4.5, "fp8": 8.0}
 """bits per quantized weight including its scales (arXiv 2305.14314: 32 bits per 64 weights)"""
-DOUBLE_QUANT_SAVED_BITS = 0.373
+_DOUBLE_QUANT_SAVED_BITS = 0.373
 """bits per weight that quantized scales save, same source"""
 
 
@@ -99,7 +99,7 @@ class WeightLayout:
     expert_size: int = 1
 
 
-def bytes_per_weight(num_bytes: int, quantization: QuantizationConfig) -> float:
+def _bytes_per_weight(num_bytes: int, quantization: QuantizationConfig) -> float:
     """Return the bytes per weight of a frozen matrix, including its scales.
 
     `num_bytes`: the bytes of a weight that is not quantized.
@@ -107,12 +107,14 @@ def bytes_per_weight(num_bytes: int, quantization: QuantizationConfig) -> float:
     if quantization.method == "none":
         return num_bytes
     saves = (
-        DOUBLE_QUANT_SAVED_BITS if quantization.method == "nf4" and quantization.double_quant else 0
+        _DOUBLE_QUANT_SAVED_BITS
+        if quantization.method == "nf4" and quantization.double_quant
+        else 0
     )
-    return (BITS[quantization.method] - saves) / 8
+    return (_BITS[quantization.method] - saves) / 8
 
 
-def sum_weight_bytes(
+def _sum_weight_bytes(
     weights: Weights, layout: WeightLayout, plan: Mapping[str, str]
 ) -> WeightBytes:
     """Sum the bytes of weights that FSDP gathers together, split by the tensor-parallel `plan`."""
@@ -123,7 +125,7 @@ def sum_weight_bytes(
         share = (1.0 if dim is None else 1 / layout.tensor_size) / experts
         size = num_bytes = float(weight.num_bytes)
         if not weight.requires_grad and weight.ndim >= 2:
-            num_bytes = bytes_per_weight(weight.num_bytes, layout.quantization)
+            num_bytes = _bytes_per_weight(weight.num_bytes, layout.quantization)
         number = weight.numel() * share
         trains = weight.requires_grad
         # A LoRA matrix of rank 16 gives each of 16 ranks one row, and further ranks nothing.
@@ -163,7 +165,9 @@ def size_for(
     plan = model.plan if tensor_size > 1 else {}
 
     def sum_layers(layout: WeightLayout) -> WeightBytes:
-        parts = (sum_weight_bytes(weights, layout, plan) * times for weights, times in model.layers)
+        parts = (
+            _sum_weight_bytes(weights, layout, plan) * times for weights, times in model.layers
+        )
         return sum(parts, WeightBytes())
 
     layers = sum_layers(layout)
@@ -173,18 +177,18 @@ def size_for(
     is_fp32 = any(weight.num_bytes == 4 for weight in model.embedding.values())
     # Same condition as `can_split_head`: a bias would be a second weight.
     splits_head = len(model.head) == 1 and model.widths.vocabulary % tensor_size == 0
-    head = sum_weight_bytes(model.head, of_ends, {})
+    head = _sum_weight_bytes(model.head, of_ends, {})
     return ModelSize(
         layer=layers * (1 / model.num_layers),
         num_layers=model.num_layers,
-        embedding=sum_weight_bytes(model.embedding, of_ends, {}),
+        embedding=_sum_weight_bytes(model.embedding, of_ends, {}),
         head=head * (1 / tensor_size) if splits_head else head,
-        rest=sum_weight_bytes(model.rest, layout, {}),
+        rest=_sum_weight_bytes(model.rest, layout, {}),
         hidden_bytes=4 if is_fp32 else 2,
     )
 
 
-LIVE_UNDER_ZERO3 = 1e9
+_LIVE_UNDER_ZERO3 = 1e9
 """number of weights that DeepSpeed keeps gathered (its stage3_max_live_parameters)"""
 ZERO_BUCKET = 5e8
 """number of gradients that DeepSpeed reduces at once (its reduce_bucket_size)"""
@@ -223,7 +227,7 @@ def estimate_states(
         if strategy.stage == 3:
             # In the dtype of the weights; a smaller model stays gathered during the whole step.
             end = max(part.frozen + part.trained for part in (size.embedding, size.head))
-            gathered = size.hidden_bytes * LIVE_UNDER_ZERO3 + end
+            gathered = size.hidden_bytes * _LIVE_UNDER_ZERO3 + end
             gathered = min(gathered, whole.frozen + whole.trained)
             held *= strategy.offload_parameters == "none"
     elif isinstance(strategy, FsdpConfig) and (weight_shards > 1 or strategy.offload_parameters):

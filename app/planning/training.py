@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OWN_CONTEXT_GIB = 1.0
+_OWN_CONTEXT_GIB = 1.0
 """memory of a GPU that this process's own CUDA context and libraries may take, in GiB"""
-FALLBACK_CARD = "a100_80gb"
+_FALLBACK_CARD = "a100_80gb"
 """card whose rates are used to rank alternatives if the GPU is unknown"""
 
 
@@ -86,7 +86,7 @@ def detect_hardware(
     card = known_card(smallest.name, memory_gib)
     if env.num_ranks == 1:  # several ranks would read different numbers while they start
         memory_gib -= _gib_of_others()
-    known = settings_of(card or FALLBACK_CARD)
+    known = settings_of(card or _FALLBACK_CARD)
     return replace(
         with_local_host(known),
         name=card or smallest.name,
@@ -102,13 +102,13 @@ def _gib_of_others() -> float:
 
     free, total = torch.cuda.mem_get_info()
     used = (total - free - torch.cuda.memory_reserved()) / GIB
-    if used <= OWN_CONTEXT_GIB:
+    if used <= _OWN_CONTEXT_GIB:
         return 0.0
     log.info(
         "GPU: other processes use %.1f of its %.1f GiB; planned with the rest",
-        *(used - OWN_CONTEXT_GIB, total / GIB),
+        *(used - _OWN_CONTEXT_GIB, total / GIB),
     )
-    return used - OWN_CONTEXT_GIB
+    return used - _OWN_CONTEXT_GIB
 
 
 def plan_training(
@@ -213,7 +213,7 @@ class Estimate:
             ends = dict(zip(("lowest", "highest"), self.speed.between, strict=True))
             figures |= {f"speed/planned_{end}": value for end, value in ends.items()} | self.lost
             is_slow = any(mixers_run_by_document(module.model))
-            figures |= measured_losses(module.metrics.summary(), by_document=is_slow)
+            figures |= _measured_losses(module.metrics.summary(), by_document=is_slow)
             speed += f", {1 / self.speed.step:.3g} planned"
         log.info(
             "memory: peak %.2f GiB measured, %.2f planned (%+.0f %%); %s",
@@ -225,7 +225,7 @@ class Estimate:
         return figures
 
 
-def measured_losses(metrics: Mapping[str, float], *, by_document: bool) -> dict[str, float]:
+def _measured_losses(metrics: Mapping[str, float], *, by_document: bool) -> dict[str, float]:
     """Return the shares of the training time that went into waiting and padding, by metric.
 
     `by_document`: whether recurrent layers launch their kernels for each group of documents.
@@ -240,7 +240,7 @@ def measured_losses(metrics: Mapping[str, float], *, by_document: bool) -> dict[
     return {LOST + cause: max(0.0, share) for cause, share in shares.items()}
 
 
-def planned_losses(run: PlannedRun) -> dict[str, float]:
+def _planned_losses(run: PlannedRun) -> dict[str, float]:
     """Return the shares of a step that fused kernels and other settings save if they fit."""
     packs = run.micro_batch_size * run.accumulation
     sizes = [size for size in MICRO_BATCHES if size > run.micro_batch_size and packs % size == 0]
@@ -280,7 +280,7 @@ def estimate_training(run: PlannedRun) -> Estimate:
         device_gib=run.hardware.memory_gib,
         speed=estimate_speed(run, size) if has_speed else None,
         peak_tokens_per_second=peak_tokens_per_second(run) if has_speed else None,
-        lost=planned_losses(run) if has_speed else {},
+        lost=_planned_losses(run) if has_speed else {},
         guessed="" if widths.is_compared else widths.model_type,
     )
 

@@ -15,13 +15,13 @@ from app.model.families import PLAIN, Family, LayerKind, family_of
 Getter = Callable[[str], Any]
 """returns the value of a key of config.json, None if it has none"""
 
-DROPOUTS = ("resid_pdrop", "hidden_dropout", "dropout")
+_DROPOUTS = ("resid_pdrop", "hidden_dropout", "dropout")
 """names in config.json of the dropout on the outputs of attention and feed-forward"""
-ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")
 """names in config.json of the feed-forward's activation function"""
-JOINED = ("qkv_proj",)
+_JOINED = ("qkv_proj",)
 """names of a joint matrix for queries, keys and values whose output is not copied for the values"""
-UNGATED = ("fc1", "fc_in", "c_fc", "dense_h_to_4h")
+_UNGATED = ("fc1", "fc_in", "c_fc", "dense_h_to_4h")
 """names of the first matrix of an ungated feed-forward"""
 
 
@@ -54,8 +54,8 @@ def kind_of_layer(layer: Any, shared_experts: int) -> LayerKind:
         norms_routed=any(name.endswith("router.norm") for name in modules),
         has_rms_norms=any("RMSNorm" in type(module).__name__ for module in modules.values()),
         has_gate=names.issuperset(("gate_proj", "up_proj", "down_proj")),
-        is_gated=names.isdisjoint(UNGATED),
-        joins_heads=not names.isdisjoint(JOINED),
+        is_gated=names.isdisjoint(_UNGATED),
+        joins_heads=not names.isdisjoint(_JOINED),
         shared_experts=shared_experts,
     )
 
@@ -149,7 +149,7 @@ def widths_of(get: Getter, kind: LayerKind | None = None) -> Widths | None:
     of_type = _kind_of_type(get)
     kind = kind or of_type
     shared = find("shared_expert_intermediate_size") or kind.shared_experts
-    functions = (each for each in map(get, ACTIVATIONS) if isinstance(each, str))
+    functions = (each for each in map(get, _ACTIVATIONS) if isinstance(each, str))
     function = next(functions, of_type.activation)
     model_type = get("model_type")
     if family_of(model_type).computes_all_experts:
@@ -175,7 +175,7 @@ def widths_of(get: Getter, kind: LayerKind | None = None) -> Widths | None:
         routed_copies=2 * experts,
         routed_features=routed,
         latent=latent,
-        has_dropout=any(map(get, DROPOUTS)),
+        has_dropout=any(map(get, _DROPOUTS)),
         caps_scores=bool(find("attn_logit_softcapping")),
         layer_inputs=find("hidden_size_per_layer_input"),
         norms_heads=kind.norms_heads,

@@ -25,19 +25,19 @@ from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file
 from common.text import shortened
 from common.untrusted import Header, check_kinds, read_header, read_json_object, read_text
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-LANGUAGE_MODEL = re.compile(r"(^|\.)(language|text)_model\.")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_LANGUAGE_MODEL = re.compile(r"(^|\.)(language|text)_model\.")
 """layer stacks of the language model in the files of a multimodal checkpoint"""
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-TOKENIZER_JSON = (
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_TOKENIZER_JSON = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
 )
-TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
+_TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def inspect_base(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
         and key != "_attn_implementation_autoset"  # true or false, written by transformers 4.48
     ]
     problems += _check_code("model.path", files, model)
-    headers, damage = read_headers(folder)
+    headers, damage = _read_headers(folder)
     base = BaseDescription(name=name, config=values)
     if damage:
         problems += damage
@@ -106,7 +106,7 @@ def _describe_headers(
     """Return the base with the modules in its weight files, and list where config.json differs."""
     config, text = base.config, text_numbers(base.config)
     tensors = {name: shape for each in headers.values() for name, shape in each.shapes.items()}
-    problems = check_layers_of_files(file, config, tensors)
+    problems = _check_layers_of_files(file, config, tensors)
     problems += check_head(str(file), config.get("architectures"), tensors)
     if not any(part.get("quantization_config") for part in (config, text)):
         problems += check_dtypes(headers)
@@ -188,7 +188,7 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def check_layers_of_files(
+def _check_layers_of_files(
     file: Path, numbers: Mapping[str, Any], tensors: Iterable[str]
 ) -> list[str]:
     """Compare the number of layers in config.json with the layers of the weight files.
@@ -198,8 +198,8 @@ def check_layers_of_files(
     layers = [found for name in tensors if (found := LAYER.match(name))]
     if (text := text_numbers(numbers)) is not numbers:
         numbers = text
-        layers = [found for found in layers if LANGUAGE_MODEL.search(found["stack"])]
-    key = next((key for key in NUM_LAYERS if type(numbers.get(key)) is int), None)
+        layers = [found for found in layers if _LANGUAGE_MODEL.search(found["stack"])]
+    key = next((key for key in _NUM_LAYERS if type(numbers.get(key)) is int), None)
     if key is None or len({found["stack"] for found in layers}) != 1:
         return []
     num_saved = max(int(found["number"]) for found in layers) + 1
@@ -237,7 +237,7 @@ def _check_missing(key: str, path: str) -> list[str]:
         return [f"{key}={path}: this is a file; type its folder"]
     parent = Path(path).parent
     looks_local = path.startswith((".", "/", "~")) or (parent != Path() and parent.is_dir())
-    if HUB_ID.fullmatch(path) and not looks_local:
+    if _HUB_ID.fullmatch(path) and not looks_local:
         offline = find_offline_problem(key, path)
         return [offline] if offline else []
     siblings = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
@@ -297,19 +297,19 @@ def _check_tokenizer(model: ModelConfig, base: Folder | None = None) -> list[str
     code = _check_code(key, files, model) if is_own else []
     if problems := check_kinds(folder):
         return problems
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return [
-            f"{folder}: no tokenizer found (looked for {', '.join(TOKENIZER_FILES[:2])} ...); "
+            f"{folder}: no tokenizer found (looked for {', '.join(_TOKENIZER_FILES[:2])} ...); "
             "type model.tokenizer_path=FOLDER_OR_HUB_ID",
             *code,
         ]
     tokenizer = folder / TOKENIZER_FILE
     if tokenizer.exists() and (problems := check_tokenizer_file(tokenizer)):
         return [*problems, *code]
-    for name in TOKENIZER_JSON:
+    for name in _TOKENIZER_JSON:
         if (problem := files.read(name)[1]) is not None:
             return [problem, *code]
-    for file in (folder / name for name in TOKENIZER_TEXTS):
+    for file in (folder / name for name in _TOKENIZER_TEXTS):
         if file.exists() and (problem := read_text(file, "json_mib")[1]) is not None:
             return [problem, *code]
     longest = files.read("tokenizer_config.json")[0].get("model_max_length")
@@ -322,7 +322,7 @@ def _check_tokenizer(model: ModelConfig, base: Folder | None = None) -> list[str
     ]
 
 
-def read_headers(folder: Path) -> tuple[dict[Path, Header], list[str]]:
+def _read_headers(folder: Path) -> tuple[dict[Path, Header], list[str]]:
     """Read the headers of a folder's safetensors files; return them and their problems."""
     index = folder / INDEX
     if index.exists():
@@ -375,7 +375,7 @@ def _weights_error(folder: Path) -> str:
             f"{folder}: has {len(shards)} shards, {shards[0]} is the first, but no {INDEX}; "
             "download the model again"
         )
-    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if not pickles:
         return f"{folder}: the folder has no model.safetensors"
     return (

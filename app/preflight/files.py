@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from app.config.verbs import TrainConfig, TunedConfig
 
 
-MAX_LABELS = 20
+_MAX_LABELS = 20
 """most labels that a message names"""
 SETTINGS = {
     "r": "r",
@@ -89,8 +89,8 @@ SETTINGS = {
     "modules_to_save": "modules_to_save",
 }
 """setting of adapter=lora -> its name in peft's adapter_config.json"""
-ANY_NAME = re.compile("")
-UNNAMED = ("layers", "init", "trainable_tokens", "experts")
+_ANY_NAME = re.compile("")
+_UNNAMED = ("layers", "init", "trainable_tokens", "experts")
 """settings that peft's file does not hold in the form in which they are typed"""
 
 
@@ -195,13 +195,13 @@ def check_files(
                 _check_model(config, problems, needs_weights=needs_weights, resumes=resumes)
         except UserError as error:
             problems = problems or error.problems  # those found before may have caused it
-    problems += check_template("model.chat_template", model.chat_template)
+    problems += _check_template("model.chat_template", model.chat_template)
     if has_data(config):
-        problems += check_template("data.chat_template", config.data.chat_template)
+        problems += _check_template("data.chat_template", config.data.chat_template)
         if config.data.datasets and config.data.chat_template is None:
-            problems += check_own_template(model)
+            problems += _check_own_template(model)
     if has_data(config) and (teacher := config.objective.teacher_path) is not None:
-        problems += check_teacher(teacher)
+        problems += _check_teacher(teacher)
     if has_data(config) and (config.data.loss_datasets or config.data.test_datasets):
         data = with_format(config.data, config.objective.row_format)
         of_rows = check_datasets(data)
@@ -211,7 +211,7 @@ def check_files(
     return problems
 
 
-def check_teacher(path: str) -> list[str]:
+def _check_teacher(path: str) -> list[str]:
     """List problems of the folder of `objective.teacher`."""
     for folder in (Path(path), Path(path) / "adapter"):
         if is_adapter(folder):
@@ -224,7 +224,7 @@ def check_teacher(path: str) -> list[str]:
 
 
 def _missing_labels(found: Sequence[str]) -> str:
-    shown = found[:MAX_LABELS]
+    shown = found[:_MAX_LABELS]
     names = ", ".join(shown) + ", ..." * (len(found) > len(shown)) if found else "NAME, NAME, ..."
     rows = f", and the first rows have {len(found):,}" if found else ""
     return (
@@ -234,7 +234,7 @@ def _missing_labels(found: Sequence[str]) -> str:
     )
 
 
-def check_template(key: str, name: str | None) -> list[str]:
+def _check_template(key: str, name: str | None) -> list[str]:
     """List why `name`, the value of setting `key`, is neither a named template nor a valid file."""
     if name is None or name in TEMPLATE_NAMES:
         return []
@@ -253,7 +253,7 @@ def _template_problems(label: str, file: Path) -> list[str]:
     return [error] if error else []
 
 
-def check_own_template(model: ModelConfig) -> list[str]:
+def _check_own_template(model: ModelConfig) -> list[str]:
     """List the syntax errors of the chat template in the folder of the tokenizer."""
     folder = Path(model.tokenizer_path or model.path or "")
     if (file := folder / "chat_template.jinja").is_file():
@@ -393,7 +393,7 @@ def check_saved_adapter(
         )
     elif not shapes and not problems:
         problems.append(f"{file}: no tensors in this file; save the adapter again")
-    elif not problems and (others := header.non_floats(ANY_NAME)):
+    elif not problems and (others := header.non_floats(_ANY_NAME)):
         problems.append(
             f"{file}: {others[0]}, but an adapter's weights must be F32, BF16, F16 or F64 "
             f"({len(others)} of {len(shapes)} tensors are not); save the adapter again"
@@ -418,11 +418,11 @@ def check_same_settings(adapter: AdapterConfig, folder: Path) -> list[str]:
         ]
     default = LoraConfig() if kind == "lora" else Ia3Config()
     problems = []
-    for name in (*SETTINGS, *UNNAMED):
+    for name in (*SETTINGS, *_UNNAMED):
         typed = getattr(adapter, name, None)
         if typed == getattr(default, name, None):
             continue
-        if name in UNNAMED:
+        if name in _UNNAMED:
             problems.append(
                 f"adapter.{name}={typed}, but the adapter in {folder} keeps its own value; leave "
                 f"adapter.{name} out"

@@ -24,17 +24,17 @@ from app.process.signals import end_process, install_signal_handlers
 from common.redaction import redact
 
 DEVICES = Path("/dev")
-STATUS = Path("/proc/self/status")
+_STATUS = Path("/proc/self/status")
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """parameters of glibc's mallopt, in bytes"""
-MADV_HUGEPAGE = 14
-RETURNED_BLOCK = 2**20
+_MADV_HUGEPAGE = 14
+_RETURNED_BLOCK = 2**20
 """minimum size in bytes of the blocks that `return_freed_memory` gives separate mappings"""
-LARGEST_BLOCK = 2**25
+_LARGEST_BLOCK = 2**25
 """maximum size in bytes of the blocks that malloc puts on the heap (a limit of glibc)"""
-HEAP = 2**30
+_HEAP = 2**30
 """size in bytes that the heap may keep; only address space until it is used"""
-MEANINGLESS_WARNINGS = (
+_MEANINGLESS_WARNINGS = (
     # Batches are built in the main process on purpose; the number of workers is a setting.
     ".*does not have many workers.*",
     # The data plan decides the length and epochs of the loaders.
@@ -124,16 +124,16 @@ def retain_freed_memory() -> None:
     libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
     libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_BLOCK)
-    libc.mallopt(M_TRIM_THRESHOLD, HEAP)
+    libc.mallopt(M_MMAP_THRESHOLD, _LARGEST_BLOCK)
+    libc.mallopt(M_TRIM_THRESHOLD, _HEAP)
     # Grown in one step: madvise does not apply to what is added later.
-    libc.mallopt(M_TOP_PAD, HEAP - LARGEST_BLOCK)
+    libc.mallopt(M_TOP_PAD, _HEAP - _LARGEST_BLOCK)
     start = libc.sbrk(0)
-    libc.free(libc.malloc(LARGEST_BLOCK // 2))
+    libc.free(libc.malloc(_LARGEST_BLOCK // 2))
     end = libc.sbrk(0)
     if end > start:  # false if address space is limited or another malloc is preloaded
-        libc.madvise(start, end - start, MADV_HUGEPAGE)
-    libc.mallopt(M_TOP_PAD, 2 * LARGEST_BLOCK)
+        libc.madvise(start, end - start, _MADV_HUGEPAGE)
+    libc.mallopt(M_TOP_PAD, 2 * _LARGEST_BLOCK)
 
 
 def return_freed_memory() -> None:
@@ -143,7 +143,7 @@ def return_freed_memory() -> None:
     memory than it does.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, RETURNED_BLOCK)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, _RETURNED_BLOCK)
 
 
 def configure_libraries(*, offline: bool) -> None:
@@ -171,7 +171,7 @@ def configure_libraries(*, offline: bool) -> None:
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    for message in MEANINGLESS_WARNINGS:
+    for message in _MEANINGLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     # Changes in a library's next version do not concern users: versions are pinned.
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -181,5 +181,5 @@ def configure_libraries(*, offline: bool) -> None:
 
 def host_bytes(name: str) -> int:
     """Return a field of /proc/self/status in bytes: VmRSS (current) or VmHWM (peak) memory."""
-    lines = (line.split() for line in STATUS.read_text(encoding="utf-8").splitlines())
+    lines = (line.split() for line in _STATUS.read_text(encoding="utf-8").splitlines())
     return next(int(words[1]) * 1024 for words in lines if words[0] == f"{name}:")

@@ -29,12 +29,12 @@ SIGNALS = {
     "sigstop": signal.SIGSTOP,
 }
 """faults that send a signal to a rank during a step"""
-STEP_FAULTS = (
+_STEP_FAULTS = (
     *("rank_killed", "hang", "worker_killed", "nan", "inf", "grad_nan", "grad_inf"),
     *SIGNALS,
 )
-SAVE_FAULTS = ("enospc", "ckpt", "disk")
-NAMES = (*STEP_FAULTS, "batch_killed", *SAVE_FAULTS)
+_SAVE_FAULTS = ("enospc", "ckpt", "disk")
+NAMES = (*_STEP_FAULTS, "batch_killed", *_SAVE_FAULTS)
 CHECKPOINT_POINTS = (
     "after_begin",
     "after_file",
@@ -47,7 +47,7 @@ CHECKPOINT_POINTS = (
 """points of a save, in order; `after_unmark` is during the removal of an old checkpoint"""
 NEEDS_SPACE = ("disk.mkdir", "disk.create", "disk.write", "disk.fsync", "disk.replace")
 """operations that fail on a full disk"""
-FORMS = (
+_FORMS = (
     "rank_killed@STEP, rank_killed:RANK@STEP (without RANK: the last; likewise hang; nan and inf: "
     "the step's loss; grad_nan, grad_inf: its gradients; sigterm, sigint, sigusr1, sigstop: during "
     "the step; worker_killed: a worker of the data loader), "
@@ -77,7 +77,7 @@ class Fault:
         """Return whether the fault fires on `rank`."""
         if self.rank is not None:
             return self.rank == rank
-        is_step_fault = self.name in (*STEP_FAULTS, "batch_killed")
+        is_step_fault = self.name in (*_STEP_FAULTS, "batch_killed")
         return rank == (num_ranks - 1 if is_step_fault else 0)
 
 
@@ -134,16 +134,16 @@ def _parse(text: str) -> Fault:
     match = _PATTERN.fullmatch(text)
     name = match["name"] if match else text
     if match is None or name not in NAMES:
-        raise ValueError(f"is not a fault{nearest(name, NAMES)}; expected {FORMS}")
+        raise ValueError(f"is not a fault{nearest(name, NAMES)}; expected {_FORMS}")
     argument = match["argument"]
     step = None if match["step"] is None else _number(match["step"], "the step after @", least=1)
-    if name in STEP_FAULTS:
+    if name in _STEP_FAULTS:
         if step is None:
             raise ValueError(f"has no step; type {name}@12")
         rank = None if argument is None else _number(argument, "the rank after :", least=0)
         return Fault(text=text, name=name, step=step, rank=rank)
     rank = None
-    if name in SAVE_FAULTS and argument is not None and ":" in argument:
+    if name in _SAVE_FAULTS and argument is not None and ":" in argument:
         argument, _, of_rank = argument.partition(":")
         rank = _number(of_rank, "the rank after the second :", least=0)
     if name == "ckpt":

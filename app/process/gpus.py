@@ -19,10 +19,10 @@ from typing import Any
 from common.installation import pip_install
 
 DEVICES = Path("/dev")
-WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
+_WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
 """exists if WSL has an NVIDIA GPU; its device file, /dev/dxg, is the same for all vendors"""
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
-DRIVER_LIBRARY = "libcuda.so.1"
+_DRIVER_LIBRARY = "libcuda.so.1"
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 """device attributes of the CUDA driver API"""
 WHEELS = "https://download.pytorch.org/whl"
@@ -30,13 +30,13 @@ BUILDS = (((13, 0), "cu130", 580), ((12, 0), "cu126", 525))
 """minimum CUDA version of the driver, PyTorch's build for it, and the oldest driver with that CUDA
 version; a driver also runs newer builds of its major version (minor version compatibility)"""
 BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
-FP8_GPUS = "8.9 or newer (Ada, Hopper, Blackwell)"
+_FP8_GPUS = "8.9 or newer (Ada, Hopper, Blackwell)"
 OLDEST_OF_CUDA_13 = (7, 5)
 BLACKWELL, CUDA_OF_BLACKWELL = (10, 0), (12, 8)
 """the first compute capability that earlier CUDA versions have no kernels for, and the version"""
-MEMORY_TOLERANCE = 0.05
+_MEMORY_TOLERANCE = 0.05
 """share by which the memory of GPUs that count as equal may differ"""
-HALF_OR_SINGLE = ("fp16", "fp32")
+_HALF_OR_SINGLE = ("fp16", "fp32")
 """precisions that older GPUs support"""
 ON_CPU = "type trainer.accelerator=cpu for a run on the CPU"
 
@@ -87,7 +87,7 @@ class Machine:
 def num_device_files() -> int:
     """Count the NVIDIA device files of this machine."""
     files = sum(file.name[len("nvidia") :].isdigit() for file in DEVICES.glob("nvidia*"))
-    return files or int(WSL_DRIVER.exists())
+    return files or int(_WSL_DRIVER.exists())
 
 
 def num_visible(visible: str | None, num_files: int) -> int:
@@ -109,7 +109,7 @@ def read_machine() -> Machine:
     cuda: Version | None = None
     gpus: tuple[Gpu, ...] = ()
     try:
-        library = ctypes.CDLL(DRIVER_LIBRARY)
+        library = ctypes.CDLL(_DRIVER_LIBRARY)
     except OSError as error:
         failure = str(error)
     else:
@@ -254,20 +254,22 @@ def _device_problems(
                 f"{_install(machine, BUILDS[0][1])}, which needs driver {BUILDS[0][2]} or newer"
             )
             return
-        if gpu.capability < BF16_CAPABILITY and precision not in HALF_OR_SINGLE:
+        if gpu.capability < BF16_CAPABILITY and precision not in _HALF_OR_SINGLE:
             yield f"{what}, but bf16 and flash attention need 8.0 or newer; {_older()}"
             return
         if precision == "fp8" and gpu.capability < FP8_CAPABILITY:
-            yield f"{what}, but trainer.precision=fp8 needs {FP8_GPUS}; type trainer.precision=bf16"
+            yield (
+                f"{what}, but trainer.precision=fp8 needs {_FP8_GPUS}; type trainer.precision=bf16"
+            )
             return
         if computes_in_fp8 and gpu.capability < FP8_CAPABILITY:
             yield (
-                f"{what}, but quantization=fp8 needs {FP8_GPUS}; type quantization=int8 for as "
+                f"{what}, but quantization=fp8 needs {_FP8_GPUS}; type quantization=int8 for as "
                 "many bytes a weight, or quantization=none"
             )
             return
     sizes = [gpu.memory_gib for gpu in gpus]
-    if sizes and min(sizes) < (1 - MEMORY_TOLERANCE) * max(sizes):
+    if sizes and min(sizes) < (1 - _MEMORY_TOLERANCE) * max(sizes):
         listed = ", ".join(f"{gpu.name} {gpu.memory_gib:.0f} GiB" for gpu in gpus)
         yield (
             f"the GPUs differ in memory ({listed}), but all ranks need the same amount, so the "

@@ -24,9 +24,9 @@ BEAT, ENDED, LOST, PORT_TAKEN = "beat", "ended", "lost", "port"
 use"""
 STACKS_FILE = "stacks-rank-{}.txt"
 """file in a run's folder with the stacks of all threads of a hanging rank"""
-PAUSE_FACTOR = 10
+_PAUSE_FACTOR = 10
 """multiple of a rank's longest pause so far that a new pause may take before it counts as a hang"""
-MAX_POLL_SECONDS = 1.0
+_MAX_POLL_SECONDS = 1.0
 """upper bound of the time counted between two polls: the polling process may have been stopped"""
 
 _pipe: int | None = None
@@ -55,11 +55,11 @@ class Pauses:
         if is_alive:
             self.longest, self.seconds = max(self.longest, self.seconds), 0.0
         else:
-            self.seconds += min(elapsed, MAX_POLL_SECONDS)
+            self.seconds += min(elapsed, _MAX_POLL_SECONDS)
 
     def is_hang(self, min_seconds: float) -> bool:
         """Whether the pause exceeds `min_seconds` and PAUSE_FACTOR times the longest one."""
-        return self.seconds > max(min_seconds, PAUSE_FACTOR * self.longest)
+        return self.seconds > max(min_seconds, _PAUSE_FACTOR * self.longest)
 
 
 def is_watched() -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common.text import printable
 
-RUN_DIR_VARIABLE = "LOFT_RUN_DIR"
+_RUN_DIR_VARIABLE = "LOFT_RUN_DIR"
 """variable with the run's folder, for the ranks started by this process"""
 STEP_VARIABLE = "LOFT_RESUME_STEP"
 """variable with the step of the checkpoint that the ranks resume from, 0 for a new run"""
@@ -28,10 +28,10 @@ PIPE_VARIABLE = "LOFT_HEARTBEAT"
 """variable with the file descriptor of a rank's end of the heartbeat pipe"""
 PARENT_VARIABLE = "LOFT_PARENT"
 """variable with the id of the parent process, which the child must not outlive"""
-PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1
 """option of prctl: the signal that a process gets when its parent ends"""
 RANK_VARIABLES = (
-    RUN_DIR_VARIABLE,
+    _RUN_DIR_VARIABLE,
     STEP_VARIABLE,
     PIPE_VARIABLE,
     PARENT_VARIABLE,
@@ -61,7 +61,7 @@ class Launcher:
     """variable with the number of ranks"""
 
 
-LAUNCHERS = (
+_LAUNCHERS = (
     Launcher(  # srun
         detected_by="SLURM_NTASKS",
         ranks=("SLURM_PROCID",),
@@ -141,8 +141,8 @@ def read_launch() -> Launch:
     children and removes some at its end, and `exit_with_parent` removes that of the parent.
     """
     has_parent = os.environ.get(PARENT_VARIABLE) == str(os.getppid())
-    is_child = has_parent and bool(os.environ.get(RUN_DIR_VARIABLE))
-    detected = (launcher for launcher in LAUNCHERS if _is_detected(launcher.detected_by))
+    is_child = has_parent and bool(os.environ.get(_RUN_DIR_VARIABLE))
+    detected = (launcher for launcher in _LAUNCHERS if _is_detected(launcher.detected_by))
     launcher = next(detected, None)
     if launcher is None:
         return Launch(has_parent=has_parent, is_child=is_child)
@@ -226,7 +226,7 @@ def exit_with_parent() -> None:
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None or sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # the parent has ended in the meantime
         os._exit(128 + signal.SIGKILL)
 
@@ -240,7 +240,7 @@ def run_dir() -> Path | None:
 
     The variable may also come from a shell or another run, in which case it is ignored.
     """
-    folder = os.environ.get(RUN_DIR_VARIABLE)
+    folder = os.environ.get(_RUN_DIR_VARIABLE)
     is_own = folder == _own_run_dir or read_launch().has_parent
     return Path(folder) if folder and is_own else None
 
@@ -248,7 +248,7 @@ def run_dir() -> Path | None:
 def set_run_dir(folder: Path) -> None:
     """Set the run's folder for this process and the ranks that it starts."""
     global _own_run_dir
-    _own_run_dir = os.environ[RUN_DIR_VARIABLE] = str(folder)
+    _own_run_dir = os.environ[_RUN_DIR_VARIABLE] = str(folder)
 
 
 _typed_again: list[str] = []

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 LOG_FILE = "train.log"
 """file in a run's folder with all messages of the run and their times"""
-WIDE = 1000
+_WIDE = 1000
 """width of a table that nothing cuts, in characters"""
-OWN_LOGGERS = ("app", "common", "data_modules")
+_OWN_LOGGERS = ("app", "common", "data_modules")
 """loggers whose DEBUG messages are logged; those of libraries are not"""
-NOISY_LOGGERS = ("bitsandbytes", "httpx", "httpx2")
+_NOISY_LOGGERS = ("bitsandbytes", "httpx", "httpx2")
 """loggers of libraries that log only errors"""
 
 log = logging.getLogger(__name__)
@@ -120,10 +120,10 @@ def start_logging() -> None:
     level = logging.INFO if is_first else logging.WARNING
     handlers: list[logging.Handler] = [screen, _run_log] if is_first else [screen]
     logging.basicConfig(level=level, handlers=handlers, force=True)
-    for name in OWN_LOGGERS:
+    for name in _OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG if is_first else logging.NOTSET)
     logging.getLogger("DeepSpeed").addFilter(_is_of_the_person)
-    for name in NOISY_LOGGERS:
+    for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     # torch does this only at the end of its import: a signal before that would print statistics.
     logging.getLogger("torch").setLevel(logging.WARNING)
@@ -192,7 +192,7 @@ def print_table(table: Table, console: Console | None = None) -> None:
 
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, Console(width=WIDE).measure(table).maximum)
+        console.width = max(console.width, Console(width=_WIDE).measure(table).maximum)
     console.print(fitted(table, console.width))
 
 
@@ -209,10 +209,10 @@ def fitted(table: Table, width: int) -> RenderableType:
         parts = [part for text in texts for part in text.plain.split(separator)]
         return max(map(cell_len, parts), default=0)
 
-    if Console(width=WIDE).measure(table).maximum <= width:
+    if Console(width=_WIDE).measure(table).maximum <= width:
         return table
     table.box, table.pad_edge = None, False
-    needed = Console(width=WIDE).measure(table).maximum
+    needed = Console(width=_WIDE).measure(table).maximum
     texts = [[*map(_as_text, (column.header, *column.cells))] for column in table.columns]
     most = [longest(column, "\n") for column in texts]
     least = [
@@ -252,7 +252,7 @@ def laid_out(what: Table) -> str:
     """Return the lines of a table as wide as it needs: those of a log may have any width."""
     from rich.console import Console
 
-    wide = Console(file=io.StringIO(), width=WIDE, highlight=False)
+    wide = Console(file=io.StringIO(), width=_WIDE, highlight=False)
     with wide.capture() as lines:
         wide.print(what)
     return lines.get()

@@ -49,14 +49,14 @@ VERDICT_SECONDS = 2.0
 """time for the other ranks to read the verdict: the store may end with this rank"""
 EXIT_SECONDS = 5.0
 """longest wait at exit for an exchange with the store to end"""
-DUMP_SECONDS = 10.0
+_DUMP_SECONDS = 10.0
 """time to write the stacks to disk before the process is ended anyway: the disk may hang"""
-MAX_NAMED = 4
+_MAX_NAMED = 4
 """hosts with lost ranks that are named; further ones are counted"""
 STARTS, TRAINS, DONE = "starts", "trains", "done"
 """states of a rank: before the end of its first batch, which may compile; in the training loop;
 after the loop or after a signal, when the rank may stop reporting"""
-VERDICT_KEY = "loft/verdict"
+_VERDICT_KEY = "loft/verdict"
 """store key of the reason why the run ends"""
 
 
@@ -105,8 +105,8 @@ def describe_lost(lost: Sequence[RankReport]) -> str:
         shown = " and ".join(map(str, ranks)) if len(ranks) <= 2 else f"{ranks[0]} to {ranks[-1]}"
         named = f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
         parts.append(f"{named} on host {host}")
-    more = f" and {len(parts) - MAX_NAMED} more hosts" if len(parts) > MAX_NAMED else ""
-    return ", ".join(parts[:MAX_NAMED]) + more
+    more = f" and {len(parts) - _MAX_NAMED} more hosts" if len(parts) > _MAX_NAMED else ""
+    return ", ".join(parts[:_MAX_NAMED]) + more
 
 
 @dataclass(kw_only=True, slots=True)
@@ -208,10 +208,10 @@ class Peers:
         )
         store.set(_key(self.rank), json.dumps(asdict(report)))
         if self._verdict and not self._is_published:
-            self._verdict = store.compare_set(VERDICT_KEY, "", self._verdict).decode()
+            self._verdict = store.compare_set(_VERDICT_KEY, "", self._verdict).decode()
             self._is_published = True
-        elif store.check([VERDICT_KEY]):
-            self._verdict = store.get(VERDICT_KEY).decode()
+        elif store.check([_VERDICT_KEY]):
+            self._verdict = store.get(_VERDICT_KEY).decode()
             self._is_published = True
         if self._is_done:
             return
@@ -349,7 +349,7 @@ class Peers:
 
     def _end(self, reason: str) -> None:
         """Save the stacks and the reason, and end this process, whatever it is waiting for."""
-        threading.Timer(DUMP_SECONDS, os._exit, [ENVIRONMENT_ERROR]).start()
+        threading.Timer(_DUMP_SECONDS, os._exit, [ENVIRONMENT_ERROR]).start()
         self._verdict = self._verdict or reason
         self._wait_until_published()
         message = f"error (the environment): {self._verdict}"  # the same on all ranks

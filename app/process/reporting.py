@@ -39,9 +39,9 @@ MAX_PROBLEMS = 20
 TRACEBACK_VARIABLE = "LOFT_TRACEBACK"
 REASON_FILE = "error.txt"
 """file in a run's folder with the reason why the run stopped"""
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """variable of torchrun: the file whose message it prints if this rank fails"""
-REASON_PREFIX = b"error"
+_REASON_PREFIX = b"error"
 """first bytes of every REASON_FILE"""
 
 
@@ -89,7 +89,7 @@ def _explain_lost_connection(error: BaseException) -> str | None:
 
 def write_error_file(message: str) -> None:
     """Write the message for torchrun, in the format of torch's `ErrorHandler`."""
-    if not (file := os.environ.get(ERROR_FILE_VARIABLE)):
+    if not (file := os.environ.get(_ERROR_FILE_VARIABLE)):
         return
     extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ def is_reason(file: Path) -> bool:
     if file.is_symlink() or not file.is_file():
         return False
     with file.open("rb") as stream:
-        return stream.read(len(REASON_PREFIX)) == REASON_PREFIX
+        return stream.read(len(_REASON_PREFIX)) == _REASON_PREFIX
 
 
 def _message(error: BaseException, code: int) -> str:

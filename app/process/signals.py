@@ -26,8 +26,8 @@ from app.process.launch import is_child
 from common.errors import Interrupted
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-MEASURED_AGAIN = "the interrupted measurement will be repeated"
-WAKES = signal.SIGURG
+_MEASURED_AGAIN = "the interrupted measurement will be repeated"
+_WAKES = signal.SIGURG
 """signal that interrupts a system call of the main thread; ignored by default"""
 # A terminal and an external launcher may send the same signal together. A supervised rank gets
 # the terminal's signal, then the one forwarded by the supervisor, which polls every 0.1 s.
@@ -37,13 +37,13 @@ SAME_SIGNAL_SECONDS_OF_RANK = 0.5
 """the same in a rank started by the supervisor"""
 POLL_SECONDS = 0.25
 """interval between two checks of the deadlines; a signal is received immediately"""
-EXIT_SECONDS = 2.5
+_EXIT_SECONDS = 2.5
 """time for the program to end by itself if nothing has to be saved first"""
-WORKER_SECONDS = 1.0
+_WORKER_SECONDS = 1.0
 """time, within EXIT_SECONDS, after which the worker processes are killed"""
-DATA_SECONDS = 1.5
+_DATA_SECONDS = 1.5
 """time that a training step may wait for its data after a signal"""
-EXITS_WITHIN = DATA_SECONDS + EXIT_SECONDS
+EXITS_WITHIN = _DATA_SECONDS + _EXIT_SECONDS
 """maximum time in seconds from a signal to the end of the program if nothing has to be saved"""
 
 
@@ -76,7 +76,7 @@ class MeasurementInterrupted(DataStalled):
     """A signal ended a measurement, and all ranks have agreed on it."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(signum, MEASURED_AGAIN)
+        super().__init__(signum, _MEASURED_AGAIN)
 
 
 def install_signal_handlers() -> None:
@@ -99,7 +99,7 @@ def restore_handlers() -> None:
         for signum in HANDLED:
             if signal.getsignal(signum) != signal.SIG_IGN:  # set by nohup
                 signal.signal(signum, _handle)
-        signal.signal(WAKES, _handle_stall)
+        signal.signal(_WAKES, _handle_stall)
 
 
 def defer_signals(is_deferred: bool) -> None:
@@ -124,7 +124,7 @@ def mark_waiting_for_data(is_waiting: bool) -> None:
 @contextlib.contextmanager
 def measuring() -> Iterator[None]:
     """Let a signal end a measurement within DATA_SECONDS, as it ends a wait for data."""
-    _mark_waiting(True, MEASURED_AGAIN)
+    _mark_waiting(True, _MEASURED_AGAIN)
     try:
         yield
     finally:
@@ -219,13 +219,13 @@ def _watch(receiver: socket.socket, state: _State) -> None:
         exits_since = state.exits_since or overdue_at
         if exits_since is None and not state.defers_signals:
             exits_since = received_at
-        if exits_since is not None and time.monotonic() - exits_since > WORKER_SECONDS:
+        if exits_since is not None and time.monotonic() - exits_since > _WORKER_SECONDS:
             kill_workers()
-        if exits_since is not None and time.monotonic() - exits_since > EXIT_SECONDS:
+        if exits_since is not None and time.monotonic() - exits_since > _EXIT_SECONDS:
             _exit_now(state.signum or number, "the program did not end in time")
         if overdue_at is None and _is_stalled(state, received_at):
             overdue_at, state.is_overdue = time.monotonic(), True
-            signal.pthread_kill(main, WAKES)
+            signal.pthread_kill(main, _WAKES)
         receiver.settimeout(POLL_SECONDS)  # a deadline may pass without a signal
         try:
             numbers = set(receiver.recv(64)) & set(HANDLED)
@@ -246,7 +246,7 @@ def _is_stalled(state: _State, received_at: float | None) -> bool:
     since = state.waits_since
     if received_at is None or since is None or not state.defers_signals:
         return False
-    return time.monotonic() - max(received_at, since) > DATA_SECONDS
+    return time.monotonic() - max(received_at, since) > _DATA_SECONDS
 
 
 def kill_workers() -> None:
@@ -270,7 +270,7 @@ def _uninstall_in_fork() -> None:
         return
     _state = None
     signal.set_wakeup_fd(-1)
-    for signum in (signal.SIGTERM, WAKES):
+    for signum in (signal.SIGTERM, _WAKES):
         signal.signal(signum, signal.SIG_DFL)
     for signum in HANDLED[1:]:
         signal.signal(signum, signal.SIG_IGN)

@@ -21,7 +21,7 @@ STATUS_FILE = "status.json"
 STARTING, TRAINING, EVALUATING, FINISHED = "starting", "training", "evaluating", "finished"
 STOPPED, FAILED = "stopped", "failed"
 """states of a run that has ended before its last step: by a signal, or by an error"""
-FIELDS = {
+_FIELDS = {
     "step": None,
     "steps": None,
     "epoch": None,
@@ -39,7 +39,7 @@ FIELDS = {
 
 def begin_status(folder: Path, step: int) -> None:
     """Write the status of a training run that starts after `step` optimizer steps."""
-    _write(folder, FIELDS | {"state": STARTING, "step": step})
+    _write(folder, _FIELDS | {"state": STARTING, "step": step})
 
 
 def restart_status(folder: Path, step: int) -> None:

@@ -37,26 +37,26 @@ from common.files import open_no_follow
 from common.redaction import redact
 
 POLL_SECONDS = 0.1
-MAX_PORTS = 5
+_MAX_PORTS = 5
 """number of ports to try"""
-FINAL_CODES = (USER_ERROR, TRAINING_FAULT)
+_FINAL_CODES = (USER_ERROR, TRAINING_FAULT)
 """exit codes after which a restart would fail in the same way"""
-REPORTED_CODES = (*FINAL_CODES, ENVIRONMENT_ERROR)
+_REPORTED_CODES = (*_FINAL_CODES, ENVIRONMENT_ERROR)
 """exit codes of ranks that have reported their own error"""
-MAX_STACK_LINES = 12
+_MAX_STACK_LINES = 12
 """number of lines of a hanging rank's stack in the message"""
 STACK_SECONDS = 2.0
 """time for the ranks to dump their stacks"""
 SIGNAL_EXIT_CODES = {128 + signum for signum in HANDLED}
 """exit codes of ranks ended by a signal"""
-PREFIX = "error (the environment): "
-OUT_OF_MEMORY = "often for lack of memory; see the system's log"
-NUM_LAST_LINES = 8
+_PREFIX = "error (the environment): "
+_OUT_OF_MEMORY = "often for lack of memory; see the system's log"
+_NUM_LAST_LINES = 8
 """number of lines of a rank's stderr kept for the message about its death"""
-MAX_LINE_CHARS = 400
+_MAX_LINE_CHARS = 400
 GRACE_SECONDS = 3.0
 """time for the other ranks to end by themselves after one has failed"""
-DRAIN_SECONDS = 1.0
+_DRAIN_SECONDS = 1.0
 """time to forward the rest of the stderr of ended ranks, which an orphan may hold open"""
 
 
@@ -113,7 +113,7 @@ class Supervisor:
             ending = self._run_once()
             if ending.message:
                 self._report(ending.message, ending.code)
-            if ending.code == DONE or ending.by_signal or ending.code in FINAL_CODES:
+            if ending.code == DONE or ending.by_signal or ending.code in _FINAL_CODES:
                 return ending.code
             if last is not None and ending.step == last.step:
                 print_to_stderr(
@@ -132,7 +132,7 @@ class Supervisor:
             )
 
     def _run_once(self) -> ExitStatus:
-        for _ in range(MAX_PORTS):
+        for _ in range(_MAX_PORTS):
             environment = {STEP_VARIABLE: str(self.resume_step)}
             (self.folder / REASON_FILE).unlink(missing_ok=True)
             restart_status(self.folder, self.resume_step)
@@ -181,7 +181,7 @@ class Supervisor:
         signal_codes = [rank.code for rank in failed if rank.code in SIGNAL_EXIT_CODES]
         if sent is not None or signal_codes:
             for rank in failed:  # a scheduler must not mistake a failed save for a saved run
-                if rank.code in REPORTED_CODES and not rank.was_killed and rank.lost is None:
+                if rank.code in _REPORTED_CODES and not rank.was_killed and rank.lost is None:
                     return ExitStatus(code=rank.code, by_signal=True)
             code = signal_codes[0] if signal_codes else 128 + (sent or 0)
             return ExitStatus(code=code, by_signal=True)
@@ -190,7 +190,7 @@ class Supervisor:
             failed, key=lambda rank: (rank.was_killed, rank.lost is not None, rank.died_at or 0.0)
         )
         is_reported = (self.folder / REASON_FILE).exists()
-        has_own_code = first.code in REPORTED_CODES
+        has_own_code = first.code in _REPORTED_CODES
         return ExitStatus(
             code=first.code if has_own_code and first.code else ENVIRONMENT_ERROR,
             message="" if is_reported else self._describe(first),
@@ -227,11 +227,11 @@ class Supervisor:
     def _describe(self, rank: Rank) -> str:
         """Describe how a rank ended that has not reported its own error."""
         if rank.lost is not None:
-            return rank.lost.removeprefix(PREFIX)
+            return rank.lost.removeprefix(_PREFIX)
         assert rank.code is not None
         if rank.code < 0:
             name = signal.Signals(-rank.code).name
-            cause = f" ({OUT_OF_MEMORY})" if -rank.code == signal.SIGKILL else ""
+            cause = f" ({_OUT_OF_MEMORY})" if -rank.code == signal.SIGKILL else ""
             ended = f"was killed by {name}{cause}"
         else:
             ended = f"ended with exit code {rank.code}"
@@ -242,12 +242,12 @@ class Supervisor:
 
     def _report(self, message: str, code: int) -> None:
         """Print the error, and save it in the run's folder."""
-        print_to_stderr(f"{PREFIX}{message}")
-        end_status(self.folder, FAILED, code, redact(f"{PREFIX}{message}"))
+        print_to_stderr(f"{_PREFIX}{message}")
+        end_status(self.folder, FAILED, code, redact(f"{_PREFIX}{message}"))
         with contextlib.suppress(OSError):  # the message may be about this disk
             reason = self.folder / REASON_FILE
             with open_no_follow(reason, "w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(redact(f"{PREFIX}{message}\n"))
+                file.write(redact(f"{_PREFIX}{message}\n"))
 
 
 def print_to_stderr(message: str) -> None:
@@ -360,7 +360,7 @@ class Ranks:
             pass_fds=[writer],
         )
         os.close(writer)
-        lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         forwarder = threading.Thread(target=_forward_stderr, args=(process, lines), daemon=True)
         forwarder.start()
         return Rank(
@@ -399,7 +399,7 @@ class Ranks:
                 rank.process.kill()
         for rank in self.ranks:
             rank.process.wait()
-        deadline = time.monotonic() + DRAIN_SECONDS
+        deadline = time.monotonic() + _DRAIN_SECONDS
         for rank in self.ranks:
             rank.forwarder.join(max(0.0, deadline - time.monotonic()))
         self.poll()
@@ -431,7 +431,7 @@ class Ranks:
         except OSError:
             return []
         # One paragraph per thread, the main thread last.
-        return text.strip().split("\n\n")[-1].splitlines()[:MAX_STACK_LINES]
+        return text.strip().split("\n\n")[-1].splitlines()[:_MAX_STACK_LINES]
 
 
 def _forward_stderr(process: subprocess.Popen[bytes], lines: deque[str]) -> None:
@@ -450,4 +450,4 @@ def _forward_stderr(process: subprocess.Popen[bytes], lines: deque[str]) -> None
 
 def _append_line(line: bytes, lines: deque[str]) -> None:
     if text := line.decode(errors="replace").strip():
-        lines.append(text[:MAX_LINE_CHARS])
+        lines.append(text[:_MAX_LINE_CHARS])

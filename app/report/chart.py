@@ -22,7 +22,7 @@ MAX_BUCKETS = 300
 """maximum number of buckets of a line; the lowest and highest value of each are drawn"""
 MAX_STRIPS = 60
 """maximum number of strips of a chart; each shows its values while the pointer is over it"""
-LOG_RATIO = 20.0
+_LOG_RATIO = 20.0
 """ratio of the highest to the lowest value from which the value axis is logarithmic"""
 COLORS = ("#3358d4", "#c2410c", "#1a7f5a", "#a144af", "#96691d", "#0e7490")
 """colors of the lines, in turn"""
@@ -118,7 +118,7 @@ class Frame:
     @property
     def value_ticks(self) -> list[tuple[float, float]]:
         """Return (y, value) of the ticks of the value axis."""
-        if self.is_log and self.high > LOG_RATIO * self.low:
+        if self.is_log and self.high > _LOG_RATIO * self.low:
             exponents = range(
                 math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1
             )
@@ -148,7 +148,7 @@ def frame_around(
 ) -> Frame | None:
     """Return a frame in `area` (left, right, top, bottom) that contains all finite points.
 
-    None if there are none. `is_log`: None = if the values span a factor of `LOG_RATIO`.
+    None if there are none. `is_log`: None = if the values span a factor of `_LOG_RATIO`.
     """
     points = [point for line in lines for point in line if math.isfinite(point[1])]
     if not points:
@@ -156,7 +156,7 @@ def frame_around(
     low, high = min(map(_value, points)), max(map(_value, points))
     low = min(low, 0.0) if starts_at_zero else low
     if is_log is None:
-        is_log = low > 0 and high > LOG_RATIO * low
+        is_log = low > 0 and high > _LOG_RATIO * low
     left, right, top, bottom = area
     last = max(step for step, _ in points)
     return Frame(

@@ -10,9 +10,9 @@ from app.report.template import render_template
 
 SIZE, RADIUS = 420.0, 150.0
 """width and height of the radar chart, and the radius of its largest ring, in SVG units"""
-RINGS = (2.5, 5.0, 7.5, 10.0)
+_RINGS = (2.5, 5.0, 7.5, 10.0)
 """grades at which rings are drawn"""
-HIGHEST = 10.0
+_HIGHEST = 10.0
 """grade at the largest ring"""
 
 
@@ -36,7 +36,7 @@ def render_judge_page(
         facts=facts,
         cells=table,
         spokes=spokes(names),
-        rings=[outline([ring] * len(names)) for ring in RINGS],
+        rings=[outline([ring] * len(names)) for ring in _RINGS],
         shapes={
             variant: outline([by_category.get(name, 0.0) for name in names])
             for variant, by_category in scores.items()
@@ -53,10 +53,10 @@ def spokes(names: Sequence[str]) -> list[tuple[str, float, float, float, float, 
     """
     placed = []
     for number, name in enumerate(names):
-        text_x, text_y = _place(number, len(names), HIGHEST * 1.1)
+        text_x, text_y = _place(number, len(names), _HIGHEST * 1.1)
         side = round(text_x - SIZE / 2)
         anchor = "middle" if side == 0 else "start" if side > 0 else "end"
-        placed.append((name, *_place(number, len(names), HIGHEST), text_x, text_y, anchor))
+        placed.append((name, *_place(number, len(names), _HIGHEST), text_x, text_y, anchor))
     return placed
 
 
@@ -67,5 +67,5 @@ def outline(grades: Sequence[float]) -> str:
 
 
 def _place(number: int, count: int, grade: float) -> tuple[float, float]:
-    angle, distance = 2 * math.pi * number / count, RADIUS * grade / HIGHEST
+    angle, distance = 2 * math.pi * number / count, RADIUS * grade / _HIGHEST
     return SIZE / 2 + distance * math.sin(angle), SIZE / 2 - distance * math.cos(angle)

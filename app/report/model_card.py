@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from app.model.merging import Difference
 
 CARD_FILE, ADAPTER_CONFIG = "README.md", "adapter_config.json"
-MAX_README = 1_000_000
+_MAX_README = 1_000_000
 """characters of a base model's README.md that are searched for its license"""
 
 
@@ -183,7 +183,7 @@ def _task(is_encoder_decoder: bool, num_outputs: int) -> str:
     return "text2text-generation" if is_encoder_decoder else "text-generation"
 
 
-AUTO_CLASSES = {
+_AUTO_CLASSES = {
     "text-generation": "AutoModelForCausalLM",
     "text2text-generation": "AutoModelForSeq2SeqLM",
     "text-classification": "AutoModelForSequenceClassification",
@@ -205,7 +205,7 @@ def _snippet(
     revision: str | None = None,
 ) -> list[str]:
     """Return code that loads and runs the saved model, or the saved adapter of `adapter_base`."""
-    kind, is_classifier = AUTO_CLASSES[task], task == "text-classification"
+    kind, is_classifier = _AUTO_CLASSES[task], task == "text-classification"
     outputs = f", num_labels={num_outputs}" if num_outputs else ""
     lines = ["```python"]
     if adapter_base is not None:
@@ -282,7 +282,7 @@ def license_of(base: str, *, is_local: bool) -> str | None:
     cards = [Path(base) / CARD_FILE] if is_local else sorted(cached.glob(f"*/{CARD_FILE}"))
     for card in cards:
         try:
-            text = card.read_text(encoding="utf-8")[:MAX_README]
+            text = card.read_text(encoding="utf-8")[:_MAX_README]
             _, front, _ = text.split("---\n", 2)
             values = yaml.safe_load(front)
         except (OSError, ValueError, yaml.YAMLError):

@@ -8,11 +8,11 @@ from typing import Any
 from app.report.template import render_template
 from common.text import duration, percent
 
-BAR_WIDTH = 40
+_BAR_WIDTH = 40
 """characters of a bar that stands for the whole memory of a GPU"""
 MAX_ROWS = 16
 """rows of advice that are shown in the terminal"""
-NOTABLE_GAIN = 1.01
+_NOTABLE_GAIN = 1.01
 """speed of other settings, as a factor, from which they count as faster"""
 HUES = {
     "weights": 215,
@@ -39,7 +39,7 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
     streams = {None: "", "host": ", layers from host memory"}
     streams["disk"] = ", layers from the disk, counted at the speed of the host link"
     lines = [
-        headline(facts),
+        _headline(facts),
         f"{facts['model']} on {facts['hardware']}: {facts['num_weights'] / 1e9:.2f} B parameters, "
         f"{facts['num_trained'] / 1e6:,.1f} M trainable",
         f"  strategy {settings['strategy']}, quantization {settings['quantization']}, recompute "
@@ -52,7 +52,7 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
         f"  at the peak, {facts['peak']}:",
         *(
             f"  {name:<12}{gib:8.2f} GiB  "
-            f"{'#' * round(BAR_WIDTH * min(gib / facts['gpu_memory_gib'], 1))}".rstrip()
+            f"{'#' * round(_BAR_WIDTH * min(gib / facts['gpu_memory_gib'], 1))}".rstrip()
             for name, gib in facts["gpu_gib"].items()
         ),
         *_memory_notes(facts),
@@ -66,14 +66,14 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def headline(facts: Mapping[str, Any]) -> str:
+def _headline(facts: Mapping[str, Any]) -> str:
     """Say how fast the planned settings are, and what the fastest ones that fit would change."""
     settings, speed = facts["settings"], facts["tokens_per_second"]
     fastest = next((row for row in facts["advice"] if row["fits"]), None)
     if not facts["fits"]:
         words = next(iter(facts["to_fit"]), None)
         return f"does not fit: type {words}" if words else "does not fit, whatever is changed"
-    if fastest is None or fastest["tokens_per_second"] < speed * NOTABLE_GAIN:
+    if fastest is None or fastest["tokens_per_second"] < speed * _NOTABLE_GAIN:
         others = "none of the settings below that fit is notably faster"
         return f"fits: {speed:,.0f} tokens/s, and {others}"
     kept = [
@@ -200,7 +200,7 @@ def render_plan(facts: Mapping[str, Any]) -> str:
     return render_template(
         "plan",
         title=f"{facts['name'] or facts['model']}: {verdict}",
-        lead=headline(facts),
+        lead=_headline(facts),
         plan=facts,
         settings=[["setting", "value"], *settings],
         memory=[_memory_line(facts), *_memory_notes(facts)],

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from common.errors import Origin
     from data_modules import Audit, Example, FinetuneDataModule
 
-SHOWN_STEPS = 2
+_SHOWN_STEPS = 2
 """steps whose packs are shown"""
-MAX_PACKS = 10_000
+_MAX_PACKS = 10_000
 """maximum number of packs from which the actual shares of the mixture are computed"""
-MAX_PATH = 32
+_MAX_PATH = 32
 """longest path that is shown in full, in characters"""
-NUM_BINS = 32
+_NUM_BINS = 32
 """bins of a histogram of lengths"""
 MAX_TOKENS = 4096
 """maximum tokens of a row on the page: half from its beginning, half from its end"""
-INCOMPLETE = "\ufffd"
+_INCOMPLETE = "\ufffd"
 """what tokens decode to that end within a character"""
 
 
@@ -75,7 +75,7 @@ class DatasetView:
     about: str
     rows: list[RowView]
     counts: list[int]
-    """number of training documents in each of `NUM_BINS` equal bins from 0 to `Preview.longest`
+    """number of training documents in each of `_NUM_BINS` equal bins from 0 to `Preview.longest`
     tokens"""
     lengths: str
     """summary of the lengths"""
@@ -180,7 +180,7 @@ def _format_origin(origin: Origin) -> str:
     file, working_folder = Path(origin.file), Path.cwd()
     if file.is_relative_to(working_folder):
         shown = str(file.relative_to(working_folder))
-    elif len(origin.file) > MAX_PATH and len(file.parts) > 2:
+    elif len(origin.file) > _MAX_PATH and len(file.parts) > 2:
         shown = str(Path("...", *file.parts[-2:]))
     else:
         shown = origin.file
@@ -202,7 +202,7 @@ def _dataset_view(
     own = np.flatnonzero(examples.datasets == index)
     lengths = examples.lengths[own]
     chosen = np.unique(np.linspace(0, len(own) - 1, min(config.rows, len(own))).astype(int))
-    counts, _ = np.histogram(lengths, bins=NUM_BINS, range=(0, longest))
+    counts, _ = np.histogram(lengths, bins=_NUM_BINS, range=(0, longest))
     median, percentile = np.percentile(lengths, [50, 95]).astype(int).tolist()
     return DatasetView(
         name=printable(report.name),
@@ -255,7 +255,7 @@ def _packs_of(datamodule: FinetuneDataModule, step: int) -> Iterator[npt.NDArray
 def _pack_views(config: ShownConfig, datamodule: FinetuneDataModule) -> list[PackView]:
     examples = datamodule.train_examples
     views = []
-    for step in range(min(SHOWN_STEPS, datamodule.total_steps)):
+    for step in range(min(_SHOWN_STEPS, datamodule.total_steps)):
         for number, pack in enumerate(_packs_of(datamodule, step)):
             if number == config.packs:
                 break
@@ -278,7 +278,7 @@ def _mixture_cells(datamodule: FinetuneDataModule) -> tuple[list[list[str]], str
     import numpy as np
 
     examples, plan = datamodule.train_examples, datamodule.plan
-    num_steps = min(plan.num_steps, max(1, MAX_PACKS // plan.packs_per_step))
+    num_steps = min(plan.num_steps, max(1, _MAX_PACKS // plan.packs_per_step))
     packs = [pack for step in range(num_steps) for pack in _packs_of(datamodule, step)]
     seen = np.concatenate(packs)
     datasets, tokens = examples.datasets[seen], examples.lengths[seen]
@@ -374,7 +374,7 @@ class TokenRenderer:
         for end in range(1, len(ids) + 1):
             text = self._decode(ids[before:end])
             is_last = end == len(ids) or ids[end] in self._special
-            if text.endswith(INCOMPLETE) and not is_last and end - start < 4:
+            if text.endswith(_INCOMPLETE) and not is_last and end - start < 4:
                 continue
             text = text[len(self._decode(ids[before:start])) :]
             yield Piece(

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-NUM_PAGE_COLORS = 6
+_NUM_PAGE_COLORS = 6
 """colors of data sets in the CSS of the page"""
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
-PACK_LETTERS = "abcdefghijklmnopqrstuvwxyz"
-MAX_LISTED = 6
+_PACK_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_MAX_LISTED = 6
 """documents of a pack that are listed in the terminal"""
 COLORS = ("blue", "magenta", "yellow", "green", "cyan", "red")
 """colors of data sets in the terminal"""
@@ -28,7 +28,7 @@ TRAINED, SPECIAL = "bold green", "cyan"
 
 def render_page(preview: Preview) -> str:
     return render_template(
-        "preview", title=preview.title, preview=preview, num_colors=NUM_PAGE_COLORS
+        "preview", title=preview.title, preview=preview, num_colors=_NUM_PAGE_COLORS
     )
 
 
@@ -127,14 +127,14 @@ def _pack_lines(pack: PackView, preview: Preview, console: Console) -> list[str 
     for number, document in enumerate(pack.documents):
         start, end = end, end + document.num_tokens
         cells = round(end / pack.capacity * width) - round(start / pack.capacity * width)
-        letter = PACK_LETTERS[number % len(PACK_LETTERS)]
+        letter = _PACK_LETTERS[number % len(_PACK_LETTERS)]
         color = COLORS[document.dataset % len(COLORS)]
         bar.append(letter * cells, style=f"bright_{color}" if pack.shades[number] else color)
     bar.append(" " * (width - round(end / pack.capacity * width)) + "|")
     listed = [
-        f"{PACK_LETTERS[number % len(PACK_LETTERS)]} {preview.names[document.dataset]} "
+        f"{_PACK_LETTERS[number % len(_PACK_LETTERS)]} {preview.names[document.dataset]} "
         f"{document.origin} {document.num_tokens:,} ({document.num_trained:,} trained on)"
-        for number, document in enumerate(pack.documents[:MAX_LISTED])
+        for number, document in enumerate(pack.documents[:_MAX_LISTED])
     ]
     if len(pack.documents) > len(listed):
         listed.append(f"and {len(pack.documents) - len(listed):,} more on the page")

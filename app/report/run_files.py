@@ -30,7 +30,7 @@ from app.training.run_documents import (
 )
 from common.errors import UserError
 
-MAX_PREDICTIONS = 10
+_MAX_PREDICTIONS = 10
 """number of predictions that a page shows"""
 NOT_DRAWN = ("/tokens/", "/share/", "experts/", "/disk_left")
 """substrings of metric names that have no chart: shares of a mixture, figures per layer, disk"""
@@ -123,7 +123,7 @@ def refuse_damaged(run: RunFiles) -> None:
 
 
 def choose_predictions(lines: Iterator[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return `MAX_PREDICTIONS` lines, taken from the data sets in turn.
+    """Return `_MAX_PREDICTIONS` lines, taken from the data sets in turn.
 
     Lines whose answers differ between base and tuned come first.
     """
@@ -133,7 +133,7 @@ def choose_predictions(lines: Iterator[Mapping[str, Any]]) -> list[Mapping[str, 
     for of_dataset in by_dataset.values():
         of_dataset.sort(key=lambda line: line.get("base") == line.get("tuned"))
     in_turn = chain.from_iterable(zip_longest(*by_dataset.values()))
-    return list(islice(filter(None, in_turn), MAX_PREDICTIONS))
+    return list(islice(filter(None, in_turn), _MAX_PREDICTIONS))
 
 
 def _read_text(file: Path) -> str:

@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PAGE_FILE, CURVES_FILE = "report.html", "training_curves.png"
-MAX_TEXT = 1200
+_MAX_TEXT = 1200
 """characters of a prompt or an answer that are shown"""
-NUM_OPEN = 3
+_NUM_OPEN = 3
 """number of predictions that are shown without a click"""
-MAX_PNG_CHARTS = 6
+_MAX_PNG_CHARTS = 6
 """number of charts in the PNG file for a model card"""
-SLOW_DATA_SHARE = 0.2
+_SLOW_DATA_SHARE = 0.2
 """share of time spent waiting for data from which the page calls data the bottleneck"""
-BUSY_GPU = 0.9
+_BUSY_GPU = 0.9
 """GPU utilization from which the GPU counts as busy"""
-WARM_SECONDS = 30.0
+_WARM_SECONDS = 30.0
 """seconds of training from which its speed is compared with the plan"""
-NOTABLE_LOSS = 0.05
+_NOTABLE_LOSS = 0.05
 """share of a step from which the largest cause is named"""
-CAUSES = {
+_CAUSES = {
     "data_wait": "{} of the time waiting for data; type a larger data.num_workers",
     "launches": "{} of the time without a running kernel; type a larger trainer.micro_batch_size",
     "mixers": "{} of the time without a running kernel, as recurrent layers run document by "
@@ -57,7 +57,7 @@ CAUSES = {
     "micro_batch": "{} of a step by small micro-batches; type trainer.micro_batch_size=auto",
 }
 """what costs speed, by the metric after `speed/lost/`, and what to type"""
-TITLES = {
+_TITLES = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "speed/tokens_per_second": "tokens per second",
@@ -71,15 +71,15 @@ TITLES = {
 """column of metrics.csv, without train/ or val/ -> title of its chart"""
 SHARES = ("speed/data_wait", "speed/mfu", "speed/padding", "machine/gpu_utilization")
 """metrics that are shares, next to those of `MEASURES`"""
-MACHINE_PREFIXES = ("speed/", "machine/")
+_MACHINE_PREFIXES = ("speed/", "machine/")
 """prefixes of the metrics in the section on speed and hardware"""
-LOSSES = "loss per data set"
+_LOSSES = "loss per data set"
 """title of the chart with the losses of a few data sets"""
-BY_PHASE = re.compile("(train|val)/(.+)")
-PHASES = {"train": "training", "val": "validation"}
-FOLDERS = re.compile(r"""(?<![\w./:~-])[~/](?:[^\s/'"\[\]{},;:()<>|]*/)*(?=[^\s/])""")
+_BY_PHASE = re.compile("(train|val)/(.+)")
+_PHASES = {"train": "training", "val": "validation"}
+_FOLDERS = re.compile(r"""(?<![\w./:~-])[~/](?:[^\s/'"\[\]{},;:()<>|]*/)*(?=[^\s/])""")
 """folders in front of the name in an absolute path"""
-STARTED = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):\d\d\+0000")
+_STARTED = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):\d\d\+0000")
 """date and time in manifest.json, of which the page shows the minute"""
 Setting = tuple[str, str, str]
 """a setting that differs from its default: key, value, default"""
@@ -151,7 +151,7 @@ def write_page(
         run = read_run_files(folder)
         run = replace(run, error=error or run.error)
         write_atomically(folder / PAGE_FILE, render_run(run, settings, refresh_seconds))
-        charts = learned_charts({"": run})[:MAX_PNG_CHARTS]
+        charts = _learned_charts({"": run})[:_MAX_PNG_CHARTS]
         if charts and refresh_seconds is None:
             write_atomically(folder / CURVES_FILE, draw_png(charts))
     except Exception as problem:  # noqa: BLE001  whatever it is, the run itself is complete
@@ -167,24 +167,26 @@ def render_run(
         Section(
             title="Predictions",
             description="Answers of the base and the tuned model to held-out prompts.",
-            predictions=[shown_prediction(line) for line in run.predictions],
+            predictions=[_shown_prediction(line) for line in run.predictions],
         ),
         Section(title="Base vs tuned", tables=[comparison_cells(run)]),
-        Section(title="Curves", charts=learned_charts({"": run})),
+        Section(title="Curves", charts=_learned_charts({"": run})),
         Section(
             title="Speed and hardware",
             lines=bottleneck_lines(run),
-            charts=machine_charts({"": run}),
+            charts=_machine_charts({"": run}),
         ),
-        Section(title="Data", lines=data_notes(run), tables=[mixture_cells(run), audit_cells(run)]),
+        Section(
+            title="Data", lines=_data_notes(run), tables=[_mixture_cells(run), _audit_cells(run)]
+        ),
         Section(
             title="Settings",
             description="Settings that differ from their defaults; config.yaml has all.",
             tables=[[["setting", "value", "default"], *map(list, settings)]],
         ),
-        Section(title="Environment", tables=[environment_cells(run)]),
+        Section(title="Environment", tables=[_environment_cells(run)]),
     ]
-    facts = run_facts(run)
+    facts = _run_facts(run)
     if run.verdict:
         facts.append(f"verdict: {printable(run.verdict['verdict'])}")
     return _render(title_of(run.folder), facts, sections, refresh_seconds)
@@ -195,16 +197,16 @@ def render_comparison(
 ) -> str:
     """Return the page that compares several runs; `runs` and `settings` are by shown name."""
     sections = [
-        Section(title="Metrics", tables=[metrics_cells(runs)]),
-        Section(title="Curves", charts=learned_charts(runs)),
-        Section(title="Speed and hardware", charts=machine_charts(runs)),
+        Section(title="Metrics", tables=[_metrics_cells(runs)]),
+        Section(title="Curves", charts=_learned_charts(runs)),
+        Section(title="Speed and hardware", charts=_machine_charts(runs)),
         Section(
             title="Settings",
             description="Settings that differ between the runs; - is the default.",
-            tables=[differing_cells(runs, settings)],
+            tables=[_differing_cells(runs, settings)],
         ),
     ]
-    facts = [f"{name}: {'; '.join(run_facts(run))}" for name, run in runs.items()]
+    facts = [f"{name}: {'; '.join(_run_facts(run))}" for name, run in runs.items()]
     return _render(" and ".join(runs), facts, sections)
 
 
@@ -229,7 +231,7 @@ def _render(
         sections=shown,
         draw=draw_svg,
         colors=COLORS,
-        num_open=NUM_OPEN,
+        num_open=_NUM_OPEN,
         refresh_seconds=refresh_seconds,
     )
 
@@ -241,7 +243,7 @@ def title_of(folder: Path) -> str:
     return f"{absolute.parent.name} {absolute.name}" if is_time else absolute.name
 
 
-def run_facts(run: RunFiles) -> list[str]:
+def _run_facts(run: RunFiles) -> list[str]:
     """Return lines that say how the run ended, what it trained, and how long it took."""
     total, manifest = run.manifest.get("total_steps"), run.manifest
     of_total = f" of {total:,}" if isinstance(total, int) else ""
@@ -250,7 +252,7 @@ def run_facts(run: RunFiles) -> list[str]:
     elif run.metrics:
         lines = [f"finished after step {run.last_step:,}"]
     elif run.error:
-        why = without_folders(run.error.strip())
+        why = _without_folders(run.error.strip())
         lines = [f"stopped after step {run.last_step:,}{of_total}: {why}"]
     else:
         lines = [f"not finished: step {run.last_step:,}{of_total}"]
@@ -270,16 +272,16 @@ def run_facts(run: RunFiles) -> list[str]:
     if last is not None and math.isfinite(first):
         lines.append(f"validation loss {first:.4f} at the start, {last:.4f} at the end")
     if started := manifest.get("started"):
-        lines.append(STARTED.sub(r"\1 \2 UTC", f"started {started}"))
+        lines.append(_STARTED.sub(r"\1 \2 UTC", f"started {started}"))
     return [printable(line) for line in lines]
 
 
-def learned_charts(runs: Mapping[str, RunFiles]) -> list[Chart]:
+def _learned_charts(runs: Mapping[str, RunFiles]) -> list[Chart]:
     """Return charts of losses and tasks, with training and validation in the same chart."""
     return [chart for chart, name in _charts(runs) if not _is_of_machine(name)]
 
 
-def machine_charts(runs: Mapping[str, RunFiles]) -> list[Chart]:
+def _machine_charts(runs: Mapping[str, RunFiles]) -> list[Chart]:
     """Return charts of speed, memory, learning rate and gradient norm."""
     return [chart for chart, name in _charts(runs) if _is_of_machine(name)]
 
@@ -295,7 +297,7 @@ def _format_metric(name: str, value: float | None) -> str:
 
 
 def _is_of_machine(name: str) -> bool:
-    return name.startswith(MACHINE_PREFIXES) or name in ("lr", "grad_norm")
+    return name.startswith(_MACHINE_PREFIXES) or name in ("lr", "grad_norm")
 
 
 def _charts(runs: Mapping[str, RunFiles]) -> list[tuple[Chart, str]]:
@@ -305,24 +307,26 @@ def _charts(runs: Mapping[str, RunFiles]) -> list[tuple[Chart, str]]:
     """
     groups: dict[str, list[Series]] = {}
     for number, (run_name, run) in enumerate(runs.items()):
-        datasets = sorted(datasets_of(run.curves)) if len(runs) == 1 else []
+        datasets = sorted(_datasets_of(run.curves)) if len(runs) == 1 else []
         for column, points in run.curves.items():
-            match = BY_PHASE.fullmatch(column)
+            match = _BY_PHASE.fullmatch(column)
             phase, name = match.groups() if match else ("", column)
             dataset = name.partition("loss/")[2] if name.startswith("loss/") else ""
             if dataset in datasets and len(datasets) <= len(COLORS):
                 if len(datasets) > 1:
                     series = Series(
-                        name=printable(f"{dataset}, {PHASES[phase]}"),
+                        name=printable(f"{dataset}, {_PHASES[phase]}"),
                         points=points,
                         color_index=datasets.index(dataset),
                         is_sparse=phase == "val",
                     )
-                    groups.setdefault(LOSSES, []).append(series)
+                    groups.setdefault(_LOSSES, []).append(series)
                 continue
-            words = [run_name, PHASES.get(phase, "")] if len(runs) > 1 else [PHASES.get(phase, "")]
+            words = (
+                [run_name, _PHASES.get(phase, "")] if len(runs) > 1 else [_PHASES.get(phase, "")]
+            )
             series = Series(
-                name=printable(" ".join(filter(None, words)) or title_of_column(name)),
+                name=printable(" ".join(filter(None, words)) or _title_of_column(name)),
                 points=points,
                 color_index=number if len(runs) > 1 else int(phase == "val"),
                 is_sparse=phase == "val",
@@ -331,21 +335,21 @@ def _charts(runs: Mapping[str, RunFiles]) -> list[tuple[Chart, str]]:
     charts = []
     for name, lines in groups.items():
         chart = Chart(
-            title=printable(title_of_column(name)),
+            title=printable(_title_of_column(name)),
             series=lines,
             unit="GiB" if name.endswith("_gib") else "",
             is_share=_is_share(name),
-            starts_at_zero=name.startswith(MACHINE_PREFIXES) and not name.endswith("left_gib"),
+            starts_at_zero=name.startswith(_MACHINE_PREFIXES) and not name.endswith("left_gib"),
         )
         if frame_of(chart) is not None:
             charts.append((chart, name))
     return charts
 
 
-def title_of_column(name: str) -> str:
+def _title_of_column(name: str) -> str:
     """Return the title of a column of metrics.csv: `loss/alpaca` is `loss: alpaca`."""
-    if name in TITLES:
-        return TITLES[name]
+    if name in _TITLES:
+        return _TITLES[name]
     measure, dataset = measure_of(name)
     if measure == name:
         measure, _, dataset = name.partition("/")
@@ -353,7 +357,7 @@ def title_of_column(name: str) -> str:
     return f"{heading}: {dataset}" if dataset else heading
 
 
-def datasets_of(names: Iterable[str]) -> set[str]:
+def _datasets_of(names: Iterable[str]) -> set[str]:
     """Return the data sets that have a validation loss among these metrics."""
     return {name.removeprefix("val/loss/") for name in names if name.startswith("val/loss/")}
 
@@ -371,7 +375,7 @@ def comparison_cells(run: RunFiles) -> Cells:
     cells = [["data set", "measure", "base", "tuned", "change", "interval", "verdict"]]
     for name in names:
         measure, dataset = measure_of(name)
-        if not dataset and len(datasets_of(names)) == 1 and measure.startswith("val/"):
+        if not dataset and len(_datasets_of(names)) == 1 and measure.startswith("val/"):
             continue
         spec = MEASURES.get(measure, OTHER)
         before, after = metrics.get(f"base/{name}"), metrics.get(f"tuned/{name}")
@@ -393,16 +397,16 @@ def speed_lines(metrics: Mapping[str, float]) -> list[str]:
     Nothing is said of a device without a plan, or of a run too short to have warmed up.
     """
     planned = metrics.get("speed/planned_tokens_per_second")
-    if planned is None or metrics["speed/train_seconds"] < WARM_SECONDS:
+    if planned is None or metrics["speed/train_seconds"] < _WARM_SECONDS:
         return []
     measured, lowest = metrics["speed/tokens_per_second"], metrics["speed/planned_lowest"]
     compared = (
         f"speed: {measured:,.0f} tokens/s measured, {planned:,.0f} planned ({lowest:,.0f} to "
         f"{metrics['speed/planned_highest']:,.0f})"
     )
-    share, cause = max((metrics.get(LOST + name, 0.0), name) for name in CAUSES)
-    if share >= NOTABLE_LOSS:
-        return [compared, f"largest loss of speed: {CAUSES[cause].format(percent(share, 0))}"]
+    share, cause = max((metrics.get(LOST + name, 0.0), name) for name in _CAUSES)
+    if share >= _NOTABLE_LOSS:
+        return [compared, f"largest loss of speed: {_CAUSES[cause].format(percent(share, 0))}"]
     if measured < lowest:
         compared += "; none of the causes that are measured explains it: other programs on the "
         compared += "GPU, a power limit and slow links are not measured"
@@ -418,7 +422,7 @@ def bottleneck_lines(run: RunFiles) -> list[str]:
         return []
     planned = speed_lines(run.metrics)
     lines = [f"{percent(wait)} of the training time was spent waiting for data."]
-    if wait >= SLOW_DATA_SHARE and (busy is None or busy < BUSY_GPU):
+    if wait >= _SLOW_DATA_SHARE and (busy is None or busy < _BUSY_GPU):
         lines[0] += (
             " Data was the bottleneck: a larger data.num_workers prepares more batches in parallel."
         )
@@ -426,7 +430,7 @@ def bottleneck_lines(run: RunFiles) -> list[str]:
         lines[0] += " The bottleneck was computation on the CPU."
     elif busy is None:
         lines.append("GPU utilization is unknown: the driver does not report it.")
-    elif busy >= BUSY_GPU:
+    elif busy >= _BUSY_GPU:
         lines.append(f"The GPU was busy {percent(busy, 0)} of the time: it was the bottleneck.")
     else:
         lines.append(
@@ -455,7 +459,7 @@ def _mean(run: RunFiles, name: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def mixture_cells(run: RunFiles) -> Cells:
+def _mixture_cells(run: RunFiles) -> Cells:
     """Return a row for each data set: its size, and its share of an epoch."""
     headings = ["data set", "rows", "tokens", "rows per epoch", "repeats per epoch"]
     cells = [[*headings, "share of rows", "share of tokens"]]
@@ -467,7 +471,7 @@ def mixture_cells(run: RunFiles) -> Cells:
     return cells
 
 
-def audit_cells(run: RunFiles) -> Cells:
+def _audit_cells(run: RunFiles) -> Cells:
     """Return a row of audit counts for each data set, without columns that are all zero."""
     rows = [row for row in _listed(run.audit, "datasets") if isinstance(row, dict)]
     names = [
@@ -489,20 +493,20 @@ def _listed(values: Mapping[str, Any], key: str) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def data_notes(run: RunFiles) -> list[str]:
+def _data_notes(run: RunFiles) -> list[str]:
     """Return the problems and warnings of the audit, and what nothing reads in the data."""
     notes = [*_listed(run.audit, "problems"), *_listed(run.audit, "warnings")]
     unread = [printable(str(line)) for line in _listed(run.audit, "unread")]
     lines = [*(printable(f"warning: {note}") for note in notes), *unread]
-    return list(map(without_folders, lines))
+    return list(map(_without_folders, lines))
 
 
-def without_folders(text: str) -> str:
+def _without_folders(text: str) -> str:
     """Return a text with absolute paths replaced by the names of their files and folders."""
-    return FOLDERS.sub("", text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", ""))
+    return _FOLDERS.sub("", text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", ""))
 
 
-def shown_prediction(line: Mapping[str, Any]) -> dict[str, Any]:
+def _shown_prediction(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the source, prompt and (heading, text) pairs of a line of predictions.jsonl."""
     texts = [("reference", line.get("reference"))]
     metrics = line.get("metrics")
@@ -510,14 +514,14 @@ def shown_prediction(line: Mapping[str, Any]) -> dict[str, Any]:
     for variant in ("base", "tuned"):
         if variant in line:
             listed = ", ".join(
-                f"{title_of_column(name)} {_format_score(name, by_variant[variant])}"
+                f"{_title_of_column(name)} {_format_score(name, by_variant[variant])}"
                 for name, by_variant in scores.items()
                 if isinstance(by_variant, Mapping) and variant in by_variant
             )
             texts.append((f"{variant} ({listed})" if listed else variant, line[variant]))
     source = f"{line.get('data_set', '')} {Path(str(line.get('source', ''))).name}".strip()
-    shown = [(heading, shorten(str(text))) for heading, text in texts if text is not None]
-    prompt = shorten(str(line.get("prompt", "")).strip())
+    shown = [(heading, _shorten(str(text))) for heading, text in texts if text is not None]
+    prompt = _shorten(str(line.get("prompt", "")).strip())
     return {"source": printable(redact(source)), "prompt": prompt, "texts": shown}
 
 
@@ -528,15 +532,15 @@ def _format_score(name: str, value: Any) -> str:
     return _format_metric(name, value) if is_number else printable(str(value)[:40])
 
 
-def shorten(text: str) -> str:
+def _shorten(text: str) -> str:
     """Return a text without control characters and secrets, a long one without its middle."""
-    if len(text) > MAX_TEXT:
-        half = MAX_TEXT // 2
-        text = f"{text[:half]}\n[... {len(text) - MAX_TEXT:,} characters ...]\n{text[-half:]}"
+    if len(text) > _MAX_TEXT:
+        half = _MAX_TEXT // 2
+        text = f"{text[:half]}\n[... {len(text) - _MAX_TEXT:,} characters ...]\n{text[-half:]}"
     return printable(redact(text), keep="\n")
 
 
-def environment_cells(run: RunFiles) -> Cells:
+def _environment_cells(run: RunFiles) -> Cells:
     """Return rows for the hardware, versions, commit and command of the run."""
     manifest = run.manifest
     cells = [["property", "value"]]
@@ -553,11 +557,11 @@ def environment_cells(run: RunFiles) -> Cells:
         changed = " with uncommitted changes" if git.get("changed") else ""
         cells.append(["commit", f"{git.get('commit')}{changed}"])
     if command := manifest.get("command"):
-        cells.append(["command", " ".join(without_folders(str(word)) for word in command)])
+        cells.append(["command", " ".join(_without_folders(str(word)) for word in command)])
     return [[printable(redact(cell)) for cell in row] for row in cells]
 
 
-def metrics_cells(runs: Mapping[str, RunFiles]) -> Cells:
+def _metrics_cells(runs: Mapping[str, RunFiles]) -> Cells:
     """Return a row for each final metric, with a column for each run."""
     names = list(dict.fromkeys(name for run in runs.values() for name in run.metrics))
     if not names:
@@ -577,7 +581,7 @@ def metrics_cells(runs: Mapping[str, RunFiles]) -> Cells:
     return cells
 
 
-def differing_cells(
+def _differing_cells(
     runs: Mapping[str, RunFiles], settings: Mapping[str, Sequence[Setting]]
 ) -> Cells:
     """Return a row for each setting that differs between runs, with a column for each run."""

@@ -14,7 +14,7 @@ WIDTH, HEIGHT, MARGIN = 900.0, 340.0, 70.0
 """size of a chart and its margin, in SVG units"""
 ABOVE, BELOW, BESIDE = -8.0, 24.0, 6.0
 """offsets of a label from the top or the bottom of a chart, where no line is, or from an axis"""
-MAX_LABEL = 16
+_MAX_LABEL = 16
 """maximum characters of a word at an axis; longer ones are shortened"""
 
 
@@ -42,7 +42,7 @@ def render_sweep_page(
     `full_run`: the command that trains with the settings of the best trial.
     """
     axes, coordinates = parallel_coordinates(trials, objective)
-    ends, curves = curve_lines(trials)
+    ends, curves = _curve_lines(trials)
     return render_template(
         "sweep",
         title=title,
@@ -100,7 +100,7 @@ def _label_place(x: float, y: float) -> tuple[float, float]:
     return (x, y + BELOW) if y >= HEIGHT - MARGIN else (x + BESIDE, y + BESIDE)
 
 
-def curve_lines(
+def _curve_lines(
     trials: Sequence[TrialView],
 ) -> tuple[list[tuple[float, float, str]], list[dict[str, Any]]]:
     """Return the labels (x, y, text) of the axes, and the validation loss of each trial by step."""
@@ -150,7 +150,7 @@ def _scale(values: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]
     except ValueError:
         words = sorted(set(values))
         numbers = [float(words.index(value)) for value in values]
-        short = (w if len(w) <= MAX_LABEL else f"{w[: MAX_LABEL - 1]}…" for w in words)
+        short = (w if len(w) <= _MAX_LABEL else f"{w[: _MAX_LABEL - 1]}…" for w in words)
         ticks = dict(enumerate(short))
     low, high = min(numbers), max(numbers)
     scale = math.log10 if 0 < low * 100 <= high else float

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 """control characters, which a terminal that shows the page would obey"""
 
 
 def render_template(name: str, **values: Any) -> str:
     """Render `NAME.html.jinja`; a value that the template uses but does not get is an error."""
     page = _environment().get_template(f"{name}.html.jinja").render(**values)
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", page)
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", page)
 
 
 @functools.cache  # keeps compiled templates: a running run writes its page many times

@@ -32,9 +32,9 @@ ALLOWED = {
 }
 """values of resume_allow, with what each permits to change"""
 
-LISTS_OF_DATASETS = ("data.datasets", "data.val_datasets")
+_LISTS_OF_DATASETS = ("data.datasets", "data.val_datasets")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-FINGERPRINTS: dict[str, tuple[str, ResumeRule, str]] = {
+_FINGERPRINTS: dict[str, tuple[str, ResumeRule, str]] = {
     "tokenizer_sha256": ("the tokenizer (sha256)", "fixed", "restore the tokenizer"),
     "template_sha256": ("the chat template (sha256)", "data", "restore the template"),
     "tokens_sha256": (
@@ -44,7 +44,7 @@ FINGERPRINTS: dict[str, tuple[str, ResumeRule, str]] = {
     ),
 }
 """key in the manifest -> its name in messages, the resume rule, and how to undo a change"""
-STREAMED = ("trainer.micro_batch_size", "data.num_workers")
+_STREAMED = ("trainer.micro_batch_size", "data.num_workers")
 """settings that, with the number of ranks, determine the order of streamed data"""
 
 
@@ -104,7 +104,7 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         changes += _compare_base(before["base"], now["base"])
     if "data" in both:
         changes += _compare_data(before["data"], now["data"])
-    for name, (what, rule, undo) in FINGERPRINTS.items():
+    for name, (what, rule, undo) in _FINGERPRINTS.items():
         # Other rows or another template change the tokens as well; report only the cause.
         is_implied = name == "tokens_sha256" and changes
         if name in both and before[name] != now[name] and not is_implied:
@@ -200,7 +200,7 @@ def _how_to_undo(key: str, value: Any) -> str:
     """Return what to type to restore a setting."""
     if isinstance(value, list) and all(isinstance(part, (str, int, float)) for part in value):
         return f"type '{key}=[{','.join(map(str, value))}]'"
-    if "[" in key or isinstance(value, (list, dict)) or key in LISTS_OF_DATASETS:
+    if "[" in key or isinstance(value, (list, dict)) or key in _LISTS_OF_DATASETS:
         return f"restore {key} from the run's config.yaml"
     return f"type {key}={as_typed(value)}"
 
@@ -216,7 +216,7 @@ def _leaves(
         for field in dataclasses.fields(value):
             inner = f"{key}.{field.name}" if key else field.name
             yield from _leaves(getattr(value, field.name), inner, facts_of(field).resume or rule)
-    elif key in LISTS_OF_DATASETS:
+    elif key in _LISTS_OF_DATASETS:
         yield key, f"{len(value)} data sets", rule
         for index, dataset in enumerate(value):
             yield from _leaves(dataset, f"{key}[{index}]", rule)
@@ -284,7 +284,7 @@ def check_stream(
     problems = [
         f"{change}, and the order of data.streaming=true depends on it; {change.undo}"
         for change in changes
-        if change.what in STREAMED
+        if change.what in _STREAMED
     ]
     if before["num_ranks"] != now["num_ranks"]:
         problems.append(

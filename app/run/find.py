@@ -29,12 +29,12 @@ from common.untrusted import read_json_object
 log = logging.getLogger(__name__)
 
 FINAL, BEST, NEWEST = "final", "best", "newest"
-SELECTED = re.compile(rf"{FINAL}|{BEST}|{NEWEST}|{STEP_FOLDER.pattern}")
+_SELECTED = re.compile(rf"{FINAL}|{BEST}|{NEWEST}|{STEP_FOLDER.pattern}")
 """values of `checkpoint`, which selects the weights of a run"""
 NEVER, AUTO, MUST = "never", "auto", "must"
-STARTED = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
+_STARTED = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 """default name of a run folder: its start time, with a number if that second has several runs"""
-OTHER_TOOLS = {
+_OTHER_TOOLS = {
     "true": AUTO,
     "yes": AUTO,
     "last": MUST,
@@ -108,7 +108,7 @@ def _typed_run(resume: str, folder: str | None) -> Path:
     resume = {"True": "true", "False": "false"}.get(resume, resume)
     path = fetched_folder("resume", resume, resumes=True)
     if not path.is_dir():
-        known = OTHER_TOOLS.get(resume.lower())
+        known = _OTHER_TOOLS.get(resume.lower())
         hint = f"; type resume={known}" if known else nearest(resume, (NEVER, AUTO, MUST))
         raise UserError(
             f"resume={resume}: no such folder; expected never, auto, must, or the folder of a run "
@@ -165,7 +165,7 @@ def _started(run: Path) -> tuple[str, int] | tuple[()]:
 
     Modification times would not do, since copying changes them.
     """
-    match = STARTED.fullmatch(run.name)
+    match = _STARTED.fullmatch(run.name)
     return (match[1], int(match[2] or 0)) if match else ()
 
 
@@ -205,7 +205,7 @@ def find_run(
                 f"config.yaml){_known_runs()}"
             )
         return folder
-    finished = finished_runs()
+    finished = _finished_runs()
     if not finished:
         raise UserError(
             f"no finished run under {OUTPUTS}: train first with {verb_command('train')}"
@@ -214,7 +214,7 @@ def find_run(
     return finished[-1]
 
 
-def finished_runs() -> list[Path]:
+def _finished_runs() -> list[Path]:
     """List the finished training runs under outputs/, the one that started last at the end."""
     found = OUTPUTS.rglob(METRICS_FILE)
     runs = [file.parent for file in found if is_training(file.parent / CONFIG_FILE)]
@@ -236,13 +236,13 @@ def _start_of_finished(run: Path) -> tuple[float, float]:
 
 
 def _known_runs() -> str:
-    known = finished_runs()
+    known = _finished_runs()
     return f"; the newest finished run is run={known[-1]}" if known else ""
 
 
 def check_selected(wanted: str, run: str | None, adapter_path: str | None) -> list[str]:
     """List the problems of `checkpoint=`, and of what is typed beside it."""
-    if not SELECTED.fullmatch(wanted):
+    if not _SELECTED.fullmatch(wanted):
         hint = nearest(wanted, (FINAL, BEST, NEWEST))
         return [f"checkpoint={wanted}: expected final, best, newest or step-N{hint}"]
     if wanted != FINAL and (run is None or adapter_path is not None):

@@ -45,37 +45,37 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.json"
 VERB_LINE = re.compile(r"# settings of loft (\w+)\n")
 """first line of config.yaml, with the verb; earlier versions wrote none"""
 LOCK_FILE = "run.lock"
-UNUSED = (LOCK_FILE, REASON_FILE, STATUS_FILE)
+_UNUSED = (LOCK_FILE, REASON_FILE, STATUS_FILE)
 """what a process that was refused leaves in its new folder"""
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 """errors of a file system without locks"""
-PROBE = ".writable-"
+_PROBE = ".writable-"
 """prefix of a temporary file that tests whether the folder is writable"""
-LEFT_BY_REFUSED = re.compile(
+_LEFT_BY_REFUSED = re.compile(
     rf"{re.escape(LOCK_FILE)}|{re.escape(REASON_FILE)}|stacks-rank-\d+\.txt|\.config\.yaml\.\d+|"
     rf"\.?{re.escape(STATUS_FILE)}(\.\d+)?|"
-    rf"{re.escape(PROBE)}.*|faults-fired|checkpoints|partial|job\.(sbatch|yaml|json|log)|slurm-\d+\.txt|(adapter|model)-step-\d+(\.\d+)?|"
-    r"unfinished"
+    rf"{re.escape(_PROBE)}.*|faults-fired|checkpoints|partial|job\.(sbatch|yaml|json|log)|"
+    r"slurm-\d+\.txt|(adapter|model)-step-\d+(\.\d+)?|unfinished"
 )
 """files left by a process that was refused before training, or killed during an evaluation or a
 merge"""
-WRITTEN_WHILE_EVALUATED = re.compile(
+_WRITTEN_WHILE_EVALUATED = re.compile(
     r"(predictions|judge_answers|verdicts)\.jsonl|judge\.html|(metrics|verdict)\.json|config\.yaml"
 )
 """files left next to `partial` by an evaluation that was killed after its measurements"""
 UNFINISHED, MOVED_FILE = "unfinished", ".moved.json"
 """folder of a result that is not complete; in it, the names that are being moved to its parent"""
 WRITTEN_AT_START = re.compile(
-    rf"{LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
+    rf"{_LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
     r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv|train\.log|"
     r"report\.html|training_curves\.png|start_adapter"
 )
 """files that a training run writes before its first step, or when it fails before it"""
-NEVER_FOLLOWED = re.compile(r"\.submission_file_[0-9a-f]{32}\.sh|optuna\.log\.lock")
+_NEVER_FOLLOWED = re.compile(r"\.submission_file_[0-9a-f]{32}\.sh|optuna\.log\.lock")
 """links that submitit and the lock of Optuna leave in a sweep's folder; nothing opens them"""
-MAX_NAMED = 5
+_MAX_NAMED = 5
 """maximum number of a folder's entries listed in a message"""
-URL_BEGINS = re.compile(r"[A-Za-z][\w+.-]+:/")
+_URL_BEGINS = re.compile(r"[A-Za-z][\w+.-]+:/")
 """start of a URL; one slash suffices, since a Path drops the second"""
 NO_URL = "only train writes to s3:// and gs://, into output.dir; type a folder of this machine"
 UNSET = "is it a variable that is not set? type a folder, or leave it out"
@@ -124,7 +124,7 @@ def check_output(config: OutputConfig, *, resumes: bool = False) -> list[str]:
 def _check_folder(typed: str, *, resumes: bool) -> list[str]:
     if not typed.strip():
         return [f"output.dir is empty; {UNSET}"]
-    if URL_BEGINS.match(typed):
+    if _URL_BEGINS.match(typed):
         return [f"output.dir={typed}: {NO_URL}"]
     folder = expand_home("output.dir", typed)
     with into_folder(folder):
@@ -134,7 +134,7 @@ def _check_folder(typed: str, *, resumes: bool) -> list[str]:
             return [f"output.dir={typed}: this is a file; type a folder's name"]
         names = sorted({entry.name for entry in folder.iterdir()} - _of_killed(folder))
         others = [] if CONFIG_FILE in names else _foreign_entries(folder, names)
-        if not others and (special := check_entries(folder)):
+        if not others and (special := _check_entries(folder)):
             return special
         if not is_first_rank() or (resumes and CONFIG_FILE in names):
             return []
@@ -146,11 +146,11 @@ def _check_folder(typed: str, *, resumes: bool) -> list[str]:
             ]
     if not others:
         return []
-    more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+    more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
     return [
         f"output.dir={typed} holds files that do not belong to a run: "
-        f"{', '.join(others[:MAX_NAMED])}{more}; type a new folder's name, or leave output.dir out "
-        "to get one"
+        f"{', '.join(others[:_MAX_NAMED])}{more}; type a new folder's name, or leave output.dir "
+        "out to get one"
     ]
 
 
@@ -169,7 +169,7 @@ def _foreign_entries(folder: Path, names: Sequence[str]) -> list[str]:
         name
         for name in names
         # The log is opened right after the lock of a run is held.
-        if not (LEFT_BY_REFUSED.fullmatch(name) or (name == LOG_FILE and LOCK_FILE in names))
+        if not (_LEFT_BY_REFUSED.fullmatch(name) or (name == LOG_FILE and LOCK_FILE in names))
         or (name == REASON_FILE and not is_reason(folder / name))
         or (name == "checkpoints" and _has_entries(folder / name))
     ]
@@ -180,7 +180,7 @@ def _of_killed(folder: Path) -> set[str]:
     found = _moved(folder)
     if (folder / "partial").is_dir() and not is_training(folder / CONFIG_FILE):
         names = {entry.name for entry in folder.iterdir()}
-        found |= set(filter(WRITTEN_WHILE_EVALUATED.fullmatch, names))
+        found |= set(filter(_WRITTEN_WHILE_EVALUATED.fullmatch, names))
     return found
 
 
@@ -245,13 +245,15 @@ def _has_steps(metrics: Path) -> bool:
     return any(not row.startswith(b"0,") for row in rows)
 
 
-def check_entries(folder: Path) -> list[str]:
+def _check_entries(folder: Path) -> list[str]:
     """List the links, pipes and devices in a run folder: writing to them may change files outside.
 
     The folder itself may be a link, since the user named it.
     """
-    found = (each for each in special_entries(folder) if not NEVER_FOLLOWED.fullmatch(each[0].name))
-    special = itertools.islice(found, MAX_NAMED)
+    found = (
+        each for each in special_entries(folder) if not _NEVER_FOLLOWED.fullmatch(each[0].name)
+    )
+    special = itertools.islice(found, _MAX_NAMED)
     return [
         f"{folder}: {entry.relative_to(folder)} is {what}, which runs neither create nor follow: "
         "it may lead out of the folder; remove it, or replace it by a copy of its target"
@@ -261,7 +263,7 @@ def check_entries(folder: Path) -> list[str]:
 
 def refuse_special_entries(folder: Path) -> None:
     """Raise UserError if a run folder holds links, pipes or devices."""
-    if problems := check_entries(folder):
+    if problems := _check_entries(folder):
         raise UserError(problems)
 
 
@@ -296,7 +298,7 @@ def make_run_dir(config: OutputConfig, *, resumes: bool = False) -> Path:
         with into_folder(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if not resumes:  # a finished run may be read-only
-                tempfile.TemporaryFile(dir=folder, prefix=PROBE).close()
+                tempfile.TemporaryFile(dir=folder, prefix=_PROBE).close()
         return folder
     if read_launch().is_one_of_several:
         raise UserError(
@@ -348,8 +350,8 @@ def discard_unused() -> None:
     if folder is None or is_child() or folder.parent.parent != OUTPUTS.resolve():
         return
     with contextlib.suppress(OSError):  # another process may be using it
-        if {entry.name for entry in folder.iterdir()} <= set(UNUSED):
-            for name in UNUSED:
+        if {entry.name for entry in folder.iterdir()} <= set(_UNUSED):
+            for name in _UNUSED:
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()
 
@@ -425,7 +427,7 @@ def lock_run(folder: Path) -> None:
                 f"{folder}: {_lock_holder(stream)} is working on this run; wait for it or stop "
                 "it, or type another output.dir"
             ) from error
-        if error.errno not in NO_LOCKS:
+        if error.errno not in _NO_LOCKS:
             raise
         log.warning(
             "%s: this file system has no locks (%s): run one process at a time",

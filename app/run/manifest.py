@@ -27,7 +27,7 @@ from common.files import write_atomically
 from common.installation import typed_words
 from common.redaction import redacted
 
-LIBRARIES = (
+_LIBRARIES = (
     "torch",
     "lightning",
     "transformers",
@@ -41,7 +41,7 @@ MANIFEST_FILE = "manifest.json"
 STARTED_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 STARTED = time.strftime(STARTED_FORMAT)
 """start time of the command: the verb imports this module first"""
-ALLOWED_BY = "checkpoint"
+_ALLOWED_BY = "checkpoint"
 """the word in resume_allow that permits resuming from another run's checkpoint"""
 
 
@@ -53,7 +53,7 @@ def save_manifest(folder: Path, **facts: Any) -> None:
         "versions": installed_versions(),
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "hardware": describe_hardware(),
+        "hardware": _describe_hardware(),
         "git": git_state(),
     } | facts
     write_atomically(folder / MANIFEST_FILE, json.dumps(redacted(manifest), indent=2) + "\n")
@@ -78,7 +78,7 @@ def record_result(folder: Path, result: Mapping[str, Any]) -> None:
     write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
 
 
-def describe_hardware() -> dict[str, Any]:
+def _describe_hardware() -> dict[str, Any]:
     """Describe the hardware that a run's speed depends on: GPUs, cores, memory, system."""
     machine = read_machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -96,7 +96,7 @@ def installed_versions() -> Mapping[str, str]:
     """Return the versions of the libraries that results depend on."""
     from importlib.metadata import version
 
-    return {name: version(name) for name in LIBRARIES}
+    return {name: version(name) for name in _LIBRARIES}
 
 
 def git_state() -> dict[str, Any] | None:
@@ -157,9 +157,9 @@ def check_run_id(
         why = "was saved by a copy of this run that was trained on other data or for other steps"
     else:
         return None
-    if is_typed and ALLOWED_BY in allow:
-        return f"{checkpoint.folder} {why}, as resume_allow=[{ALLOWED_BY}] allows"
-    words = ",".join([*allow, ALLOWED_BY])
+    if is_typed and _ALLOWED_BY in allow:
+        return f"{checkpoint.folder} {why}, as resume_allow=[{_ALLOWED_BY}] allows"
+    words = ",".join([*allow, _ALLOWED_BY])
     raise UserError(
         f"{checkpoint.folder} {why}; move it out of {run} to resume from the run's own, or type "
         f"resume={checkpoint.folder} 'resume_allow=[{words}]' to resume this run from it"

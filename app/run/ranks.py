@@ -49,7 +49,7 @@ OWN_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 cannot rejoin: the remaining agents do not pass it the store's address (torch 2.13)"""
 REQUEUE_SECONDS = 120.0
 """time for the first rank to write the run's page, close its loggers and requeue the job"""
-EXAMPLE_SHARED_FOLDER = "/shared/runs"
+_EXAMPLE_SHARED_FOLDER = "/shared/runs"
 """example, in messages, of a folder that all machines can access"""
 
 
@@ -69,8 +69,8 @@ def check_nodes(config: TrainConfig, words: Sequence[str] | None) -> list[str]:
     per_node = requested_devices(config).ranks_per_node
     typed = list(words)
     if config.output.dir is None:
-        typed.append(f"output.dir={EXAMPLE_SHARED_FOLDER}/{config.output.name or 'train'}")
-    launcher = format_torchrun(nodes, per_node, socket.gethostname())
+        typed.append(f"output.dir={_EXAMPLE_SHARED_FOLDER}/{config.output.name or 'train'}")
+    launcher = _format_torchrun(nodes, per_node, socket.gethostname())
     return [
         f"trainer.num_nodes={nodes}: ranks on several machines are started by torchrun or srun; "
         f"type on each of the {nodes} machines, of which this one ({socket.gethostname()}) is the "
@@ -183,11 +183,11 @@ def _train_command(launch: Launch) -> str:
         return f"srun --nodes={nodes} --ntasks-per-node={per_node} {verb_command('train')}"
     first = launch.first_address or socket.gethostname()
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    torchrun = format_torchrun(nodes, per_node, first, max_restarts=restarts)
+    torchrun = _format_torchrun(nodes, per_node, first, max_restarts=restarts)
     return f"{torchrun} {module_words('app.train')}"
 
 
-def format_torchrun(
+def _format_torchrun(
     num_nodes: int, per_node: int, first_host: str, *, max_restarts: int = 0
 ) -> str:
     """Return the torchrun command of each machine, up to `-m`; `first_host` hosts rank 0."""

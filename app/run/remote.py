@@ -52,24 +52,24 @@ log = logging.getLogger(__name__)
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 """scheme of the URLs -> package with its file system"""
-CREDENTIALS = {
+_CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE, or the machine's role)",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS (or the machine's service account)",
 }
-ADDRESS = re.compile(r"(s3|gs):/{1,2}([a-z0-9][a-z0-9._-]+)/([\w.=-]+(?:/[\w.=-]+)*)/?")
+_ADDRESS = re.compile(r"(s3|gs):/{1,2}([a-z0-9][a-z0-9._-]+)/([\w.=-]+(?:/[\w.=-]+)*)/?")
 """bucket and path; a Path drops the second slash"""
-PART_BYTES = 16 << 20
+_PART_BYTES = 16 << 20
 """bytes of a file that are in memory while it is uploaded"""
 PAUSES = (1, 2, 4, 8, 16, 32, 60)
 """seconds before each further attempt, after those of the file system itself"""
 LOOK_SECONDS, STATUS_SECONDS = 0.5, 30.0
 """time between looks for a new checkpoint, and between uploads of status.json"""
-SNAPSHOT = ".upload"
+_SNAPSHOT = ".upload"
 """suffix of a folder of hard links: a checkpoint that is removed while it is uploaded"""
-NOT_UPLOADED = {CHECKPOINTS, LOCK_FILE, UNFINISHED, "partial"}
-NOT_FETCHED = {STATUS_FILE, REASON_FILE}
+_NOT_UPLOADED = {CHECKPOINTS, LOCK_FILE, UNFINISHED, "partial"}
+_NOT_FETCHED = {STATUS_FILE, REASON_FILE}
 """what the first rank has begun anew when another one downloads the run"""
-PROBE = ".writable"
+_PROBE = ".writable"
 
 
 def is_url(typed: str) -> bool:
@@ -106,7 +106,7 @@ def _one_rank_at_a_time(folder: Path) -> Iterator[None]:
 
 def working_folder(key: str, url: str) -> Path:
     """Return the local folder of the run at `url`; UserError if it cannot be the URL of a run."""
-    match = ADDRESS.fullmatch(url)
+    match = _ADDRESS.fullmatch(url)
     if match is None or {".", ".."} & set(match[3].split("/")):
         raise UserError(
             f"{key}={url}: expected s3://BUCKET/PATH or gs://BUCKET/PATH of letters, digits and "
@@ -142,7 +142,7 @@ class ObjectStore:
     def put(self, name: str, source: IO[bytes]) -> None:
         """Upload an open file in parts; it is there as a whole or not at all."""
         source.seek(0)
-        with self.files.open(f"{self.root}/{name}", "wb", block_size=PART_BYTES) as target:
+        with self.files.open(f"{self.root}/{name}", "wb", block_size=_PART_BYTES) as target:
             while block := source.read(1 << 20):
                 target.write(block)
                 refresh_liveness()
@@ -184,7 +184,7 @@ def open_store(url: str) -> Iterator[ObjectStore]:
         elif isinstance(error, PermissionError) or "redential" in text:
             fix = (
                 "no right to list, read, write and delete there: set "
-                f"{CREDENTIALS[scheme]}, or type a URL of your own"
+                f"{_CREDENTIALS[scheme]}, or type a URL of your own"
             )
         else:
             fix = (
@@ -203,8 +203,8 @@ def check_store(config: TrainConfig) -> list[str]:
         return []
     try:
         with open_store(url) as store:
-            store.files.pipe_file(f"{store.root}/{PROBE}", b"")
-            store.remove(PROBE)
+            store.files.pipe_file(f"{store.root}/{_PROBE}", b"")
+            store.remove(_PROBE)
             names = store.sizes().keys()
     except UserError as error:
         return error.problems
@@ -243,7 +243,7 @@ def fetch_run(url: str, folder: Path, *, resumes: bool) -> None:
         if CONFIG_FILE not in names or newest_here > newest:
             return
         with into_folder(folder):
-            for name in names.keys() - NOT_FETCHED:
+            for name in names.keys() - _NOT_FETCHED:
                 if not name.startswith(f"{CHECKPOINTS}/"):
                     store.get(name, folder / name)
         if resumes or METRICS_FILE not in names:
@@ -360,7 +360,7 @@ class Uploader:
         return self.failure
 
     def _run(self) -> None:
-        for leftover in (self.folder / CHECKPOINTS).glob(f"*{SNAPSHOT}"):
+        for leftover in (self.folder / CHECKPOINTS).glob(f"*{_SNAPSHOT}"):
             shutil.rmtree(leftover)
         next_status = 0.0
         while not self.ended.wait(LOOK_SECONDS):
@@ -391,7 +391,7 @@ class Uploader:
     def _link(self, step: int) -> Path | None:
         """Return a folder of links to a checkpoint's files; None if it is being removed."""
         source = self.folder / CHECKPOINTS / f"step-{step}"
-        snapshot = source.with_suffix(SNAPSHOT)
+        snapshot = source.with_suffix(_SNAPSHOT)
         try:
             shutil.copytree(source, snapshot, copy_function=os.link)
         except (OSError, shutil.Error):
@@ -402,7 +402,7 @@ class Uploader:
 
     def _put_changed(self, file: Path) -> None:
         name = file.relative_to(self.folder)
-        if name.parts[0] in NOT_UPLOADED or any(part.startswith(".") for part in name.parts):
+        if name.parts[0] in _NOT_UPLOADED or any(part.startswith(".") for part in name.parts):
             return
         with contextlib.suppress(FileNotFoundError):  # of files that are replaced meanwhile
             facts = file.stat()

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LENGTHENS = ("epochs", "data")
+_LENGTHENS = ("epochs", "data")
 """resume rules of the changes that give a finished run more steps"""
 
 
@@ -198,7 +198,7 @@ def compare_existing(
             refused = check_stream(changes, before, batch)
         problems, notes = problems + refused, notes + noted
     rewinds = typed_step(config.resume) is not None
-    lengthens = any(change.rule in LENGTHENS for change in changes)
+    lengthens = any(change.rule in _LENGTHENS for change in changes)
     if any(is_more_patient(change) for change in changes):
         lengthens |= _ended_before(folder, manifest["total_steps"]) is not None
     is_done = has_finished and not rewinds and not lengthens

@@ -17,13 +17,13 @@ from common.redaction import redact
 from common.text import printable
 from data_modules import Turn
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """roles of OpenAI's messages, and the role that chat templates have for each"""
 MAX_MESSAGES, MAX_STOPS, MAX_STOP_CHARACTERS, MAX_TOKENS = 512, 4, 256, 131_072
-MAX_SHOWN = 80
+_MAX_SHOWN = 80
 """maximum number of characters of a request that an error message quotes"""
 INTERNAL_ERROR = "internal server error; the server's terminal shows the cause"
-SAMPLING_FIELDS = (
+_SAMPLING_FIELDS = (
     "model",
     "max_tokens",
     "temperature",
@@ -33,8 +33,8 @@ SAMPLING_FIELDS = (
     "stream",
     "stream_options",
 )
-CHAT_FIELDS = ("messages", "max_completion_tokens", *SAMPLING_FIELDS)
-TEXT_FIELDS = ("prompt", *SAMPLING_FIELDS)
+CHAT_FIELDS = ("messages", "max_completion_tokens", *_SAMPLING_FIELDS)
+TEXT_FIELDS = ("prompt", *_SAMPLING_FIELDS)
 IGNORED_FIELDS: dict[str, type] = {
     "metadata": dict,
     "parallel_tool_calls": bool,
@@ -225,12 +225,12 @@ def _refuse_constant(name: str) -> None:
 def _quote(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     text = text.encode("utf-8", "backslashreplace").decode()
-    return printable(text[:MAX_SHOWN]) + ("..." if len(text) > MAX_SHOWN else "")
+    return printable(text[:_MAX_SHOWN]) + ("..." if len(text) > _MAX_SHOWN else "")
 
 
 def _unsupported(name: str, supported: tuple[str, ...]) -> RequestError:
     reason, _ = UNSUPPORTED.get(name, ("", ()))
-    reason = f": {reason}" if reason else nearest(name[:MAX_SHOWN], supported)
+    reason = f": {reason}" if reason else nearest(name[:_MAX_SHOWN], supported)
     quoted = _quote(name)
     return RequestError(f"{quoted} is not supported{reason}", quoted, code="unsupported_field")
 
@@ -349,17 +349,17 @@ def _parse_message(message: Any, where: str) -> Turn:
     if not isinstance(message, dict):
         raise RequestError(f'{where}: expected an object {{"role": ..., "content": ...}}', where)
     role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(
-            f"{where}.role: {_quote(role)} is not one of {', '.join(ROLES)}", f"{where}.role"
+            f"{where}.role: {_quote(role)} is not one of {', '.join(_ROLES)}", f"{where}.role"
         )
     for name, value in message.items():
         # Clients send an earlier answer back with its unused fields: null or empty. Templates do
         # not show the name of a participant.
         is_name = name == "name" and isinstance(value, str)
         if name not in ("role", "content") and value not in (None, []) and not is_name:
-            raise _unsupported(f"{where}.{name[:MAX_SHOWN]}", ())
-    return Turn(ROLES[role], _parse_content(message.get("content"), f"{where}.content"))
+            raise _unsupported(f"{where}.{name[:_MAX_SHOWN]}", ())
+    return Turn(_ROLES[role], _parse_content(message.get("content"), f"{where}.content"))
 
 
 def _parse_content(content: Any, where: str) -> str:

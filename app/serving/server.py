@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
 MAX_BODY = 2**20
 """maximum size of a request body, in bytes"""
-MAX_DISCARDED = 2**24
+_MAX_DISCARDED = 2**24
 """size up to which a body that is too long is read to its end, in bytes: many clients see no
 response while they are still sending"""
-ROUTES = (
+_ROUTES = (
     "this server has POST /v1/chat/completions and /v1/completions, and GET /v1/models, /health "
     "and /"
 )
@@ -63,10 +63,10 @@ BODY_SECONDS = 30.0
 """time limit for receiving the body of a request, in seconds"""
 HEADER_SECONDS = 15.0
 """time limit for receiving the headers of a request, in seconds"""
-MAX_CONNECTIONS = 256
-STOP_SECONDS = 1
+_MAX_CONNECTIONS = 256
+_STOP_SECONDS = 1
 """grace period of running requests when the server stops, in seconds"""
-NO_SNIFFING = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+_NO_SNIFFING = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 PAGE = Path(__file__).with_name("chat.html")
 
 
@@ -86,7 +86,7 @@ def build_app(
     model_card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "loft"}
 
     async def show_page(request: Request) -> Response:
-        return HTMLResponse(page, headers={"content-security-policy": page_policy(page)})
+        return HTMLResponse(page, headers={"content-security-policy": _page_policy(page)})
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -112,7 +112,7 @@ def build_app(
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             route = f"{request.method} {printable(request.url.path)[:80]}"
-            error = RequestError(f"{route} is not available; {ROUTES}", status=error.status_code)
+            error = RequestError(f"{route} is not available; {_ROUTES}", status=error.status_code)
         if not isinstance(error, RequestError):
             error = RequestError(INTERNAL_ERROR, status=500)  # `AccessMiddleware` prints the cause
         return JSONResponse(error.body, error.status, error.headers)
@@ -132,7 +132,7 @@ def build_app(
     return AccessMiddleware(app, config.host, key)
 
 
-def page_policy(page: str) -> str:
+def _page_policy(page: str) -> str:
     """Return a Content-Security-Policy: the page's own script and style, and this server."""
     allowed = [
         "'sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() + "'"
@@ -152,14 +152,14 @@ async def _read_body(request: Request) -> bytes:
         raise RequestError("Content-Type: expected application/json", status=415)
     too_long = RequestError(f"the body is longer than {MAX_BODY:,} bytes", status=413)
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:20]) > MAX_DISCARDED:
+    if length.isdecimal() and int(length[:20]) > _MAX_DISCARDED:
         raise too_long
     body, size = bytearray(), 0
     try:
         with anyio.fail_after(BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
-                if size > MAX_DISCARDED:
+                if size > _MAX_DISCARDED:
                     raise too_long
                 if size <= MAX_BODY:
                     body += part
@@ -221,8 +221,8 @@ def build_server(app: ASGIApp) -> uvicorn.Server:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
-            timeout_graceful_shutdown=STOP_SECONDS,
+            limit_concurrency=_MAX_CONNECTIONS,
+            timeout_graceful_shutdown=_STOP_SECONDS,
         )
     )
 
@@ -244,7 +244,7 @@ class AccessMiddleware:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                extra = [(name.encode(), value.encode()) for name, value in NO_SNIFFING.items()]
+                extra = [(name.encode(), value.encode()) for name, value in _NO_SNIFFING.items()]
                 message["headers"] = [*message.get("headers", []), *extra]
             await send(message)
 

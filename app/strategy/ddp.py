@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 UNCOMPRESSED_STEPS = 10
 """backward passes before PowerSGD starts to compress: the first gradients are the largest, and DDP
 rebuilds its buckets after the very first backward pass"""
-UNSENT = "unsent/"
+_UNSENT = "unsent/"
 """prefix of a weight's name in a rank's file of a checkpoint"""
 
 
@@ -123,7 +123,7 @@ class CompressedDdp(Ddp):
             return {}
         residuals, weights = self._topk.residuals, trainable_weights(self.lightning_module.model)
         return {
-            UNSENT + w.name: residuals[w.parameter] for w in weights if w.parameter in residuals
+            _UNSENT + w.name: residuals[w.parameter] for w in weights if w.parameter in residuals
         }
 
     def restore_local_state(
@@ -135,9 +135,9 @@ class CompressedDdp(Ddp):
         self._topk.residuals.clear()
         # The checkpoint of another strategy has other tensors here.
         unsent = {
-            key.removeprefix(UNSENT): saved
+            key.removeprefix(_UNSENT): saved
             for key, saved in state.items()
-            if key.startswith(UNSENT)
+            if key.startswith(_UNSENT)
         }
         if not unsent and is_first_rank():
             log.info("RESUME: top-k starts without the gradients that had not been sent yet")

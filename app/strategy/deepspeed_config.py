@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from app.config import TrainConfig
 
-MAX_BUCKET = 500_000_000
+_MAX_BUCKET = 500_000_000
 """largest number of elements in one message, as by DeepSpeed's default"""
 
 DEEPSPEED_KEYS = {
@@ -51,7 +51,7 @@ DEEPSPEED_KEYS = {
     "zero_optimization.zero_quantized_gradients": "strategy.quantized_gradients",
 }
 """keys of a DeepSpeed config (with all nested keys) that one of our settings decides"""
-STAGE_3_KEYS = (
+_STAGE_3_KEYS = (
     "allgather_sequential",
     "gather_16bit_weights_on_model_save",
     "max_live_parameters",
@@ -63,7 +63,7 @@ STAGE_3_KEYS = (
     "use_all_reduce_for_fetch_params",
 )
 """keys of zero_optimization that DeepSpeed accepts with and without the prefix `stage3_`"""
-ALLOWED = {
+_ALLOWED = {
     "": "communication_data_type dataloader_drop_last disable_allgather disable_python_gc "
     "dump_state gradient_allreduce_op gradient_predivide_factor log_level memory_breakdown "
     "prescale_gradients seq_parallel_communication_data_type steps_per_print "
@@ -79,7 +79,8 @@ ALLOWED = {
     "memory_efficient_linear override_module_apply overlap_comm parameter_alignment "
     "pipeline_loading_checkpoint reduce_bucket_size reduce_scatter round_robin_gradients "
     "save_muon_momentum_buffer_in_memory stage3_gather_fp16_weights_on_model_save sub_group_size "
-    "use_multi_rank_bucket_allreduce " + " ".join(f"{name} stage3_{name}" for name in STAGE_3_KEYS),
+    "use_multi_rank_bucket_allreduce "
+    + " ".join(f"{name} stage3_{name}" for name in _STAGE_3_KEYS),
     "zero_optimization.leaf_module": "classes name_suffixes names",
     "zero_optimization.offload_optimizer": "buffer_count cpuadam_cores_perc fast_init pin_memory "
     "pipeline_read pipeline_write ratio super_offload",
@@ -91,7 +92,7 @@ ALLOWED = {
 """keys of a DeepSpeed 0.19 config that may be given, by section: they only set how it computes
 and communicates. All others are refused, from a command line, a file, or the folder of a run."""
 ALLOWED_KEYS = {
-    f"{section}.{name}".lstrip(".") for section, names in ALLOWED.items() for name in names.split()
+    f"{section}.{name}".lstrip(".") for section, names in _ALLOWED.items() for name in names.split()
 }
 REFUSED = {
     "autotuning": "starts further runs; python -m app.plan says what fits",
@@ -234,7 +235,7 @@ def deepspeed_config(
     import torch
 
     # DeepSpeed allocates buckets up front: make them no larger than all gradients together.
-    bucket = min(MAX_BUCKET, num_trained + num_trained % 2)
+    bucket = min(_MAX_BUCKET, num_trained + num_trained % 2)
     zero: dict[str, Any] = {
         "stage": config.stage,
         "reduce_bucket_size": bucket,

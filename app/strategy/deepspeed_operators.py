@@ -14,7 +14,7 @@ from common.errors import UserError
 
 log = logging.getLogger(__name__)
 
-LOCK = "lock"
+_LOCK = "lock"
 """name of torch's lock file in an operator's build folder; torch waits for it without a timeout"""
 STARTUP_SECONDS = 10.0
 """time after which a running build must have started its compiler"""
@@ -55,7 +55,7 @@ def prepare_operator(builder: Any, advice: str) -> None:
 
 def remove_stale_lock(folder: Path) -> None:
     """Remove the lock of a killed build, for which every later build would wait."""
-    lock = folder / LOCK
+    lock = folder / _LOCK
     while not _is_in_use(folder):
         try:
             age = time.time() - lock.stat().st_mtime

@@ -31,8 +31,8 @@ from common.errors import DiskError
 
 log = logging.getLogger(__name__)
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-GIB = 1 << 30
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_GIB = 1 << 30
 
 
 class StateFile:
@@ -42,7 +42,7 @@ class StateFile:
         """Raise DiskError, with the bytes that are needed and free, if the disk lacks room."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.mb_per_second = measure_disk(folder, num_bytes)
+            self.mb_per_second = _measure_disk(folder, num_bytes)
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             if num_bytes:
                 # Now, since a page of a sparse file that finds no room ends the process by SIGBUS.
@@ -50,8 +50,8 @@ class StateFile:
         except OSError as error:
             free = shutil.disk_usage(folder if folder.exists() else "/").free
             raise DiskError(
-                f"{folder}: the optimizer states of a rank need {num_bytes / GIB:.2f} GiB, and "
-                f"{free / GIB:.2f} GiB are free ({error.strerror}); type "
+                f"{folder}: the optimizer states of a rank need {num_bytes / _GIB:.2f} GiB, and "
+                f"{free / _GIB:.2f} GiB are free ({error.strerror}); type "
                 "strategy.offload_dir=FOLDER on a disk with room"
             ) from error
         self._end = 0
@@ -112,7 +112,7 @@ class AdamWOnDisk(torch.optim.AdamW):
     def __init__(self, groups: Iterable[dict[str, Any]], folder: Path, **options: Any) -> None:
         super().__init__(groups, fused=True, **options)
         parts = [local(weight) for group in self.param_groups for weight in group["params"]]
-        self.num_bytes = sum(len(MOMENTS) * _padded(part.nbytes) for part in parts)
+        self.num_bytes = sum(len(_MOMENTS) * _padded(part.nbytes) for part in parts)
         self._file = StateFile(folder, self.num_bytes)
         self._describe(folder)
 
@@ -124,7 +124,7 @@ class AdamWOnDisk(torch.optim.AdamW):
             log.info(
                 "optimizer states: %.2f GiB a rank on the disk of %s, which writes %.0f and reads "
                 "%.0f MB/s: %.3g s per optimizer step, less while free memory caches them",
-                *(self.num_bytes / GIB, folder, written, read, seconds),
+                *(self.num_bytes / _GIB, folder, written, read, seconds),
             )
 
     def reserve(self, weight: Tensor) -> DiskTensor:
@@ -149,14 +149,14 @@ class AdamWOnDisk(torch.optim.AdamW):
         state = self.state[weight]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            state |= {key: self.reserve(weight) for key in MOMENTS}
+            state |= {key: self.reserve(weight) for key in _MOMENTS}
         size = block_size(weight.dtype)
         parts = local(weight).detach().view(-1).split(size)
         gradients = local(weight.grad).reshape(-1).split(size)
         step = state["step"]
         for number, pair in enumerate(zip(parts, gradients, strict=True)):
             step = state["step"].clone()  # each block takes the same step
-            self._step_block(group, *pair, [state[key].block(number) for key in MOMENTS], step)
+            self._step_block(group, *pair, [state[key].block(number) for key in _MOMENTS], step)
         state["step"] = step
         refresh_liveness()  # a step of a large model takes minutes
 
@@ -201,7 +201,7 @@ def _padded(num_bytes: int) -> int:
     return math.ceil(num_bytes / mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
-def measure_disk(folder: Path, num_bytes: int) -> tuple[float, float]:
+def _measure_disk(folder: Path, num_bytes: int) -> tuple[float, float]:
     """Return the MB/s at which the disk of `folder` writes and reads, without the page cache.
 
     All ranks measure at once, as they step, with at most `num_bytes`, for which it has room.

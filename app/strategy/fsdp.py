@@ -45,7 +45,7 @@ from app.strategy.tensor_parallel import Split, TensorParallel
 
 log = logging.getLogger(__name__)
 
-COUNTS = "counts below are per rank"
+_COUNTS = "counts below are per rank"
 
 
 class Fsdp(StrategyMixin, ModelParallelStrategy):
@@ -202,11 +202,11 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     def _parallel(self, model: Any, names: Sequence[str]) -> TensorParallel | ExpertParallel | None:
         """Return what splits the layers `names` of a model, or their experts."""
         if (size := self.config.expert_parallel_size) > 1:
-            log.info("expert parallel: experts are split over %d ranks; %s", size, COUNTS)
+            log.info("expert parallel: experts are split over %d ranks; %s", size, _COUNTS)
             return ExpertParallel(model, self._split_group)
         if self.tensor_size > 1:
             log.info(
-                "tensor parallel: matrices are split over %d ranks; %s", self.tensor_size, COUNTS
+                "tensor parallel: matrices are split over %d ranks; %s", self.tensor_size, _COUNTS
             )
             return TensorParallel(model, self._split_group, names)
         return None

@@ -20,7 +20,7 @@ from common.errors import UserError
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
+_GIB = 2**30
 
 
 class Broadcaster:
@@ -133,7 +133,7 @@ def log_host_memory(before: int, *, reads_here: bool) -> None:
     """Log on rank 0 the peak host memory of every rank before and after loading."""
     ranks = all_gather((before, peak_host_bytes(), reads_here))
     peaks = ", ".join(
-        f"rank {rank} {start / GIB:.2f} -> {end / GIB:.2f}{' (reads the base)' if reads else ''}"
+        f"rank {rank} {start / _GIB:.2f} -> {end / _GIB:.2f}{' (reads the base)' if reads else ''}"
         for rank, (start, end, reads) in enumerate(ranks)
     )
     if is_rank0():

@@ -30,7 +30,7 @@ from common.errors import UserError
 
 log = logging.getLogger(__name__)
 
-BUCKET_SIZE = 2**24
+_BUCKET_SIZE = 2**24
 """elements that nodes average in one message: 64 MiB in fp32"""
 
 
@@ -241,7 +241,7 @@ def _split_into_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)
-        if sum(member.numel() for member in bucket) >= BUCKET_SIZE:
+        if sum(member.numel() for member in bucket) >= _BUCKET_SIZE:
             yield bucket
             bucket = []
     if bucket:

@@ -22,15 +22,15 @@ from app.strategy.settings import TIMEOUT
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 ANY_REMOTE_ADDRESS = "192.0.2.1"
 """an address reserved for documentation, which is reached by the default route; nothing is sent"""
-BACKLOG = 1024
+_BACKLOG = 1024
 """maximum number of pending connections of the store's socket"""
 POLL_SECONDS = 0.05
 """interval at which rank 0 checks for requests of other ranks"""
-SIOCGIFADDR = 0x8915
+_SIOCGIFADDR = 0x8915
 """Linux's ioctl for the IPv4 address of an interface"""
 
 
@@ -55,7 +55,7 @@ def connect_ranks(strategy: Any) -> None:
     port = strategy.cluster_environment.main_port
     listening = {"master_listen_fd": listen(port)} if strategy.global_rank == 0 else {}
     store = dist.TCPStore(
-        LOOPBACK,
+        _LOOPBACK,
         port,
         strategy.world_size,
         is_master=strategy.global_rank == 0,
@@ -146,7 +146,7 @@ def find_interface(host: str) -> str | None:
 
     Linux and IPv4 only.
     """
-    own = find_own_address(host)
+    own = _find_own_address(host)
     if sys.platform != "linux" or own is None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -154,7 +154,7 @@ def find_interface(host: str) -> str | None:
         return next((name for name in names if _address_of(name, probe) == own), None)
 
 
-def find_own_address(host: str) -> str | None:
+def _find_own_address(host: str) -> str | None:
     """Return the local address from which `host` is reached; None if there is no route.
 
     Sends nothing.
@@ -173,7 +173,7 @@ def _address_of(interface: str, probe: socket.socket) -> str | None:
 
     request = struct.pack("256s", interface.encode()[:15])
     try:
-        reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+        reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
     except OSError:  # the interface has no IPv4 address
         return None
     return socket.inet_ntoa(reply[20:24])
@@ -183,8 +183,8 @@ def listen(port: int) -> int:
     """Return the file descriptor of a socket that listens on `port` of the loopback interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((LOOPBACK, port))
-        listener.listen(BACKLOG)
+        listener.bind((_LOOPBACK, port))
+        listener.listen(_BACKLOG)
         return listener.detach()
 
 
@@ -220,7 +220,7 @@ def use_separate_store() -> None:
         wait_for_workers=False,
     )
     if os.environ["RANK"] == "0":
-        own = find_own_address(address)
+        own = _find_own_address(address)
         # A loopback address: rank 0 is on the store's machine, whose name resolves to 127.0.1.1.
         is_reachable = own is not None and not own.startswith("127.")
         endpoint = f"{own if is_reachable else address} {free_port()} {uuid.uuid4().hex}"

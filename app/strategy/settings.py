@@ -10,7 +10,7 @@ from typing import Any
 
 from common.facts import setting
 
-OFFLOAD_DEVICES = ("none", "cpu")
+_OFFLOAD_DEVICES = ("none", "cpu")
 """devices that states can be offloaded to: none, or host memory"""
 TIMEOUT = timedelta(minutes=30)
 """timeout of one collective under every strategy: long enough for the other ranks to wait while one
@@ -67,9 +67,9 @@ class ZeroConfig(RanksConfig):
     name: str = setting("zero3", resume="content")
     stage: int = setting(3, choices=(1, 2, 3))
     """states that are sharded: 1 = optimizer states, 2 = gradients too, 3 = weights too"""
-    offload_optimizer: str = setting("none", choices=OFFLOAD_DEVICES, note="fsdp takes disk, too")
+    offload_optimizer: str = setting("none", choices=_OFFLOAD_DEVICES, note="fsdp takes disk, too")
     """device that keeps and steps the optimizer states: none (the training device), cpu"""
-    offload_parameters: str = setting("none", choices=OFFLOAD_DEVICES)
+    offload_parameters: str = setting("none", choices=_OFFLOAD_DEVICES)
     """device that keeps weights while no layer uses them: none (the training device), cpu; stage 3
     only"""
     partition_within_node: bool = False

@@ -1,9 +1,9 @@
 """Tensor parallelism: ranks split each layer's matrices and see the same data (arXiv 1909.08053).
 
 The first matrices of attention and feed-forward are split by rows (each rank computes some heads or
-inner features), the last ones by columns (each rank's output is a partial sum). `copy_to_ranks`
+inner features), the last ones by columns (each rank's output is a partial sum). `_copy_to_ranks`
 before the first matrices, once for all that read the same hidden states, sums the partial
-gradients; `reduce_from_ranks` after the last one sums the partial outputs: two all-reduces per
+gradients; `_reduce_from_ranks` after the last one sums the partial outputs: two all-reduces per
 layer in each direction. Embedding and norms are replicated, and so is a head tied to the embedding.
 An untied head is split by rows of the vocabulary, and the loss is computed without gathering
 logits.
@@ -70,7 +70,7 @@ class TensorParallel:
         self.partial_grads: list[torch.nn.Module] = []
         """replicated modules whose gradients are partial sums, such as norms of heads"""
         self._last_copy: tuple[Tensor, Tensor] | None = None
-        """last input of a split matrix, and its `copy_to_ranks`; reused by matrices with the same
+        """last input of a split matrix, and its `_copy_to_ranks`; reused by matrices with the same
         input"""
         self._plan = layer_plan(model)
         self._check(model, [model.get_submodule(name) for name in names])
@@ -115,17 +115,17 @@ class TensorParallel:
 
         def reduce_output(_: Any, inputs: Any, output: Tensor) -> Tensor:
             self._forget_copy()
-            full = reduce_from_ranks(output, self.group)
+            full = _reduce_from_ranks(output, self.group)
             return full if linear.bias is None else full + linear.bias.to(full.dtype)
 
         reduced.register_forward_hook(reduce_output)
 
     def split_head(self, head: Any) -> None:
-        """Replace a head's rows by this rank's, if `can_split_head` allows it.
+        """Replace a head's rows by this rank's, if `_can_split_head` allows it.
 
         The loss covers the whole vocabulary; logits are gathered only if they are requested.
         """
-        if not can_split_head(head, self.size):
+        if not _can_split_head(head, self.size):
             return
         self._split_weight(head, "weight", 0)
         head.shard = _VocabularyShard(self.group, self.rank * head.weight.shape[0])
@@ -133,7 +133,7 @@ class TensorParallel:
 
         def gather(_: Any, inputs: Any, output: Tensor) -> Tensor:
             self._forget_copy()
-            return gather_from_ranks(output, self.group) if output.numel() else output
+            return _gather_from_ranks(output, self.group) if output.numel() else output
 
         head.register_forward_hook(gather)
 
@@ -147,7 +147,7 @@ class TensorParallel:
     def _copy_input(self, module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, *others = inputs
         if self._last_copy is None or self._last_copy[0] is not hidden:
-            copy = copy_to_ranks(hidden, self.group)
+            copy = _copy_to_ranks(hidden, self.group)
             if copy.requires_grad:
                 copy.register_hook(self._forget_copy)
             self._last_copy = hidden, copy
@@ -191,7 +191,7 @@ class TensorParallel:
             )
 
 
-def can_split_head(head: Any, size: int) -> bool:
+def _can_split_head(head: Any, size: int) -> bool:
     """Return whether a head that is not tied to the embedding can be split by rows over ranks."""
     return isinstance(head, LossHead) and head.bias is None and head.out_features % size == 0
 
@@ -235,19 +235,19 @@ class _PartialLinear:
         return torch.nn.functional.linear(hidden, self.linear.weight)
 
 
-def copy_to_ranks(tensor: Tensor, group: Any) -> Tensor:
+def _copy_to_ranks(tensor: Tensor, group: Any) -> Tensor:
     """Return a tensor unchanged; its gradient is summed over the ranks of `group`."""
     result: Tensor = _Copy.apply(tensor, group)
     return result
 
 
-def reduce_from_ranks(tensor: Tensor, group: Any) -> Tensor:
+def _reduce_from_ranks(tensor: Tensor, group: Any) -> Tensor:
     """Return the sum of a tensor over the ranks of `group`; its gradient is unchanged."""
     result: Tensor = _Reduce.apply(tensor, group)
     return result
 
 
-def gather_from_ranks(tensor: Tensor, group: Any) -> Tensor:
+def _gather_from_ranks(tensor: Tensor, group: Any) -> Tensor:
     """Concatenate the tensors of all ranks of `group` along the last dimension."""
     result: Tensor = _Gather.apply(tensor, group)
     return result

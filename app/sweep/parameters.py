@@ -37,19 +37,19 @@ from common.redaction import REDACTED, redacted
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-SWEEP_FUNCTION = re.compile(r"(choice|range|interval|shuffle|sort|tag|int|float)\(")
+_SWEEP_FUNCTION = re.compile(r"(choice|range|interval|shuffle|sort|tag|int|float)\(")
 """start of values that are never parsed as text"""
-LOG_SCALE_RATIO = 100
+_LOG_SCALE_RATIO = 100
 """ratio high/low from which an interval is searched on a log scale by default"""
-MAX_VALUES = 1000
+_MAX_VALUES = 1000
 """maximum number of values of one key, because each is checked before the first trial"""
-EDGE_SHARE = 0.05
+_EDGE_SHARE = 0.05
 """share of an interval at either end in which a value counts as at the edge"""
 SWEEP_FILE = "sweep.yaml"
 """file in a sweep's folder with its overrides"""
 RESUME = re.compile(r"\+*resume=(?P<value>.+)")
-KEEPS = "a resumed sweep keeps its overrides"
-NO_OVERRIDES = f"{KEEPS}; use resume=FOLDER without others"
+_KEEPS = "a resumed sweep keeps its overrides"
+_NO_OVERRIDES = f"{_KEEPS}; use resume=FOLDER without others"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Interval:
         """Return whether a number is within 5 % of either end, on the interval's scale."""
         scale = math.log if self.is_log else float
         share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
-        return not EDGE_SHARE < share < 1 - EDGE_SHARE
+        return not _EDGE_SHARE < share < 1 - _EDGE_SHARE
 
     def __str__(self) -> str:
         scale = ", log scale" if self.is_log else ""
@@ -149,7 +149,7 @@ def _parse(text: str) -> Parameter:
         quote_value(value) if value[:1] in "[{" else ",".join(map(quote_value, value.split(",")))
     )
     parser = OverridesParser.create()
-    for spelling in (value,) if SWEEP_FUNCTION.match(value) else (value, quoted):
+    for spelling in (value,) if _SWEEP_FUNCTION.match(value) else (value, quoted):
         try:
             override = parser.parse_override(f"key={spelling}")
             if not override.is_sweep_override():
@@ -173,14 +173,14 @@ def _list_values(text: str, override: Override) -> tuple[str, ...]:
     if isinstance(value, RangeSweep):
         start, stop, step = value.start or 0, value.stop or 0, value.step
         numbers = (stop - start) / step if step and math.isfinite(step) else math.inf
-        if not 0 < numbers <= MAX_VALUES:
+        if not 0 < numbers <= _MAX_VALUES:
             raise UserError(
-                f"{text}: expected range(START, END, STEP) with 1 to {MAX_VALUES:,} values (END is "
-                "excluded); to search a continuous range, use 'interval(LOW, HIGH)' with "
+                f"{text}: expected range(START, END, STEP) with 1 to {_MAX_VALUES:,} values (END "
+                "is excluded); to search a continuous range, use 'interval(LOW, HIGH)' with "
                 "sweep.search=optuna"
             )
-    elif text.count(",") >= MAX_VALUES:
-        raise UserError(f"{text[:80]}...: more than {MAX_VALUES:,} values")
+    elif text.count(",") >= _MAX_VALUES:
+        raise UserError(f"{text[:80]}...: more than {_MAX_VALUES:,} values")
     return tuple(str(item) for item in override.sweep_string_iterator())
 
 
@@ -198,7 +198,7 @@ def _interval(text: str, key: str, override: Override) -> Parameter:
         low=low,
         high=high,
         is_int=isinstance(low, int) and isinstance(high, int),
-        is_log=is_log or 0 < low * LOG_SCALE_RATIO <= high,
+        is_log=is_log or 0 < low * _LOG_SCALE_RATIO <= high,
     )
     return Parameter(key=key, values=(repr(low), repr(high)), interval=interval)
 
@@ -241,7 +241,7 @@ def load_words(overrides: Sequence[str]) -> Words:
         refuse_special_entries(folder)
     if not file.is_file():
         raise UserError(
-            f"resume={value}: expected the folder of a sweep, with {SWEEP_FILE}; {NO_OVERRIDES}"
+            f"resume={value}: expected the folder of a sweep, with {SWEEP_FILE}; {_NO_OVERRIDES}"
         )
     saved = _read_words(file)
     typed = parse_parameters(item for item in overrides if RESUME.fullmatch(item) is None)
@@ -274,7 +274,7 @@ def _take_typed(
     }
     given = {parameter.key: parameter for parameter in typed}
     problems = [
-        f"{key}: {NO_OVERRIDES}" + (f" than {', '.join(with_secrets)}" if with_secrets else "")
+        f"{key}: {_NO_OVERRIDES}" + (f" than {', '.join(with_secrets)}" if with_secrets else "")
         for key in given.keys() - with_secrets.keys() - GRANTING.keys()
     ]
     for key, parameter in with_secrets.items():
@@ -294,7 +294,9 @@ def _take_typed(
         (without,) = parse_parameters([f"{key}={as_typed(default_of(GRANTING[key].field))}"])
         is_free = GRANTING[key].facts.grants == "write" and not given[key].varies
         if not is_free and given[key].values not in (known.values, without.values):
-            problems.append(f"{key}: {KEEPS}; type the saved value, {key}={','.join(known.values)}")
+            problems.append(
+                f"{key}: {_KEEPS}; type the saved value, {key}={','.join(known.values)}"
+            )
     if problems:
         raise UserError(problems)
     added = [parameter for key, parameter in given.items() if key not in of_saved]

@@ -57,13 +57,13 @@ from common.installation import verb_command
 from common.redaction import redact, redacted
 from common.text import counted, duration, printable
 
-SWEEP_KEYS = ("sweep.", "launcher", "output.", "resume")
+_SWEEP_KEYS = ("sweep.", "launcher", "output.", "resume")
 """prefixes of the keys that apply to the whole sweep and are not passed on to its trials"""
-NOT_PASSED_ON = ("sweep", "launcher", "output", "resume")
-MAX_GRID_TRIALS = 10_000
-MAX_CHECKED_TRIALS = 64
+_NOT_PASSED_ON = ("sweep", "launcher", "output", "resume")
+_MAX_GRID_TRIALS = 10_000
+_MAX_CHECKED_TRIALS = 64
 """up to so many trials of a grid are checked one by one, beyond it only each value"""
-EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
+_EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 
 
 def run_sweep(overrides: list[str]) -> int:
@@ -115,7 +115,7 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
     problems = [
         f"{parameter.key}: expected one value for the whole sweep"
         for parameter in parameters
-        if parameter.varies and parameter.key.startswith(SWEEP_KEYS)
+        if parameter.varies and parameter.key.startswith(_SWEEP_KEYS)
     ]
     config, found = _check_trial(first)
     problems += found
@@ -127,7 +127,7 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
         other, found = _check_trial(values)
         problems += found
         trials += [] if other is None else [other]
-    granting = [each for one in trials for each in not_taken(one, frozenset(), skip=NOT_PASSED_ON)]
+    granting = [each for one in trials for each in not_taken(one, frozenset(), skip=_NOT_PASSED_ON)]
     resets: list[Granting] = []
     if words.folder is not None:
         untyped = [each for each in granting if not is_typed(each.key, words.typed)]
@@ -142,7 +142,7 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
     shared = {
         parameter.key: parameter.values[0]
         for parameter in parameters
-        if not parameter.varies and not parameter.key.startswith(SWEEP_KEYS)
+        if not parameter.varies and not parameter.key.startswith(_SWEEP_KEYS)
     }
     shared |= {each.key: quote_value(as_typed(each.default)) for each in resets}
     return config, shared, granting
@@ -175,7 +175,7 @@ def _further_trials(
 ) -> Iterator[dict[str, str]]:
     """Yield the values of the trials after the first, or each further value with the first ones."""
     varying = varied(parameters)
-    if math.prod(len(parameter.values) for parameter in varying) <= MAX_CHECKED_TRIALS:
+    if math.prod(len(parameter.values) for parameter in varying) <= _MAX_CHECKED_TRIALS:
         trials = itertools.product(*(parameter.values for parameter in varying))
         next(trials)  # that is `first`
         keys = [parameter.key for parameter in varying]
@@ -187,10 +187,10 @@ def _further_trials(
 
 def _too_many_trials(search: str, parameters: Sequence[Parameter]) -> str | None:
     num_trials = math.prod(len(parameter.values) for parameter in parameters)
-    if search != "grid" or num_trials <= MAX_GRID_TRIALS:
+    if search != "grid" or num_trials <= _MAX_GRID_TRIALS:
         return None
     return (
-        f"this grid has {num_trials:,} trials, more than {MAX_GRID_TRIALS:,}; use "
+        f"this grid has {num_trials:,} trials, more than {_MAX_GRID_TRIALS:,}; use "
         "sweep.search=optuna sweep.trials=20, or list fewer values"
     )
 
@@ -310,7 +310,7 @@ class _TrialRunner:
 
     def run(self) -> int:
         """Run all trials; return 0, or the exit code of the signal that interrupted them."""
-        handlers = {signum: signal.signal(signum, self._record_signal) for signum in EXIT_CODES}
+        handlers = {signum: signal.signal(signum, self._record_signal) for signum in _EXIT_CODES}
         try:
             while self._start_trials() or self._running:
                 time.sleep(self._launcher.poll_seconds)
@@ -327,7 +327,7 @@ class _TrialRunner:
         if self._signal is None:
             return DONE
         self._print_interrupted()
-        return EXIT_CODES[self._signal]
+        return _EXIT_CODES[self._signal]
 
     def _print_interrupted(self) -> None:
         print(

@@ -15,8 +15,8 @@ from common.installation import install_extra
 if TYPE_CHECKING:
     import optuna
 
-JOURNAL_FILE = "optuna.log"
-DEFAULT_TRIALS = 20
+_JOURNAL_FILE = "optuna.log"
+_DEFAULT_TRIALS = 20
 MIN_RANDOM, MAX_RANDOM = 4, 10
 """bounds of the number of random trials before Optuna's model is used, a quarter of all trials"""
 
@@ -93,12 +93,12 @@ class OptunaSearch(Search):
         self._parameters = varied(parameters)
         self._seed = seed
         self._parallel = settings.parallel > 1
-        self.num_trials = settings.trials or DEFAULT_TRIALS
+        self.num_trials = settings.trials or _DEFAULT_TRIALS
         self._num_random = min(MAX_RANDOM, max(MIN_RANDOM, self.num_trials // 4))
         # Left by a sweep that was killed while writing. No other process writes to the journal,
         # because the sweep's folder is locked.
-        (folder / f"{JOURNAL_FILE}.lock").unlink(missing_ok=True)
-        storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / JOURNAL_FILE)))
+        (folder / f"{_JOURNAL_FILE}.lock").unlink(missing_ok=True)
+        storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / _JOURNAL_FILE)))
         self.study = optuna.create_study(
             storage=storage,
             study_name="sweep",

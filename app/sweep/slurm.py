@@ -32,16 +32,16 @@ from common.redaction import redacted
 if TYPE_CHECKING:
     from app.config import LauncherConfig
 
-JOBS_FOLDER = "slurm"
+_JOBS_FOLDER = "slurm"
 """folder in a sweep's folder with submitit's files, in a folder per trial"""
-END_FILE = "end.json"
-NOT_IN_NAMES = re.compile(r"[^\w.-]+")
-SUBMITTED = re.compile(r"(\d+)_submitted\.pkl")
-SLURM_NAME = re.compile(r"[\w.,:@+-]+")
+_END_FILE = "end.json"
+_NOT_IN_NAMES = re.compile(r"[^\w.-]+")
+_SUBMITTED = re.compile(r"(\d+)_submitted\.pkl")
+_SLURM_NAME = re.compile(r"[\w.,:@+-]+")
 """names that sbatch reads as one word: a line break would begin a line of the job's script"""
-USER_ID = re.compile(r"UserId=\S*\((\d+)\)")
-COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
-STEP_VARIABLES = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID")
+_USER_ID = re.compile(r"UserId=\S*\((\d+)\)")
+_COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
+_STEP_VARIABLES = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID")
 """environment variables that mark a process as a rank started by srun; a trial starts its own"""
 
 
@@ -59,7 +59,7 @@ class TrialJob:
     def __call__(self) -> int:
         """Run the trial until it ends; return its exit code."""
         started = time.time()
-        for name in STEP_VARIABLES:
+        for name in _STEP_VARIABLES:
             os.environ.pop(name, None)
         with open_no_follow(self._log, "ab") as output:
             self._process = start_process(self._command, self._folder, output.fileno())
@@ -125,7 +125,7 @@ def check_slurm() -> None:
     """Raise ImportError or OSError, with the fix, if jobs cannot be submitted from here."""
     if find_spec("submitit") is None:
         raise ImportError(f"launcher=slurm needs submitit: {install_extra('slurm')}")
-    if missing := [name for name in COMMANDS if shutil.which(name) is None]:
+    if missing := [name for name in _COMMANDS if shutil.which(name) is None]:
         raise OSError(
             f"launcher=slurm: {missing[0]} was not found; start the sweep on a machine from which "
             "SLURM jobs can be submitted"
@@ -138,7 +138,7 @@ def check_names(config: LauncherConfig) -> list[str]:
     return [
         f"launcher.{key}={name!r}: expected a name of SLURM: letters, digits, and any of _.,:@+-"
         for key, name in names.items()
-        if name is not None and not SLURM_NAME.fullmatch(name)
+        if name is not None and not _SLURM_NAME.fullmatch(name)
     ]
 
 
@@ -162,7 +162,7 @@ def check_job_folder(job: str, folder: Path) -> None:
         ["scontrol", "show", "job", job], check=False, capture_output=True, text=True
     ).stdout
     values = dict(line.strip().split("=", 1) for line in shown.splitlines() if "=" in line)
-    user = USER_ID.search(shown)
+    user = _USER_ID.search(shown)
     is_own = user is not None and int(user[1]) == os.getuid()
     if not is_own or Path(values.get("StdOut", "")).parent != folder:
         raise UserError(
@@ -192,14 +192,14 @@ class SlurmLauncher:
 
         self.num_slots = num_slots
         self._submitit, self._config = submitit, config
-        self._folder = (folder / JOBS_FOLDER).absolute()
+        self._folder = (folder / _JOBS_FOLDER).absolute()
         num_devices = devices if isinstance(devices, int) else 1
         self._gpus = num_devices if config.gpus is None else config.gpus
 
     def start(self, slot: int, command: Sequence[str], folder: Path, log: Path) -> SlurmJob:
         """Submit a trial, or return its existing job if that did not die and was not cancelled."""
         job_folder = self._folder / folder.name
-        end = job_folder / END_FILE
+        end = job_folder / _END_FILE
         if end.exists() and _read_end(end)[0] in (INTERRUPTED, TERMINATED):
             end.unlink()
             existing = None
@@ -214,7 +214,7 @@ class SlurmLauncher:
         python = {f"{self.cluster}_python": shlex.join([sys.executable, CHILD])}
         executor = self._submitit.AutoExecutor(job_folder, cluster=self.cluster, **python)
         executor.update_parameters(
-            name=f"loft-{NOT_IN_NAMES.sub('-', self._folder.parent.name)}-{folder.name}",
+            name=f"loft-{_NOT_IN_NAMES.sub('-', self._folder.parent.name)}-{folder.name}",
             timeout_min=config.minutes,
             cpus_per_task=config.cpus,
             mem_gb=config.memory_gib,
@@ -235,5 +235,5 @@ class SlurmLauncher:
         submitit names a job's file by the id that sbatch prints, and a job without that file exits
         at once. So no running trial is missed here.
         """
-        ids = [int(match[1]) for file in folder.glob("*") if (match := SUBMITTED.match(file.name))]
+        ids = [int(match[1]) for file in folder.glob("*") if (match := _SUBMITTED.match(file.name))]
         return self._submitit.SlurmJob(folder, str(max(ids))) if ids else None

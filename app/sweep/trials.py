@@ -25,7 +25,7 @@ from common.redaction import redacted
 OBJECTIVE = "val/loss"
 TRAIN = tuple(child_command("app.train")[1:])
 """Python arguments that start a trial"""
-MAX_ERROR_LINES = 200
+_MAX_ERROR_LINES = 200
 """number of last lines of a trial's log that are searched for its error"""
 
 
@@ -236,6 +236,6 @@ def _find_error(log: Path) -> str | None:
     """Return the last line of a log that starts with "error", or else its last non-empty line."""
     if not log.exists():  # the job never started
         return None
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-MAX_ERROR_LINES:]
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_MAX_ERROR_LINES:]
     errors = [line.strip() for line in lines if line.startswith("error")]
     return errors[-1] if errors else next((line for line in reversed(lines) if line.strip()), None)

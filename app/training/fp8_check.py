@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 
 MAX_LOSS_CHANGE, MIN_COSINE = 0.005, 0.99
 """largest relative change of the loss, and smallest cosine of all gradients, by rounding to FP8"""
-MIN_TOKENS = 4096
+_MIN_TOKENS = 4096
 """tokens from which on the limits decide: the errors of single tokens average out over many"""
-TIMED_RUNS = 10
+_TIMED_RUNS = 10
 
 
 def check_fp8(module: FinetuneModule) -> None:
     """Compare the first micro-batch in FP8 with the same in bf16; UserError if it does not pay.
 
-    With fewer than `MIN_TOKENS` tokens it only warns of what the limits would refuse. Does nothing
+    With fewer than `_MIN_TOKENS` tokens it only warns of what the limits would refuse. Does nothing
     without layers in FP8, on resume, or for a stream, whose rows are not known yet.
     """
     layers = [
@@ -69,7 +69,7 @@ def check_fp8(module: FinetuneModule) -> None:
     )
     limits = f"(limits: {percent(MAX_LOSS_CHANGE, 1)} and {MIN_COSINE})"
     is_exact = change <= MAX_LOSS_CHANGE and cosine >= MIN_COSINE
-    if (not is_exact and num_tokens >= MIN_TOKENS) or math.isnan(change + cosine):
+    if (not is_exact and num_tokens >= _MIN_TOKENS) or math.isnan(change + cosine):
         raise UserError(
             f"{key} is too coarse for this model: on the first {num_tokens:,.0f} tokens {found} "
             f"{limits}; type {instead}"
@@ -159,8 +159,8 @@ def _seconds(run: Callable[[], None], device: torch.device) -> float:
     start = 0.0
     for _ in range(2):
         start = time.perf_counter()
-        for _ in range(TIMED_RUNS):
+        for _ in range(_TIMED_RUNS):
             run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / TIMED_RUNS
+    return (time.perf_counter() - start) / _TIMED_RUNS

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from app.training.log_files import RunLogger
 
 KINDS = ("tensorboard", "csv", "wandb", "mlflow")
-TRACKERS = ("wandb", "mlflow")
+_TRACKERS = ("wandb", "mlflow")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,7 +48,7 @@ def build_loggers(
                 details=config.details,
             )
         )
-    if trackers := [kind for kind in chosen if kind in TRACKERS]:
+    if trackers := [kind for kind in chosen if kind in _TRACKERS]:
         from app.training.trackers import Tracker
 
         loggers += [Tracker(kind, folder, details=config.details) for kind in trackers]

@@ -22,7 +22,7 @@ GIB = 2**30
 MAX_WAIT_SHARE, MIN_WAIT_SECONDS = 0.2, 30.0
 """a warning is logged if the loop waited for data for more than this share of the training time,
 measured over at least this many seconds; the first block, which warms up, does not count"""
-BUSY_UTILIZATION = 0.9
+_BUSY_UTILIZATION = 0.9
 """GPU utilization above which waiting for data costs nothing"""
 MIN_FREE_SHARE, MIN_FREE_GIB = 0.05, 1.0
 """a warning is logged if less than this share of the host's memory and less than this many GiB are
@@ -46,7 +46,7 @@ NAMES = (
     "machine/disk_left_gib",
 )
 UTILIZATION = "machine/gpu_utilization"
-GPU_NAMES = (UTILIZATION, "machine/gpu_memory_gib")
+_GPU_NAMES = (UTILIZATION, "machine/gpu_memory_gib")
 MFU = "speed/mfu"
 LOST = "speed/lost/"
 """prefix of the shares of a step that a cause costs"""
@@ -70,7 +70,7 @@ class MachineStats:
         """
         self.folder, self.total_wait, self.gpu = folder, total_wait, gpu
         self.peak_tokens_per_second = peak_tokens_per_second
-        self.names = [*NAMES, *(GPU_NAMES if gpu is not None else ())]
+        self.names = [*NAMES, *(_GPU_NAMES if gpu is not None else ())]
         self.names += [MFU] if peak_tokens_per_second is not None else []
         self._wait_before = 0.0
         self._num_blocks = 0
@@ -118,7 +118,7 @@ class MachineStats:
     def _warn_of_data_wait(self, utilization: float | None) -> None:
         if self._seconds < MIN_WAIT_SECONDS or self._wait_seconds < MAX_WAIT_SHARE * self._seconds:
             return
-        if utilization is None or utilization < BUSY_UTILIZATION:
+        if utilization is None or utilization < _BUSY_UTILIZATION:
             self._warn_once(
                 "data wait",
                 "speed: training waited for data "

@@ -23,7 +23,7 @@ from common.errors import TrainingFault, UserError
 
 log = logging.getLogger(__name__)
 
-STATE_KEYS = (
+_STATE_KEYS = (
     "dataset_names",
     "latest",
     "latest_step",
@@ -37,9 +37,9 @@ STATE_KEYS = (
     "train_seconds",
 )
 """attributes of `Metrics` that are saved in checkpoints"""
-LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+_LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 """metrics of which lower values are better; for all others, higher values are"""
-MAX_KEPT_ROWS = 100_000
+_MAX_KEPT_ROWS = 100_000
 """most validation rows whose losses are saved in checkpoints; with more rows, a resumed run reports
 no confidence intervals"""
 
@@ -295,15 +295,15 @@ class Metrics:
 
     def as_measured(self, value: float) -> float:
         """Negate a value of the monitored metric if higher is better; undoes itself."""
-        return value if self.monitor.split("/")[1] in LOWER_IS_BETTER else -value
+        return value if self.monitor.split("/")[1] in _LOWER_IS_BETTER else -value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON; RuntimeError if steps are not written yet."""
         if self.pending:
             raise RuntimeError("call flush() first: some steps are not written yet")
-        state = {name: getattr(self, name) for name in STATE_KEYS}
+        state = {name: getattr(self, name) for name in _STATE_KEYS}
         rows = [
-            [] if losses is None or losses.shape[1] > MAX_KEPT_ROWS else losses.tolist()
+            [] if losses is None or losses.shape[1] > _MAX_KEPT_ROWS else losses.tolist()
             for losses in self.row_losses
         ]
         return state | {"skipped_steps": self.watch.num_skipped, "row_losses": rows}
@@ -317,7 +317,7 @@ class Metrics:
                 f"{', '.join(self.dataset_names)}; restore the names with "
                 "data.datasets=[{name: ...}], or start a new run with resume=never"
             )
-        for name in STATE_KEYS:
+        for name in _STATE_KEYS:
             setattr(self, name, state[name])
         self.watch.num_skipped = state["skipped_steps"]
         self.row_losses = [

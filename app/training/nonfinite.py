@@ -40,15 +40,15 @@ more"""
 HIGH_SHARE, HIGH_FACTOR = 0.9, 1.5
 """a spike also exceeds this quantile of the losses by this factor: if a tenth of the packs holds
 harder rows, their loss is not a spike"""
-MIN_TOKEN_SHARE = 0.5
+_MIN_TOKEN_SHARE = 0.5
 """steps with less than this share of the median number of trained tokens are ignored"""
 LEARNS_WITHIN, MIN_CHANGE, MIN_PART_STEPS = 3, 0.01, 8
 """a warning is logged if the loss changes by less than the share MIN_CHANGE within the first
 1 / LEARNS_WITHIN of a run; means over at least MIN_PART_STEPS steps are compared"""
-MAX_ROWS = 5
+_MAX_ROWS = 5
 """rows listed in a message"""
-LOSS_FAULTS = {"nan": math.nan, "inf": math.inf}
-GRADIENT_FAULTS = {"grad_nan": math.nan, "grad_inf": math.inf}
+_LOSS_FAULTS = {"nan": math.nan, "inf": math.inf}
+_GRADIENT_FAULTS = {"grad_nan": math.nan, "grad_inf": math.inf}
 """injected values by fault name"""
 
 
@@ -85,11 +85,11 @@ def skip_nonfinite_step(optimizer: Any, grad_norm: Tensor, *, is_scaled: bool) -
 
 def inject_faults(loss: Tensor, step: int, batch: Batch, sums: DatasetSums) -> Tensor:
     """Return `loss` with the faults that are due at `step`; a faulty loss also enters `sums`."""
-    for name, value in LOSS_FAULTS.items():
+    for name, value in _LOSS_FAULTS.items():
         if faults.is_due(name, step):
             sums.scale_losses(batch.dataset_ids[batch.labels >= 0].unique(), value)
             loss = loss + value  # its gradients stay finite
-    for name, value in GRADIENT_FAULTS.items():
+    for name, value in _GRADIENT_FAULTS.items():
         if faults.is_due(name, step):
             loss = loss * 1.0  # a separate node for the hook
             loss.register_hook(lambda grad, value=value: grad * value)
@@ -229,7 +229,7 @@ class StepWatch:
                 continue
             before = self._before.setdefault(name, deque(maxlen=SPIKE_WINDOW))
             counts = [count for _, count in before]
-            if before and tokens < MIN_TOKEN_SHARE * statistics.median(counts):
+            if before and tokens < _MIN_TOKEN_SHARE * statistics.median(counts):
                 continue
             losses = sorted(loss_before for loss_before, _ in before)
             before.append((loss, tokens))
@@ -294,5 +294,5 @@ def _listed(rows: Iterable[StepRow]) -> str:
     origins = list(dict.fromkeys(str(row.origin) for row in rows))
     if not origins:
         return "the rows of a stream have no line numbers"
-    more = f" and {len(origins) - MAX_ROWS:,} more" if len(origins) > MAX_ROWS else ""
-    return f"rows {', '.join(origins[:MAX_ROWS])}{more}"
+    more = f" and {len(origins) - _MAX_ROWS:,} more" if len(origins) > _MAX_ROWS else ""
+    return f"rows {', '.join(origins[:_MAX_ROWS])}{more}"

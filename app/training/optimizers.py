@@ -132,11 +132,11 @@ def build_optimizer(
     reads `fused`, and `states_folder`: the folder whose disk has its states, or None.
     """
     weights = trainable_weights(model)
-    check_patterns(weights, config.lr_by_pattern)
+    _check_patterns(weights, config.lr_by_pattern)
     if isinstance(config, MuonConfig):
         optimizer = _build_muon(model, weights, config, adapter, lr, fused)
     else:
-        groups = parameter_groups(
+        groups = _parameter_groups(
             weights,
             adapter,
             lr=lr,
@@ -225,12 +225,12 @@ def _build_muon(
     parts: list[torch.optim.Optimizer] = []
     if matrices:
         kind = GroupKind("muon matrices", config.weight_decay, config.matrix_lr_ratio)
-        groups = make_groups({kind: matrices}, lr=lr, patterns=patterns)
+        groups = _make_groups({kind: matrices}, lr=lr, patterns=patterns)
         parts.append(
             torch.optim.Muon(groups, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
         )
     if others:
-        groups = parameter_groups(others, adapter, lr=lr, weight_decay=0.0, patterns=patterns)
+        groups = _parameter_groups(others, adapter, lr=lr, weight_decay=0.0, patterns=patterns)
         parts.append(_build_adamw(groups, config, fused))
     return parts[0] if len(parts) == 1 else MuonWithAdamW(*parts)
 
@@ -254,7 +254,7 @@ class GroupKind:
     lr_ratio: float = 1.0
 
 
-def parameter_groups(
+def _parameter_groups(
     weights: Iterable[TrainableWeight],
     adapter: AdapterConfig,
     *,
@@ -280,7 +280,7 @@ def parameter_groups(
             kinds[lora_b].append(weight)
         else:
             kinds[matrices].append(weight)
-    return make_groups(kinds, lr=lr, patterns=patterns)
+    return _make_groups(kinds, lr=lr, patterns=patterns)
 
 
 def _lora_plus(adapter: AdapterConfig, weight_decay: float) -> GroupKind | None:
@@ -291,7 +291,7 @@ def _lora_plus(adapter: AdapterConfig, weight_decay: float) -> GroupKind | None:
     return GroupKind("lora B", weight_decay, adapter.lora_plus_ratio)
 
 
-def make_groups(
+def _make_groups(
     kinds: Mapping[GroupKind, Sequence[TrainableWeight]],
     *,
     lr: float,
@@ -307,7 +307,7 @@ def make_groups(
             ratio = kind.lr_ratio * (1.0 if pattern is None else pattern.ratio)
             group = {
                 "name": kind.name if pattern is None else f"{kind.name}, {pattern.pattern}",
-                "params": [w.parameter for w in weights if first_match(w, patterns) is pattern],
+                "params": [w.parameter for w in weights if _first_match(w, patterns) is pattern],
                 "lr": lr * ratio,
                 "lr_ratio": ratio,
                 "weight_decay": kind.weight_decay,
@@ -318,13 +318,13 @@ def make_groups(
     return groups
 
 
-def first_match(weight: TrainableWeight, patterns: Iterable[LrPattern]) -> LrPattern | None:
+def _first_match(weight: TrainableWeight, patterns: Iterable[LrPattern]) -> LrPattern | None:
     return next((each for each in patterns if by_wildcard(each.pattern, [weight.name])), None)
 
 
-def check_patterns(weights: Sequence[TrainableWeight], patterns: Sequence[LrPattern]) -> None:
+def _check_patterns(weights: Sequence[TrainableWeight], patterns: Sequence[LrPattern]) -> None:
     """Raise UserError, with the nearest names, for patterns that change no weight."""
-    used = [first_match(weight, patterns) for weight in weights]
+    used = [_first_match(weight, patterns) for weight in weights]
     names = [weight.name for weight in weights]
     problems = []
     for each in patterns:
@@ -382,11 +382,11 @@ def check_every_weight_is_in_one_group(
         raise ValueError(f"the optimizer holds {len(grouped)} weights that are not trainable")
 
 
-STATES = {"adamw": 2, "schedule_free": 2, "muon": 1, "adafactor": 0, "paged_adamw8bit": 0}
+_STATES = {"adamw": 2, "schedule_free": 2, "muon": 1, "adafactor": 0, "paged_adamw8bit": 0}
 """optimizer states per weight, in the weight's dtype and on the device"""
-VOCABULARY_STATES = {"muon": 2}
+_VOCABULARY_STATES = {"muon": 2}
 """the same for the weights of embeddings and head, where they differ: AdamW updates them"""
-EIGHT_BIT_STATES = {"adamw8bit": 2}
+_EIGHT_BIT_STATES = {"adamw8bit": 2}
 """optimizer states per weight of one byte each, or in fp32 for embeddings"""
 
 
@@ -395,8 +395,8 @@ def states_of_weights(optimizer: str, part: str, num_trained: float, num_bytes: 
 
     part: "embedding", "head" or "rest" of the model; num_bytes: what the weights themselves take.
     """
-    states = STATES.get(optimizer, 0)
+    states = _STATES.get(optimizer, 0)
     if part != "rest":
-        states = VOCABULARY_STATES.get(optimizer, states)
+        states = _VOCABULARY_STATES.get(optimizer, states)
     each = 4 if part == "embedding" else 1
-    return states * num_bytes + EIGHT_BIT_STATES.get(optimizer, 0) * each * num_trained
+    return states * num_bytes + _EIGHT_BIT_STATES.get(optimizer, 0) * each * num_trained

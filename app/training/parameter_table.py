@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 MAX_ROWS = 20
 MAX_BRIEF_ROWS = 5
-MAX_SHAPES = 4
-SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_MAX_SHAPES = 4
+_SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def trainable_table(patterns: list[TrainedPattern], *, is_brief: bool = False) -
     for row in rows:
         names = [f"{len(others):,} smaller ones", ""] if row is others else _names_of(row, is_brief)
         number = sum(len(pattern.modules) for pattern in row)
-        own_shapes = "" if row is others else _at_most(MAX_SHAPES, row[0].shapes)
+        own_shapes = "" if row is others else _at_most(_MAX_SHAPES, row[0].shapes)
         settings = _settings(row)
         row_cells = [*names, f"{number:,}", *([own_shapes] * len(shapes))]
         cells.append([*row_cells, *_size(_num_weights(row), total), *(settings[n] for n in own)])
@@ -153,7 +153,7 @@ def shared_settings(patterns: list[TrainedPattern]) -> dict[str, str]:
     return {name: text for name, text in first.items() if all(o[name] == text for o in others)}
 
 
-def groups_table(optimizer: torch.optim.Optimizer) -> Table:
+def _groups_table(optimizer: torch.optim.Optimizer) -> Table:
     """Build a table of the optimizer's groups, before a schedule is built."""
     from rich.box import SIMPLE_HEAD
 
@@ -170,7 +170,7 @@ def groups_table(optimizer: torch.optim.Optimizer) -> Table:
 def describe_parameters(report: TrainableReport) -> list[str]:
     """Return a line about the trainable parameters, and one about the memory of all weights."""
     share = percent(report.num_trainable / report.num_total, 2)
-    counts = {SHORT_DTYPES.get(name, name): n for name, n in sorted(report.dtypes.items())}
+    counts = {_SHORT_DTYPES.get(name, name): n for name, n in sorted(report.dtypes.items())}
     dtypes = ", ".join(f"{n:,} {name}" for name, n in counts.items())
     if len(counts) == 1:
         dtypes = next(iter(counts))
@@ -185,12 +185,12 @@ def describe_parameters(report: TrainableReport) -> list[str]:
 def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Print the trainable parameters, and log every pattern, shape and group of the optimizer."""
     patterns = trained_patterns(model, optimizer)
-    for table in (trainable_table(patterns), groups_table(optimizer)):
+    for table in (trainable_table(patterns), _groups_table(optimizer)):
         log.debug("%s", laid_out(table))
     trainable, memory = describe_parameters(report_trainable(model))
     shared = shared_settings(patterns)
     texts = [
-        SHORT_DTYPES.get(text, text) if name == "dtype" else f"{name} {text}"
+        _SHORT_DTYPES.get(text, text) if name == "dtype" else f"{name} {text}"
         for name, text in shared.items()
     ]
     log.info("%s", ", ".join([trainable, *texts]))

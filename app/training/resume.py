@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from app.training.module import FinetuneModule
 
-SEED_STRIDE = 1_000_003
+_SEED_STRIDE = 1_000_003
 """difference between the seeds of two steps; larger than any number of ranks"""
 
 
@@ -92,7 +92,7 @@ class Resume:
         if (rank := self._rank_of_random_state()) is not None:
             restore_random_state(read_random_state(source, rank), module.strategy.root_device)
         else:  # this run has more ranks with tokens of their own than the checkpoint
-            torch.manual_seed(torch.initial_seed() + SEED_STRIDE * source.step)
+            torch.manual_seed(torch.initial_seed() + _SEED_STRIDE * source.step)
 
     def _local_state(self) -> dict[str, Tensor]:
         """Return the tensors that only this rank held; none if the number of ranks has changed."""

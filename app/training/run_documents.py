@@ -37,7 +37,7 @@ AGAIN = "copy the folder again, or restore the file"
 
 
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-FIGURE = Kind(
+_FIGURE = Kind(
     "a number", lambda value: type(value) is float or (type(value) is int and abs(value) < 1e300)
 )
 """larger integers cannot be formatted as the floats that figures are"""
@@ -45,7 +45,7 @@ NULLABLE_TEXT, NULLABLE_COUNT = or_null(TEXT), or_null(COUNT)
 _BASE = ("path", "revision", "fingerprint", "weights")
 _DATASET = {"name": TEXT, "path": TEXT, "sha256": NULLABLE_TEXT, "rows": NULLABLE_COUNT}
 _COUNTS = dict.fromkeys(("train_rows", "validation_rows", "tokens", "trained_tokens"), COUNT)
-_NUMBERS = dict.fromkeys(("r", "alpha"), or_null(FIGURE))
+_NUMBERS = dict.fromkeys(("r", "alpha"), or_null(_FIGURE))
 _BATCH = ("packs", "micro_batch_size", "gradient_accumulation_steps", "num_ranks")
 _REQUIRED = {
     "versions": MapOf(TEXT),
@@ -91,10 +91,10 @@ _MODEL = Keys({}, {"path": NULLABLE_TEXT, "revision": NULLABLE_TEXT}, allows_oth
 _ADAPTER = Keys({}, {"name": TEXT, **_NUMBERS}, allows_others=True)
 SHOWN_CONFIG = Keys({}, {"model": _MODEL, "adapter": _ADAPTER}, allows_others=True)
 """what a page or a card shows of config.yaml"""
-METRICS = MapOf(or_null(FIGURE))
+METRICS = MapOf(or_null(_FIGURE))
 """metrics.json"""
 _MIXED = ("rows", "tokens", "rows_seen", "epochs", "share_of_rows", "share_of_tokens")
-MIXTURE = ListOf(Keys({}, dict.fromkeys(_MIXED, or_null(FIGURE)), allows_others=True))
+MIXTURE = ListOf(Keys({}, dict.fromkeys(_MIXED, or_null(_FIGURE)), allows_others=True))
 """mixture.json"""
 VERDICT = Keys(
     {
@@ -170,24 +170,24 @@ TRIALS = ListOf(
             "overrides": ListOf(Kind("KEY=VALUE", lambda v: isinstance(v, str) and "=" in v)),
             "folder": TEXT,
             "exit_code": COUNT,
-            "seconds": FIGURE,
-            "objective": or_null(FIGURE),
+            "seconds": _FIGURE,
+            "objective": or_null(_FIGURE),
             "error": NULLABLE_TEXT,
         },
         {"stopped_at": NULLABLE_COUNT},
     )
 )
 """sweep.json"""
-END = Keys({"exit_code": COUNT, "seconds": FIGURE}, {}, allows_others=True)
+END = Keys({"exit_code": COUNT, "seconds": _FIGURE}, {}, allows_others=True)
 """end.json, which the job of a trial leaves"""
 
 STATUS = Keys(
-    {"state": TEXT, "step": COUNT, "written": FIGURE, "host": TEXT, "pid": COUNT},
+    {"state": TEXT, "step": COUNT, "written": _FIGURE, "host": TEXT, "pid": COUNT},
     {
         **dict.fromkeys(("steps", "exit_code"), NULLABLE_COUNT),
         **dict.fromkeys(("checkpoint", "message"), NULLABLE_TEXT),
-        **dict.fromkeys(("epoch", "loss", "val_loss", "hours_left"), or_null(FIGURE)),
-        **dict.fromkeys(("tokens_per_second", "seconds_per_step"), or_null(FIGURE)),
+        **dict.fromkeys(("epoch", "loss", "val_loss", "hours_left"), or_null(_FIGURE)),
+        **dict.fromkeys(("tokens_per_second", "seconds_per_step"), or_null(_FIGURE)),
     },
     allows_others=True,
 )

@@ -31,26 +31,26 @@ from common.text import printable
 
 log = logging.getLogger(__name__)
 
-IDS_FILE = "trackers.json"
-PROJECT = "loft"
+_IDS_FILE = "trackers.json"
+_PROJECT = "loft"
 MAX_QUEUED = 10_000
 """queued calls beyond which a tracker is abandoned"""
-MAX_NAME_BYTES = 200
+_MAX_NAME_BYTES = 200
 """longest name of a metric in MLflow, whose own limits are 250 characters and a file's name"""
 MAX_WAIT_SECONDS, MAX_WAIT_SECONDS_STOPPED = 20.0, 1.0
 """time that a finished run, and one that was stopped, waits for a tracker at its end"""
-STOP = None
+_STOP = None
 
 Build = Callable[[Path, str, "str | None"], Any]
 """builds Lightning's logger from a folder, and the name and id of a run (None for a new one)"""
 
 
-def build_wandb(folder: Path, name: str, run_id: str | None) -> Any:
+def _build_wandb(folder: Path, name: str, run_id: str | None) -> Any:
     """Build Lightning's W&B logger: offline unless WANDB_API_KEY or WANDB_MODE is set."""
     from lightning.pytorch.loggers import WandbLogger
 
     offline = not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
-    project = os.environ.get("WANDB_PROJECT", PROJECT)
+    project = os.environ.get("WANDB_PROJECT", _PROJECT)
     wandb_id = run_id or secrets.token_hex(4)
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("WANDB_CONSOLE", "off")  # it would capture our console output
@@ -59,7 +59,7 @@ def build_wandb(folder: Path, name: str, run_id: str | None) -> Any:
     return WandbLogger(name=name, save_dir=save_dir, id=wandb_id, project=project, offline=offline)
 
 
-def build_mlflow(folder: Path, name: str, run_id: str | None) -> Any:
+def _build_mlflow(folder: Path, name: str, run_id: str | None) -> Any:
     """Build Lightning's MLflow logger: writes into the folder unless MLFLOW_TRACKING_URI is set."""
     from lightning.pytorch.loggers import MLFlowLogger
 
@@ -68,7 +68,7 @@ def build_mlflow(folder: Path, name: str, run_id: str | None) -> Any:
     # We report an unreachable server once; MLflow would at each retry.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     return MLFlowLogger(
-        experiment_name=os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT),
+        experiment_name=os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT),
         run_name=name,
         run_id=run_id,
         tracking_uri=os.environ.get("MLFLOW_TRACKING_URI"),
@@ -76,7 +76,7 @@ def build_mlflow(folder: Path, name: str, run_id: str | None) -> Any:
     )
 
 
-BUILDERS: dict[str, Build] = {"wandb": build_wandb, "mlflow": build_mlflow}
+_BUILDERS: dict[str, Build] = {"wandb": _build_wandb, "mlflow": _build_mlflow}
 
 
 class Tracker(RunLogger):
@@ -87,7 +87,7 @@ class Tracker(RunLogger):
     ) -> None:
         super().__init__()
         self.kind, self.folder, self.details = kind, folder, details
-        self._build = build or BUILDERS[kind]
+        self._build = build or _BUILDERS[kind]
         self._queue: queue.Queue[Callable[[Any], None] | None] = queue.Queue(MAX_QUEUED)
         self._thread: threading.Thread | None = None
         self._is_abandoned = False
@@ -96,7 +96,7 @@ class Tracker(RunLogger):
     def drop_rows_after(self, step: int | None) -> None:
         """Start a new run in the tracker if the run in this folder starts from step 0."""
         if step is None:
-            (self.folder / IDS_FILE).unlink(missing_ok=True)
+            (self.folder / _IDS_FILE).unlink(missing_ok=True)
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -127,7 +127,7 @@ class Tracker(RunLogger):
         if self.kind == "wandb":
             self._enqueue(lambda logger: logger.experiment.finish(int(not summary.is_done)))
         with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(STOP)
+            self._queue.put_nowait(_STOP)
         seconds = MAX_WAIT_SECONDS if summary.is_done else MAX_WAIT_SECONDS_STOPPED
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -148,7 +148,7 @@ class Tracker(RunLogger):
         try:
             logger = self._build(self.folder, run_name(self.folder), self._saved_id())
             self._save_id(logger)
-            while (call := self._queue.get()) is not STOP and not self._is_abandoned:
+            while (call := self._queue.get()) is not _STOP and not self._is_abandoned:
                 call(logger)
         except BaseException as error:  # noqa: BLE001  the run continues whatever a tracker raises
             self._abandon(str(error) or type(error).__name__)
@@ -160,7 +160,7 @@ class Tracker(RunLogger):
     def _save_id(self, logger: Any) -> None:
         _ = logger.experiment  # creates the run, which has no id before
         ids = _read_ids(self.folder) | {self.kind: str(logger.version)}
-        write_atomically(self.folder / IDS_FILE, json.dumps(ids) + "\n")
+        write_atomically(self.folder / _IDS_FILE, json.dumps(ids) + "\n")
 
     def _abandon(self, reason: str) -> None:
         if not self._is_abandoned:
@@ -180,7 +180,7 @@ def run_name(folder: Path) -> str:
 
 def _read_ids(folder: Path) -> dict[str, Any]:
     try:
-        ids = json.loads((folder / IDS_FILE).read_text(encoding="utf-8"))
+        ids = json.loads((folder / _IDS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return ids if isinstance(ids, dict) else {}
@@ -221,10 +221,10 @@ def _mlflow_name(name: str) -> str:
     # with the name of the totals.
     found = r"_(?=x)|[^/\w.\- ]|(?<=/)a(?=ll$)"
     valid = re.sub(found, lambda match: f"_x{ord(match[0]):x}_", name)
-    if len(valid.encode()) <= MAX_NAME_BYTES:
+    if len(valid.encode()) <= _MAX_NAME_BYTES:
         return valid
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
-    return valid.encode()[: MAX_NAME_BYTES - 13].decode(errors="ignore") + f"-{digest}"
+    return valid.encode()[: _MAX_NAME_BYTES - 13].decode(errors="ignore") + f"-{digest}"
 
 
 def _attach_to_wandb(logger: Any, metrics: Mapping[str, float], files: Sequence[Path]) -> None:

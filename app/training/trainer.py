@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("auto", "fp32", "bf16", "bf16-pure", "fp16", "fp8")
 ACCELERATORS = ("auto", "cpu", "gpu")
-VALIDATIONS_PER_RUN = 10
+_VALIDATIONS_PER_RUN = 10
 DEFAULT_MONITOR = "val/loss"
-USUAL_ACCUMULATION = 8
+_USUAL_ACCUMULATION = 8
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,7 +168,7 @@ class TrainerConfig:
         if self.global_batch_size is not None:
             return self.global_batch_size // (self.least_micro_batch * num_data_ranks)
         steps = self.gradient_accumulation_steps
-        return USUAL_ACCUMULATION if isinstance(steps, str) else steps
+        return _USUAL_ACCUMULATION if isinstance(steps, str) else steps
 
     @property
     def has_auto_batch(self) -> bool:
@@ -334,7 +334,7 @@ def resolve_precision(precision: str, accelerator: str) -> str:
 
 def validation_interval(config: TrainerConfig, total_steps: int) -> int:
     """Return the optimizer steps between validations; the last step is always validated."""
-    every = config.validate_every_steps or math.ceil(total_steps / VALIDATIONS_PER_RUN)
+    every = config.validate_every_steps or math.ceil(total_steps / _VALIDATIONS_PER_RUN)
     return min(every, total_steps)
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from data_modules.tokens.store import Examples as Columns
 
 
-NUM_LONGEST = 5
-NUM_PAIRS = 3
+_NUM_LONGEST = 5
+_NUM_PAIRS = 3
 MAX_TRAIN_TOKENS, MAX_HELD_OUT_TOKENS = 50_000_000, 2_000_000
 """tokens that are searched for overlap, which takes seconds and some hundred megabytes; of more
 tokens, evenly spaced documents are searched"""
@@ -119,11 +119,11 @@ def _longest(
     """Return (tokens, origin) of the longest rows, including rows as they were before a cut."""
     found = {origin: tokens for fact in facts for tokens, origin in fact.counts.longest}
     for side in (train, validation):
-        for index in np.argsort(-side.lengths, kind="stable")[:NUM_LONGEST].tolist():
+        for index in np.argsort(-side.lengths, kind="stable")[:_NUM_LONGEST].tolist():
             origin, tokens = str(side.origin(index)), int(side.lengths[index])
             found[origin] = max(tokens, found.get(origin, 0))
     ordered = sorted(found.items(), key=lambda row: (-row[1], row[0]))
-    return [(tokens, origin) for origin, tokens in ordered[:NUM_LONGEST]]
+    return [(tokens, origin) for origin, tokens in ordered[:_NUM_LONGEST]]
 
 
 def _find_duplicates(audit: Audit, train: Columns) -> None:
@@ -203,7 +203,7 @@ def _find_overlap(
         if len(flagged):
             pairs = [
                 (str(held_out.origin(document)), str(train.origin(int(found.partner[document]))))
-                for document in flagged[:NUM_PAIRS].tolist()
+                for document in flagged[:_NUM_PAIRS].tolist()
             ]
             named = ", ".join(" with ".join(pair) for pair in pairs)
             share = percent(config.overlap_share, 0)

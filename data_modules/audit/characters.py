@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 BLANKS = "  "
 """stands for several blanks in a row, which some tokenizers make one"""
-MAX_NAMED = 12
+_MAX_NAMED = 12
 """number of characters that a warning names"""
-NO_BYTES = set("\u00c0\u00c1\u00f5\u00f6\u00f7\u00f8\u00f9\u00fa\u00fb\u00fc\u00fd\u00fe\u00ff")
+_NO_BYTES = set("\u00c0\u00c1\u00f5\u00f6\u00f7\u00f8\u00f9\u00fa\u00fb\u00fc\u00fd\u00fe\u00ff")
 """letters for bytes that are in no UTF-8 text"""
 _NAMES = {"\n": "newline", "\t": "tab", "\r": "carriage return", " ": "blank"} | {
     BLANKS: "repeated blanks"
@@ -62,7 +62,7 @@ class CharacterCheck:
         from tokenizers import pre_tokenizers
 
         normalizer = self._backend.normalizer
-        alphabet = set(pre_tokenizers.ByteLevel.alphabet()) - NO_BYTES
+        alphabet = set(pre_tokenizers.ByteLevel.alphabet()) - _NO_BYTES
         return (normalizer is None or type(normalizer).__name__ == "NFC") and all(
             self._backend.token_to_id(each) is not None for each in alphabet
         )
@@ -81,7 +81,7 @@ class CharacterCheck:
 def names_of(lost: Mapping[str, int]) -> str:
     """Name the characters that most rows have, for messages; `lost` is character -> rows."""
     ordered = sorted(lost, key=lambda each: (-lost[each], each))
-    names = [_name_of(each) for each in ordered[:MAX_NAMED]]
+    names = [_name_of(each) for each in ordered[:_MAX_NAMED]]
     return ", ".join(names) + (f" and {more:,} more" if (more := len(lost) - len(names)) else "")
 
 

@@ -17,7 +17,7 @@ from common.errors import DataError
 from common.redaction import redact, redacted
 from common.text import aligned, percent, printable, shown
 
-MAX_FILE = 32
+_MAX_FILE = 32
 """characters of the longest path that is printed in full"""
 _ORIGIN = re.compile(r"(.+?):(\d+)(?= |$)")
 HEADINGS = {
@@ -39,15 +39,15 @@ HEADINGS = {
     "overlapping": "overlap",
 }
 """count -> heading of its column; the heading of a note is its kind"""
-ALWAYS_SHOWN = ("rows", "train", "validation", "tokens", "trained")
+_ALWAYS_SHOWN = ("rows", "train", "validation", "tokens", "trained")
 """columns that are shown even if they are zero"""
-ON_SCREEN = (*ALWAYS_SHOWN, "lost_tokens")
+_ON_SCREEN = (*_ALWAYS_SHOWN, "lost_tokens")
 """columns of the table on the screen; warnings report the other counts"""
-SHORT_HEADINGS = {"validation": "val"}
+_SHORT_HEADINGS = {"validation": "val"}
 """headings in the table at the start of a run, which has further columns"""
-MAX_UNREAD_SHOWN = 8
+_MAX_UNREAD_SHOWN = 8
 """names of what nothing reads in the line on the screen, for each data set"""
-MAX_LINE = 160
+_MAX_LINE = 160
 """characters of a line of warnings on the screen, if at least two data sets fit into it"""
 
 
@@ -60,7 +60,7 @@ def short_file(file: str) -> str:
     """Return a path relative to the working directory, or the end of a long path elsewhere."""
     parts = file.replace("\\", "/").rsplit("/", 2)
     relative_file = relative(file)
-    if relative_file != file or len(file) <= MAX_FILE or len(parts) < 3:
+    if relative_file != file or len(file) <= _MAX_FILE or len(parts) < 3:
         return relative_file
     return f".../{parts[1]}/{parts[2]}"
 
@@ -231,7 +231,7 @@ class Audit:
             f"training, {test.repeated:,} have the same tokens"
             for test in self.benchmarks
         ]
-        lines += [*self.facts, *describe_unread(self.unread, is_brief=False)]
+        lines += [*self.facts, *_describe_unread(self.unread, is_brief=False)]
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"problem: {problem}" for problem in self.problems]
         return [printable(relative(line)) for line in lines]
@@ -254,8 +254,8 @@ class Audit:
                 f"test documents with the same tokens as a training document: {', '.join(same)}"
             )
         lines += [] if only_warnings else self.facts
-        lines += describe_unread(self.unread, is_brief=True)
-        lines += [f"warning: {line}" for line in group_warnings(self.findings)]
+        lines += _describe_unread(self.unread, is_brief=True)
+        lines += [f"warning: {line}" for line in _group_warnings(self.findings)]
         lines += [] if only_warnings else [f"problem: {problem}" for problem in self.problems]
         return [printable(line) for line in lines]
 
@@ -270,7 +270,7 @@ class Audit:
         `columns` are further columns: heading -> one cell per data set.
         """
         cells = _cells([asdict(dataset) for dataset in self.datasets], on_screen=True)
-        cells[0] = [SHORT_HEADINGS.get(heading, heading) for heading in cells[0]]
+        cells[0] = [_SHORT_HEADINGS.get(heading, heading) for heading in cells[0]]
         for heading, texts in columns.items():
             column = [heading, *map(printable, texts), *[""] * (len(cells) - 1 - len(texts))]
             cells = [[*row, cell] for row, cell in zip(cells, column, strict=True)]
@@ -287,7 +287,7 @@ class Audit:
             counts["trained_share"] = round(dataset.trained_share, 6)
             counts["lost_share"] = round(dataset.lost_share, 6)
         values["longest"] = [{"tokens": t, "origin": origin} for t, origin in self.longest]
-        values["unread"] = describe_unread(self.unread, is_brief=False)
+        values["unread"] = _describe_unread(self.unread, is_brief=False)
         del values["findings"]
         return values | {"warnings": self.warnings}
 
@@ -305,7 +305,7 @@ class Audit:
             raise DataError(self.problems)
 
 
-def describe_unread(
+def _describe_unread(
     unread: Mapping[str, Sequence[tuple[str, int, str]]], *, is_brief: bool
 ) -> list[str]:
     """Return a line of the columns and keys that nothing reads, with their rows; none without any.
@@ -316,7 +316,7 @@ def describe_unread(
     for dataset, found in unread.items():
         names = [
             f"{shown(name)} ({rows:,} rows{'' if is_brief else f', first {origin}'})"
-            for name, rows, origin in (found[:MAX_UNREAD_SHOWN] if is_brief else found)
+            for name, rows, origin in (found[:_MAX_UNREAD_SHOWN] if is_brief else found)
         ]
         more = len(found) - len(names)
         names += [f"and {more:,} more"] if more else []
@@ -325,7 +325,7 @@ def describe_unread(
     return [f"columns and keys that nothing reads: {'; '.join(parts)}"] if parts else []
 
 
-def group_warnings(findings: Sequence[AuditWarning]) -> list[str]:
+def _group_warnings(findings: Sequence[AuditWarning]) -> list[str]:
     """Return one line per kind of warning: a sentence, or the counts of several data sets."""
     kinds: dict[tuple[str, str, str], list[AuditWarning]] = {}
     for finding in findings:
@@ -353,7 +353,7 @@ def _counts_by_dataset(group: Sequence[AuditWarning]) -> str:
         if num_shown < len(ordered):
             counts.append(f"and {len(ordered) - num_shown} more")
         line = start + ", ".join(counts) + end
-        if len(line) <= MAX_LINE - len("warning: "):
+        if len(line) <= _MAX_LINE - len("warning: "):
             break
     return line
 
@@ -364,8 +364,8 @@ def _cells(datasets: Sequence[Mapping[str, Any]], *, on_screen: bool) -> list[li
     headings = HEADINGS | {kind: kind.replace("_", " ") for kind in kinds}
     keys = [
         key
-        for key in (ON_SCREEN if on_screen else tuple(headings))
-        if key in ALWAYS_SHOWN or any(row.get(key, 0) for row in counts)
+        for key in (_ON_SCREEN if on_screen else tuple(headings))
+        if key in _ALWAYS_SHOWN or any(row.get(key, 0) for row in counts)
     ]
     if len(counts) > 1:
         total = {key: sum(row.get(key, 0) for row in counts) for key in keys}
@@ -381,4 +381,4 @@ def _cell(key: str, counts: Mapping[str, Any]) -> str:
         return f"{number:,} ({percent(number / max(1, counts['tokens']), 0)})"
     if key == "lost_tokens" and "lost_share" in counts and number:
         return f"{number:,} ({percent(counts['lost_share'], 0)})"
-    return f"{number:,}" if number or key in ALWAYS_SHOWN else "-"
+    return f"{number:,}" if number or key in _ALWAYS_SHOWN else "-"

@@ -17,10 +17,10 @@ from data_modules.audit.figures import Audit, AuditWarning, DatasetAudit, count_
 if TYPE_CHECKING:
     from data_modules.tokens.encode import Counts
 
-REPORTED_ABOVE = 0.01
+_REPORTED_ABOVE = 0.01
 """share of a data set's tokens that may be lost with long rows without a warning"""
 _KEEPS_TOOLS = "set data.chat_template to one that writes them, such as qwen3"
-NOTES = {
+_NOTES = {
     "lost_system": (
         "have a system turn that the chat template drops",
         "set data.chat_template to one that writes it, or move its text into the first user turn",
@@ -166,7 +166,7 @@ def _warn_of_long(
     dataset: DatasetAudit, fact: DatasetFacts, run: RunSettings
 ) -> AuditWarning | None:
     """Return a warning if a data set loses many tokens with long rows."""
-    if dataset.lost_share <= REPORTED_ABOVE:
+    if dataset.lost_share <= _REPORTED_ABOVE:
         return None
     if fact.on_long == "drop":
         # Of a tree of conversations only some branches may be too long.
@@ -204,7 +204,7 @@ def _apply_row_rules(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) ->
         )
     for kind, (count, seen) in counts.notes.items():
         words = f"have the note: {kind.replace('_', ' ')}"
-        statement, advice = NOTES.get(kind, (words, ""))
+        statement, advice = _NOTES.get(kind, (words, ""))
         audit.findings.append(
             dataset.warning(count, "rows", statement, first=(seen,), advice=advice)
         )

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from common.text import listed, shown
 from data_modules.types import Struct
 
-MAX_WEIGHT = 3.4e38
+_MAX_WEIGHT = 3.4e38
 """largest weight: weights are float32 in a batch, where a larger one would be infinite"""
 SKIP_EMPTY = "or skip such rows with data.drop_empty=true or data.on_bad_row=quarantine"
 """the fix for an empty answer, besides changing the row"""
@@ -175,7 +175,7 @@ def read_optional_string(item: Mapping[str, Any], key: str, where: str) -> str |
 
 def read_weight(value: Any, where: str) -> float:
     """Return a weight; raise RowError if it is not a number from 0 up."""
-    if not isinstance(value, (int, float)) or not 0 <= value <= MAX_WEIGHT:
+    if not isinstance(value, (int, float)) or not 0 <= value <= _MAX_WEIGHT:
         raise RowError(f"{where} is {quote(value)}; a weight is a number from 0 up")
     return float(value)
 

@@ -130,7 +130,7 @@ def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     unknown: dict[int, str] = {}
     for number, row in enumerate(rows):
         try:
-            values = apply_columns(row.values, columns)
+            values = _apply_columns(row.values, columns)
         except MissingColumnError as error:
             unknown[number] = f"{row.origin} {error}"
             continue
@@ -159,7 +159,7 @@ def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
 def check_guessed(row: Row, columns: Mapping[str, str]) -> None:
     """Raise MeaningError if a row, in data whose format was guessed, means more than its text."""
     if may_mean_more(tuple(row.values)):
-        values = apply_columns(row.values, columns)
+        values = _apply_columns(row.values, columns)
         check_meaning(row.values, values, columns, format_of(values))
 
 
@@ -197,7 +197,7 @@ def convert_row(row: Row, name: str, columns: Mapping[str, str]) -> list[Item]:
     form = FORMATS[name]
     values = row.values
     if columns:
-        values = _without_aliases(apply_columns(values, columns), form, columns)
+        values = _without_aliases(_apply_columns(values, columns), form, columns)
     for names in form.required:
         for field in names:
             if field in values:
@@ -264,7 +264,7 @@ def unread_in(row: Row, name: str, columns: Mapping[str, str], items: Sequence[I
     form, item = FORMATS[name], items[0]
     values = row.values
     if columns:
-        values = _without_aliases(apply_columns(values, columns), form, columns)
+        values = _without_aliases(_apply_columns(values, columns), form, columns)
     has_turns = _has_turns(form, values, item)
     read, others = _columns_read(name, tuple(values), isinstance(item, Document), has_turns)
     return find_unread(row.values, values, columns, read, others, has_turns=has_turns)
@@ -305,7 +305,7 @@ def _columns_read(
     )
 
 
-def apply_columns(values: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def _apply_columns(values: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """Return `values` with the mapped columns renamed to their fields.
 
     Raises MissingColumnError, which names the deepest existing part of a dotted path.

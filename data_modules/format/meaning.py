@@ -24,7 +24,7 @@ _EXTRAS = ("input", "context", "passage")
 _TEXTS = ("text", "content", "body", "document", "article", "code", "markdown")
 _MAX_DEPTH = 3
 """nesting below a column to which texts are searched for suggestions"""
-TURNS = ("messages", "conversations", "conversation")
+_TURNS = ("messages", "conversations", "conversation")
 """columns of turns"""
 _CLASSES = ("label", "labels")
 _CHOICES = ("choices", "options", "endings")
@@ -57,7 +57,7 @@ def check_meaning(
     found = f"columns {listed(row)}"
     is_pair = any(_is_rejected(key) and _is_answer(values[key]) for key in values)
     if is_pair and not any(map(PREFERENCE.match, columns.values())):
-        settings = settings_for_chosen(values, name)
+        settings = _settings_for_chosen(values, name)
         fix = f"set {{path: ..., {settings}}}" if settings else "write each as the last turn"
         raise MeaningError(
             f"{found}: preference pairs; to learn from both answers, type objective=dpo; to train "
@@ -104,14 +104,14 @@ def _is_class(value: Any) -> bool:
     return isinstance(value, (str, int, float)) and value != ""
 
 
-def settings_for_chosen(values: Mapping[str, Any], name: str | None) -> str:
+def _settings_for_chosen(values: Mapping[str, Any], name: str | None) -> str:
     """Return the settings that train on the chosen answers of preference pairs.
 
     `name` is the format that the other columns have; "" if the answers must be rewritten first.
     """
     chosen = next((key for key in values if key.startswith("chosen")), "")
     answer = values.get(chosen)
-    turns = next((key for key in (*TURNS, "prompt") if is_turns(values.get(key))), "")
+    turns = next((key for key in (*_TURNS, "prompt") if is_turns(values.get(key))), "")
     if name is not None and not (turns and _role_of(values[turns][-1]) != "assistant"):
         return f"format: {name}"
     first = answer[0] if isinstance(answer, list) and answer else answer

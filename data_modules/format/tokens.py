@@ -14,7 +14,7 @@ from data_modules.format.fields import RowError, quote, read_weight, type_of
 from data_modules.format.weights import TOKEN_MASKS, row_weight
 from data_modules.types import Tokens
 
-IGNORED = -100
+_IGNORED = -100
 """label of a token that is not trained on"""
 MASKS = ("labels", "weights", *TOKEN_MASKS)
 """columns with a number for each token; all that a row has are multiplied"""
@@ -138,14 +138,14 @@ def _label_weights(
     if labels == ids:
         return weights
     label_weights = [
-        0.0 if label == IGNORED else weight if label == token else -1.0
+        0.0 if label == _IGNORED else weight if label == token else -1.0
         for label, token, weight in zip(labels, ids, weights, strict=True)
     ]
     if -1.0 in label_weights[first:end]:
         place = label_weights.index(-1.0, first)
         raise RowError(
             f"labels[{place}] is {labels[place]} and input_ids[{place}] is {ids[place]}; labels "
-            f"must equal input_ids (they are not shifted) or be {IGNORED}"
+            f"must equal input_ids (they are not shifted) or be {_IGNORED}"
         )
     return label_weights
 

@@ -86,7 +86,7 @@ def _read_tool(tool: Any, where: str) -> Mapping[str, Any]:
     return tool
 
 
-def read_call_part(part: dict[str, Any], where: str) -> ToolCall:
+def _read_call_part(part: dict[str, Any], where: str) -> ToolCall:
     """Return the call of a typed part: its own fields, or those under `tool_call` or `text`."""
     for key in ("tool_call", "text", "value"):
         if part.get(key) is not None:
@@ -96,7 +96,7 @@ def read_call_part(part: dict[str, Any], where: str) -> ToolCall:
     return _read_call(part, where)
 
 
-def read_call_fields(item: dict[str, Any], where: str) -> list[ToolCall]:
+def _read_call_fields(item: dict[str, Any], where: str) -> list[ToolCall]:
     """Return the calls in `tool_calls`, or in the older `function_call`."""
     if value := item.get("tool_calls"):
         where = f"{where}.tool_calls"
@@ -110,7 +110,7 @@ def read_call_fields(item: dict[str, Any], where: str) -> list[ToolCall]:
     return []
 
 
-def read_call_text(value: Any, where: str) -> list[ToolCall]:
+def _read_call_text(value: Any, where: str) -> list[ToolCall]:
     """Return the calls of a turn of calls only: one call or a list of them, or its JSON text."""
     if isinstance(value, str):
         value = read_json(value, where)
@@ -248,10 +248,10 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
     role = ROLES[name]
     check_no_media(item, f"{where}.")
     value = None if field is None else item[field]
-    calls = read_call_fields(item, where)
+    calls = _read_call_fields(item, where)
     content, reasoning = "", ""
     if name in CALL_ROLES and not calls:
-        calls = read_call_text(value, f"{where}.{field or 'content'}")
+        calls = _read_call_text(value, f"{where}.{field or 'content'}")
     elif isinstance(value, list):
         content, reasoning, part_calls = _read_parts(value, f"{where}.{field}")
         calls += part_calls
@@ -319,7 +319,7 @@ def _read_parts(parts: list[Any], where: str) -> tuple[str, str, list[ToolCall]]
             name = part.get("type")
             check_whole(part, place)
         if name == "tool_call":
-            calls.append(read_call_part(part, place))
+            calls.append(_read_call_part(part, place))
         elif name in _REASONING_PARTS:
             if texts or calls:
                 raise RowError(f"{place} is {name} after text or a call; put it first")

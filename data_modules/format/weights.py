@@ -120,7 +120,7 @@ def read_details(item: Mapping[str, Any], text: Any, where: str) -> Ranges | Non
                 f"{len(text) - 1:,}: entries in order, and end_offset the last character of a part"
             )
         first = end + 1
-        if read_flag(entry["train"], f"{here}.train"):
+        if _read_flag(entry["train"], f"{here}.train"):
             ranges.append((begin, first))
     return tuple(ranges)
 
@@ -137,10 +137,10 @@ def check_no_details(item: Mapping[str, Any], where: str, what: str) -> None:
 def _read_factor(key: str, value: Any, where: str) -> float:
     if key in WEIGHTS:
         return read_weight(value, where)
-    return _read_scale(value, where) if key == "loss_scale" else read_flag(value, where)
+    return _read_scale(value, where) if key == "loss_scale" else _read_flag(value, where)
 
 
-def read_flag(value: Any, where: str) -> float:
+def _read_flag(value: Any, where: str) -> float:
     """Return 1 for true and 0 for false; raise RowError for other values."""
     if value not in (0, 1):
         raise RowError(f"{where} is {quote(value)}; give true or false")
@@ -172,7 +172,7 @@ def apply_turn_masks(turns: Sequence[Turn], values: Mapping[str, Any], name: str
                 f"{column} has {len(mask):,} values and {name} {len(masked):,} turns; give "
                 "one for each turn, or 'train: false' on the turns themselves"
             )
-        read = _read_scale if column == "loss_scale" else read_flag
+        read = _read_scale if column == "loss_scale" else _read_flag
         for index, turn in enumerate(masked):
             factor = read(mask[index], f"{column}[{index}]")
             weight = factor if turn.weight is None else turn.weight * factor

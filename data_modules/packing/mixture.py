@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Indices = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-MANY_EPOCHS = 4
+_MANY_EPOCHS = 4
 """repetitions of a row in an epoch above which a mixture by shares warns"""
 
 
@@ -185,10 +185,10 @@ class Mixture:
 def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
     """Format the report as a table with a line per data set.
 
-    A last line warns of data sets that are repeated more than `MANY_EPOCHS` times.
+    A last line warns of data sets that are repeated more than `_MANY_EPOCHS` times.
     """
     lines = aligned([MixtureRow.HEADINGS, *(row.cells() for row in rows)])
-    repeated = [row for row in rows if row.requested is not None and row.epochs > MANY_EPOCHS]
+    repeated = [row for row in rows if row.requested is not None and row.epochs > _MANY_EPOCHS]
     if repeated:
         named = ", ".join(f"{row.name} {row.epochs:.3g} times" for row in repeated)
         lines.append(

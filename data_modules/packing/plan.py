@@ -20,15 +20,15 @@ from common.text import counted, percent
 from data_modules.packing.mixture import seeded_generator
 
 Indices = npt.NDArray[np.int64]
-MIN_STEPS = 10
+_MIN_STEPS = 10
 """steps of an epoch that small data should have"""
-LIKE_LENGTH_WINDOW = 2000
+_LIKE_LENGTH_WINDOW = 2000
 """number of shuffled documents that `like_length` sorts by length"""
 BLOCK_PACKS = 256
 """packs in a block of the epoch in which every data set has its share of the tokens"""
-SHORT_SHARE = 1.1
+_SHORT_SHARE = 1.1
 """tokens of short documents reserved to fill the packs, relative to the expected free room"""
-WELL_FILLED = 0.995
+_WELL_FILLED = 0.995
 """average fill of the packs below which best fit over all documents is tried"""
 WORTH_IT = 0.995
 """share of the packs that best fit over all documents may need at most to be used"""
@@ -206,7 +206,7 @@ def fit_accumulation(most: int, num_packs: int, packs_at_once: int) -> int:
 
     `packs_at_once`: packs that all ranks take in one accumulation step.
     """
-    return max(1, min(most, num_packs // (MIN_STEPS * packs_at_once)))
+    return max(1, min(most, num_packs // (_MIN_STEPS * packs_at_once)))
 
 
 def share_out(costs: npt.NDArray[np.float64], world_size: int) -> Indices:
@@ -389,7 +389,7 @@ def _choose(
         return np.arange(len(sizes)), len(sizes)
     if method == "multipack":
         return _multipack(sizes, capacity, rng)
-    windows = np.arange(len(sizes)) // LIKE_LENGTH_WINDOW
+    windows = np.arange(len(sizes)) // _LIKE_LENGTH_WINDOW
     order = sort_order(sizes)
     order = order[sort_order(windows[order])]
     starts = next_fit(sizes[order], capacity)
@@ -413,7 +413,7 @@ def _multipack(sizes: Indices, capacity: int, rng: np.random.Generator) -> tuple
     short = np.flatnonzero(is_short)
     short = short[sort_order(capacity - sizes[short])]
     pack_of[short], num_packs = best_fit(sizes[short], rooms, capacity, rng)
-    if int(sizes.sum()) < WELL_FILLED * num_packs * capacity:
+    if int(sizes.sum()) < _WELL_FILLED * num_packs * capacity:
         order = sort_order(capacity - sizes)
         tight, num_tight = best_fit(sizes[order], rooms[:0], capacity, rng)
         if num_tight <= WORTH_IT * num_packs:
@@ -435,7 +435,7 @@ def _longest_short(sizes: Indices, capacity: int) -> int:
     squares = tokens * np.arange(len(counts))
     room = (squares.sum() - np.cumsum(squares)) / np.maximum(2 * long, 1)
     expected = long * room / np.maximum(capacity - room, 1)
-    return int(np.argmax(short >= SHORT_SHARE * expected))
+    return int(np.argmax(short >= _SHORT_SHARE * expected))
 
 
 def next_fit(sizes: Indices, capacity: int) -> Indices:

@@ -25,9 +25,9 @@ WORDS_FILE = SAMPLES / "corpus" / "words.json"
 """names, cities and jobs, and the ways in which facts and cues are worded"""
 TEXT_WEIGHT = 0.1
 ANSWER_WEIGHT = 1.0
-NEW_LINE_SHARE = 0.4
+_NEW_LINE_SHARE = 0.4
 # Sorting and reversing take longer to learn than finding one digit.
-OPERATION_SHARES = {"sort": 3, "reverse": 3, "largest": 1, "smallest": 1}
+_OPERATION_SHARES = {"sort": 3, "reverse": 3, "largest": 1, "smallest": 1}
 OPERATIONS: dict[str, Callable[[list[str]], list[str]]] = {
     "sort": sorted,
     "reverse": lambda digits: digits[::-1],
@@ -106,7 +106,7 @@ def read_corpus(name: str) -> Iterator[Document]:
         yield {"segments": WRITERS[skill](rng)}
 
 
-def is_held_out(problem: Problem) -> bool:
+def _is_held_out(problem: Problem) -> bool:
     """Return whether `problem` is in the tenth reserved for tests."""
     return zlib.crc32(problem.key.encode()) % 10 == 0
 
@@ -128,24 +128,24 @@ def draw_person(rng: Random, held_out: bool) -> Person:
 
 
 def _draw(make: Callable[[], AnyProblem], held_out: bool) -> AnyProblem:
-    while is_held_out(problem := make()) is not held_out:
+    while _is_held_out(problem := make()) is not held_out:
         pass
     return problem
 
 
-def write_list(rng: Random) -> list[Segment]:
+def _write_list(rng: Random) -> list[Segment]:
     """Write what operations make of a list, or what one operation makes of several lists."""
     if rng.random() < 0.5:
-        (operation,) = rng.choices(tuple(OPERATION_SHARES), tuple(OPERATION_SHARES.values()))
+        (operation,) = rng.choices(tuple(_OPERATION_SHARES), tuple(_OPERATION_SHARES.values()))
         problems = [draw_list(rng, held_out=False) for _ in range(rng.randint(2, 5))]
-        return word_table(rng, problems, operation)
+        return _word_table(rng, problems, operation)
     num_answers = rng.choice((1, 1, 2, 3))
     return word_list(
         rng, draw_list(rng, held_out=False), rng.sample(tuple(OPERATIONS), num_answers)
     )
 
 
-def word_table(rng: Random, problems: list[DigitList], operation: str) -> list[Segment]:
+def _word_table(rng: Random, problems: list[DigitList], operation: str) -> list[Segment]:
     """Word each of `problems` and its answer in the same way."""
     comma = rng.choice((" ", " ", " ", ", "))
     cue = rng.choice(words()["list_cues"][operation])
@@ -178,7 +178,7 @@ def word_list(rng: Random, problem: DigitList, operations: list[str]) -> list[Se
     return segments
 
 
-def write_extract(rng: Random) -> list[Segment]:
+def _write_extract(rng: Random) -> list[Segment]:
     """Write a sentence about a person, then one to four of its fields."""
     fields = rng.sample(FIELDS, rng.randint(1, 4))
     return word_person(rng, draw_person(rng, held_out=False), fields)
@@ -200,8 +200,8 @@ def word_person(rng: Random, person: Person, fields: list[str]) -> list[Segment]
 
 
 WRITERS: dict[str, Callable[[Random], list[Segment]]] = {
-    "list": write_list,
-    "extract": write_extract,
+    "list": _write_list,
+    "extract": _write_extract,
 }
 
 
@@ -226,7 +226,7 @@ def _draw_separator(rng: Random) -> str:
     An answer after a space carries that space itself, so that the weight of its first token is the
     answer's.
     """
-    new_line = rng.random() < NEW_LINE_SHARE
+    new_line = rng.random() < _NEW_LINE_SHARE
     separator: str = rng.choice(words()["new_line" if new_line else "same_line"])
     return separator
 

@@ -14,7 +14,7 @@ from common.facts import setting
 MAX_ROW_BYTES = 16 << 20
 """default limit of a row"""
 
-MAX_NESTING = 400
+_MAX_NESTING = 400
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Limits:
     key_chars: int = setting(1_000, gt=0)
     """maximum characters of a column's name, and of a key in a row"""
     nesting: int = setting(
-        100, gt=0, le=MAX_NESTING, note="Python and chat templates cannot nest deeper"
+        100, gt=0, le=_MAX_NESTING, note="Python and chat templates cannot nest deeper"
     )
     """maximum depth of nested lists and objects in a row"""
     expansion: int = setting(200, gt=0)

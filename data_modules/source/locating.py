@@ -41,8 +41,8 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MAX_DEPTH = 3
 _MAX_NAMES = 20_000
 _MAX_CARD_BYTES = 1 << 20
-CARD = "README.md"
-NOT_DATA = (
+_CARD = "README.md"
+_NOT_DATA = (
     *("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"),
     "state.json",
 )
@@ -78,11 +78,11 @@ def name_of(path: str) -> str:
     file = Path(str(Url(path)) if is_url(path) else path.removeprefix(SAMPLE_PREFIX))
     while glob.has_magic(file.name):
         fixed = re.split(r"[*?[]", file.name)[0]
-        stem = (stem_of(fixed) if is_readable(fixed) else fixed).rstrip("-_.")
+        stem = (stem_of(fixed) if _is_readable(fixed) else fixed).rstrip("-_.")
         if stem and stem not in KINDS:
             return stem
         file = file.parent
-    if is_readable(file.name):
+    if _is_readable(file.name):
         return stem_of(file.name)
     return file.name or "data"
 
@@ -107,7 +107,7 @@ def is_hub_id(path: str) -> bool:
     if is_url(path) or not _HUB_ID.fullmatch(path) or path.startswith("."):
         return False
     file = Path(path)
-    return not file.exists() and not file.parent.exists() and not is_readable(file.name)
+    return not file.exists() and not file.parent.exists() and not _is_readable(file.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def size_of(file: File) -> int:
 
 
 def _check_readable(path: str, name: str) -> None:
-    if not is_readable(name):
+    if not _is_readable(name):
         known = ", ".join(READERS)
         suffix = Path(name).suffix or "a file without suffix"
         raise DataError(f"{path}: cannot read {suffix}; use {known} (also with .gz or .zst)")
@@ -175,7 +175,7 @@ def _remote_files(url: Url, split: str, name: str | None) -> Found:
     if "*" in url.address:
         found = query_remote(url, lambda fs, place: list_urls(url, fs, fs.glob(place)))
         return _matching(str(url), {str(file): file for file in found}, split)
-    if is_readable(url.name):
+    if _is_readable(url.name):
         # Checks that its package is installed before anything is read.
         query_remote(url, lambda fs, place: None)
         return Found(_only(str(url), url, split))
@@ -195,11 +195,11 @@ def _matching(path: str, matches: Mapping[str, File], split: str) -> Found:
         root = str(Path(root).expanduser())
     inner = {os.path.relpath(name, root) if root else name: name for name in matches}
     junk = [] if "/." in f"/{pattern}" else [n for n in inner if is_set_aside(Path(n).name)]
-    names = [n for n in inner if is_readable(Path(n).name) and n not in junk]
+    names = [n for n in inner if _is_readable(Path(n).name) and n not in junk]
     if not names:
         beside = "" if "://" in path else f" (searched from {_here()}){_beside(Path(path))}"
         raise DataError(f"{path}: no file matches{beside}")
-    chosen = select_split(names, split)
+    chosen = _select_split(names, split)
     if split == "train":
         unnamed = [n for n in names if split_word(n) is None]
         chosen = names if split_word(pattern) else chosen or unnamed or names
@@ -220,9 +220,9 @@ def _fits(name: str, pattern: str) -> bool:
 def _sample_file(path: str) -> Path:
     name = path.removeprefix(SAMPLE_PREFIX)
     file = SAMPLES / name
-    if Path(name).name == name and is_readable(name) and file.is_file():
+    if Path(name).name == name and _is_readable(name) and file.is_file():
         return file
-    known = [*CORPORA, *(f.name for f in SAMPLES.iterdir() if is_readable(f.name))]
+    known = [*CORPORA, *(f.name for f in SAMPLES.iterdir() if _is_readable(f.name))]
     raise DataError(f"{path}: no such sample; there are {', '.join(sorted(known))}")
 
 
@@ -307,14 +307,14 @@ class _RemoteFolder(_Folder):
 def _files_in(folder: _Folder, split: str, name: str | None) -> Found:
     """Return the files of a split: those that the card declares, else those whose names say so."""
     entries = folder.names(0)
-    if CARD in entries and (found := _declared(folder, split, name)) is not None:
+    if _CARD in entries and (found := _declared(folder, split, name)) is not None:
         return found
     if (inner := folder.inner(split)) is not None:
         # The layout of DatasetDict.save_to_disk, and of many data sets on the hub.
         names, junk = _data_in(inner)
         return _checked(inner, names, split, _notes(junk, []))
     names, junk = _data_in(folder)
-    chosen = select_split(names, split)
+    chosen = _select_split(names, split)
     if not chosen:
         raise DataError(_no_split(folder, split, entries, names))
     return _checked(folder, chosen, split, _notes(junk, [n for n in names if n not in chosen]))
@@ -328,9 +328,9 @@ def _data_in(folder: _Folder) -> tuple[list[str], list[str]]:
         names = [
             name
             for name in every
-            if is_readable(name)
+            if _is_readable(name)
             and not is_set_aside(PurePosixPath(name).name)
-            and PurePosixPath(name).name not in NOT_DATA
+            and PurePosixPath(name).name not in _NOT_DATA
         ]
         if names:
             break
@@ -339,11 +339,11 @@ def _data_in(folder: _Folder) -> tuple[list[str], list[str]]:
 
 def _declared(folder: _Folder, split: str, name: str | None) -> Found | None:
     """Return the files that a folder's card declares; None if it declares none."""
-    file = folder.file(CARD)
+    file = folder.file(_CARD)
     with open_stored(file) as stream:
         text = stream.read(_MAX_CARD_BYTES).decode(errors="replace")
     try:
-        card = read_card(text, name)
+        card = _read_card(text, name)
         if card is None:
             return None
         patterns = card.of_split(split) if card.patterns else []
@@ -356,7 +356,7 @@ def _declared(folder: _Folder, split: str, name: str | None) -> Found | None:
     names: dict[str, None] = {}
     for pattern in patterns:
         place = f"{card.folder}/{pattern}".lstrip("/")
-        found = [n for n in folder.matching(place) if is_readable(n)]
+        found = [n for n in folder.matching(place) if _is_readable(n)]
         if "/." not in f"/{place}":
             found = [n for n in found if not is_set_aside(PurePosixPath(n).name)]
         if not found:
@@ -365,7 +365,7 @@ def _declared(folder: _Folder, split: str, name: str | None) -> Found | None:
                 "folder; download it"
             )
         names |= dict.fromkeys(found)
-    return _checked(folder, list(names), split, [f"as {CARD} declares '{card.config}'"])
+    return _checked(folder, list(names), split, [f"as {_CARD} declares '{card.config}'"])
 
 
 def _checked(folder: _Folder, names: Sequence[str], split: str, notes: list[str]) -> Found:
@@ -389,7 +389,7 @@ def _check_shards(path: str, missing: list[str]) -> None:
 def _looks_set_aside(name: str) -> bool:
     """Return whether a hidden, lock or backup file is one of data."""
     bare = name.strip("~#")
-    return is_set_aside(name) and (is_readable(bare) or is_readable(PurePosixPath(bare).stem))
+    return is_set_aside(name) and (_is_readable(bare) or _is_readable(PurePosixPath(bare).stem))
 
 
 def _notes(junk: Sequence[str], others: Sequence[str]) -> list[str]:
@@ -417,7 +417,7 @@ def _no_split(
     folder: _Folder, split: str, entries: Sequence[str], names: Sequence[str] = ()
 ) -> str:
     found = ", ".join(sorted(entries)[:8]) or "nothing"
-    told = sorted(set(split_names(names).values()))
+    told = sorted(set(_split_names(names).values()))
     splits = f", with the splits {', '.join(map(shown, told[:8]))}" if told else ""
     fix = "give the file, or a pattern that only the wanted files match" if names else ""
     return (
@@ -428,7 +428,7 @@ def _no_split(
 
 def _only(path: str, file: File, split: str) -> list[File]:
     """Return a file, which is the train split whatever its name is."""
-    if split != "train" and not select_split([file.name], split):
+    if split != "train" and not _select_split([file.name], split):
         raise DataError(only_train(path, split))
     return [file]
 
@@ -468,7 +468,7 @@ def _nearest(file: Path) -> str:
     return f"; did you mean {' or '.join(str(folder / name) for name in close)}?"
 
 
-def is_readable(name: str) -> bool:
+def _is_readable(name: str) -> bool:
     """Return whether a file of this name can be read."""
     return suffix_of(name) in READERS
 
@@ -488,7 +488,7 @@ def split_word(name: str) -> str | None:
     return None
 
 
-def split_names(names: Sequence[str]) -> dict[str, str]:
+def _split_names(names: Sequence[str]) -> dict[str, str]:
     """Return the name or word of the split that each name tells; others are left out.
 
     On the hub, `data/train_sft-00000-of-00002.parquet` is of the split train_sft, and not of train.
@@ -499,9 +499,9 @@ def split_names(names: Sequence[str]) -> dict[str, str]:
     return {name: word for name in names if (word := split_word(name))}
 
 
-def select_split(names: Sequence[str], split: str) -> list[str]:
+def _select_split(names: Sequence[str], split: str) -> list[str]:
     """Return the names of one split; all are train if no name tells a split."""
-    told = split_names(names)
+    told = _split_names(names)
     if not told:
         return list(names) if split == "train" else []
     own = [name for name, word in told.items() if word == split]
@@ -550,7 +550,7 @@ class Card:
         raise DataError(f"declares no split '{split}'; it has {listed(self.patterns)}")
 
 
-def read_card(text: str, name: str | None) -> Card | None:
+def _read_card(text: str, name: str | None) -> Card | None:
     """Return what a card's `configs` declare of the configuration `name`; None if it has none.
 
     Without `name`, or if none is called so, it is the default one. Raises DataError without the

@@ -130,7 +130,7 @@ def special_file(file: Path) -> str | None:
 @contextmanager
 def open_text(file: File, budget: Budget | None, limits: Limits) -> Iterator[Content]:
     """Open a text file; raises DataError if its first bytes are those of another format."""
-    with open_bytes(file, limits) as stream:
+    with _open_bytes(file, limits) as stream:
         head = stream.read(_SNIFFED_BYTES)
         if head.startswith(_UTF16_MARKS) or b"\0\0" in (head[:4:2], head[1:4:2]):
             raise DataError(f"{file}: is UTF-16; save it as UTF-8")
@@ -145,7 +145,7 @@ def open_text(file: File, budget: Budget | None, limits: Limits) -> Iterator[Con
 @contextmanager
 def open_seekable(file: File, limits: Limits) -> Iterator[Any]:
     """Open a file for pyarrow's readers, which seek in it."""
-    with open_bytes(file, limits) as stream:
+    with _open_bytes(file, limits) as stream:
         if file.suffix.lower() in _COMPRESSIONS:
             with tempfile.TemporaryFile() as unpacked:
                 shutil.copyfileobj(stream, unpacked, CHUNK_BYTES)
@@ -157,7 +157,7 @@ def open_seekable(file: File, limits: Limits) -> Iterator[Any]:
 
 
 @contextmanager
-def open_bytes(file: File, limits: Limits) -> Iterator[IO[bytes]]:
+def _open_bytes(file: File, limits: Limits) -> Iterator[IO[bytes]]:
     """Open a file, decompressed according to its name; DataError if its bytes contradict that."""
     with open_stored(file) as raw:
         magic = raw.peek(8)[:8]

@@ -79,7 +79,7 @@ class Url:
         return re.sub(r"(?<=://)[^/@]*@", "", self.address).split("?")[0].split("#")[0]
 
 
-def answer_within(limits: Limits, ask: Callable[[], Answer]) -> Answer:
+def _answer_within(limits: Limits, ask: Callable[[], Answer]) -> Answer:
     """Return what `ask` returns; raises TimeoutError after `limits.remote_seconds`."""
     seconds = limits.remote_seconds
     try:
@@ -106,7 +106,7 @@ class RemoteStream(io.RawIOBase):
     def __init__(self, opener: Callable[[], IO[bytes]], limits: Limits) -> None:
         super().__init__()
         self._limits = limits
-        self._stream = answer_within(limits, opener)
+        self._stream = _answer_within(limits, opener)
         self._position = self._num_bytes = self._block = 0
         self._waited = 0.0
 
@@ -187,7 +187,7 @@ def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
         return ask(file_system, place)
 
     try:
-        return answer_within(url.limits, answer)
+        return _answer_within(url.limits, answer)
     except ImportError as error:
         raise DataError(
             f"{url}: needs a package that is not installed ({reason_of(error)}){_install(url)}"
@@ -264,7 +264,7 @@ class HubPace:
             url, started = Url(str(request.url)), time.monotonic()
             try:
                 answer = partial(send, request, stream=True, **options)
-                response = answer_within(self._limits, answer)
+                response = _answer_within(self._limits, answer)
             except (library.TimeoutException, TimeoutError) as error:
                 self._count_silence(url, started, error)
                 raise

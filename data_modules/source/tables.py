@@ -58,7 +58,7 @@ class BatchChunk(Chunk):
         """Yield the rows as Python values."""
         import pyarrow
 
-        features = json_features(self.batch.schema.metadata)
+        features = _json_features(self.batch.schema.metadata)
         features = _with_structs(self.batch.schema, features)
         if self.batch.nbytes <= self.max_row_bytes:
             try:
@@ -133,7 +133,7 @@ def _load_batch(
     return BatchChunk(file, num_bytes, numbers, batch, max_row_bytes, limits)
 
 
-def json_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
+def _json_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
     """Return the columns that Hugging Face `datasets` has written as JSON text, with their types.
 
     It does so if the values of a field have several types, as the arguments of tools do. `metadata`
@@ -387,7 +387,7 @@ def _check_schema(file: File, schema: Any, limits: Limits) -> None:
     else:
         raise DataError(f"{file}: {too_deep(limits)}")
     try:
-        json_features(schema.metadata)
+        _json_features(schema.metadata)
     except ValueError as error:
         raise DataError(f"{file}: {error}") from error
 

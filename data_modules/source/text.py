@@ -141,13 +141,13 @@ def _parse_json_line(origin: Origin, text: str, is_last: bool, limits: Limits) -
         if (is_at_end or is_open) and is_last and origin.line > 1:
             reason = "line is cut off (no newline); copy the file again?"
             return BadRow(origin, reason, raw[:MAX_RAW])
-        return BadRow(origin, invalid_json(error.msg, text, error.pos), raw[:MAX_RAW], error.colno)
+        return BadRow(origin, _invalid_json(error.msg, text, error.pos), raw[:MAX_RAW], error.colno)
     except (ValueError, RecursionError) as error:
         return BadRow(origin, _unreadable(error, limits), raw[:MAX_RAW])
     return _row_of(values, origin, raw, 0, len(raw), limits)
 
 
-def parse_element(
+def _parse_element(
     text: str, start: int, origin: Origin, max_row_bytes: int, limits: Limits
 ) -> tuple[Row | BadRow, int]:
     """Return the row at `start` of an array, and its end.
@@ -205,7 +205,7 @@ def _decoder(columns: int, key_chars: int) -> json.JSONDecoder:
     return json.JSONDecoder(object_pairs_hook=check)
 
 
-def invalid_json(what: str, text: str, position: int) -> str:
+def _invalid_json(what: str, text: str, position: int) -> str:
     """Return the message of a JSON error at `position` of `text`, quoting its surroundings."""
     return f"invalid JSON: {what}, near `{shown(text[max(0, position - 20) : position + 20])}`"
 
@@ -348,13 +348,13 @@ def _array_rows(data: Content, options: ReadOptions) -> Iterator[tuple[int, Row 
         line, counted = line + text.count("\n", counted, position), position
         origin, start = Origin(file, line), position
         try:
-            row, end = parse_element(text, start, origin, options.max_row_bytes, options.limits)
+            row, end = _parse_element(text, start, origin, options.max_row_bytes, options.limits)
             position = _after_element(text, end)
         except json.JSONDecodeError as error:
             if data.cut:
                 return
             # The rows after it cannot be delimited, so the whole file is refused.
-            reason = invalid_json(error.msg, text, error.pos)
+            reason = _invalid_json(error.msg, text, error.pos)
             raise DataError(f"{file}:{error.lineno}:{error.colno} {reason}") from error
         # The size includes the space between rows, a large part of an indented array.
         yield position - start if is_ascii else len(text[start:position].encode()), row

@@ -254,7 +254,7 @@ def _byte_widths(backend: Any) -> npt.NDArray[np.int64]:
 
 
 MAX_WORDS = 100_000
-MAX_WORD = 40
+_MAX_WORD = 40
 # Letters and numbers (Unicode's L and N) among the supported characters. U+017F is not supported:
 # it matches `s` in patterns that ignore case.
 _LETTERS = r"A-Za-z\u00aa\u00b5\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u017e\u0180-\u024f"
@@ -347,7 +347,7 @@ class _Words(dict[str, tuple[int, ...]]):
     def __missing__(self, word: str) -> tuple[int, ...]:
         ((tokenized, _),) = self._bytes.pre_tokenize_str(word)
         ids = tuple(token.id for token in self._model.tokenize(tokenized))
-        if len(word) <= MAX_WORD and len(self) < MAX_WORDS:
+        if len(word) <= _MAX_WORD and len(self) < MAX_WORDS:
             self[word] = ids
         return ids
 

@@ -32,7 +32,7 @@ _MARK = re.compile(
 )
 _TAG, _END_TAG = re.compile(r"\s*<\w+>\s*"), re.compile(r"</\w+>")
 PRIVATE = re.compile("[\ue0f1-\ue0f4]")
-CALL_PARTS = "fki"
+_CALL_PARTS = "fki"
 _GAP_PARTS = "kt"
 
 
@@ -56,7 +56,7 @@ class Mark(NamedTuple):
 
 def replace_with_marks(chat: Chat) -> Chat:
     """Return `chat` with marks in place of all its texts."""
-    ids = {id_: f"Zq7k{number:05d}" for number, id_ in enumerate(call_ids_of(chat))}
+    ids = {id_: f"Zq7k{number:05d}" for number, id_ in enumerate(_call_ids_of(chat))}
     turns = tuple(_marked_turn(turn, number, ids) for number, turn in enumerate(chat.turns))
     return chat._replace(turns=turns, tools=(_marked_tool(),) if chat.tools else ())
 
@@ -132,7 +132,7 @@ def skeleton_key(chat: Chat) -> tuple[object, ...]:
     key: list[object] = [bool(chat.tools), kwargs_key(chat)]
     has_ids = False
     for turn in chat.turns:
-        parts = split_content(turn) if "</" in turn.content else None
+        parts = _split_content(turn) if "</" in turn.content else None
         tags = parts and (*parts[::2], str(bool(parts[1])), str(bool(parts[3])))
         key.append((turn.role, bool(turn.content), tags))
         if turn.reasoning is not None or turn.tool_calls or turn.name or turn.tool_call_id:
@@ -140,7 +140,7 @@ def skeleton_key(chat: Chat) -> tuple[object, ...]:
             key.append((turn.name and True, turn.tool_call_id and True))
             has_ids = has_ids or bool(turn.tool_call_id) or any(c.id for c in turn.tool_calls)
     if has_ids:
-        numbers = {id_: number for number, id_ in enumerate(call_ids_of(chat))}
+        numbers = {id_: number for number, id_ in enumerate(_call_ids_of(chat))}
         key += [numbers[id_] if id_ else None for id_ in _all_ids(chat)]
     return tuple(key)
 
@@ -150,7 +150,7 @@ def kwargs_key(chat: Chat) -> str:
     return json.dumps(chat.kwargs, sort_keys=True, default=str) if chat.kwargs else ""
 
 
-def split_content(turn: Turn) -> tuple[str, ...] | None:
+def _split_content(turn: Turn) -> tuple[str, ...] | None:
     """Split a content that has tags which templates look for into five parts; None for others.
 
     An answer: tag, reasoning, tag, text, white space. Another turn, as tool results in the text of
@@ -169,18 +169,18 @@ def split_content(turn: Turn) -> tuple[str, ...] | None:
     return opening[0], "", "", core, content[opening.end() + len(core) :]
 
 
-def call_ids_of(chat: Chat) -> list[str]:
+def _call_ids_of(chat: Chat) -> list[str]:
     """Return the distinct ids of calls and results."""
     return [id_ for id_ in dict.fromkeys(_all_ids(chat)) if id_]
 
 
-def text_of_part(turn: Turn, part: str, call: int) -> str:
+def _text_of_part(turn: Turn, part: str, call: int) -> str:
     """Return the text of `turn` that a mark of this part and call stands for."""
     if part == "n":
         return turn.name or ""
     if part == "f":
         return turn.tool_calls[call].name
-    parts = split_content(turn) if "</" in turn.content else None
+    parts = _split_content(turn) if "</" in turn.content else None
     if parts:
         return parts[3] if part == "c" else parts[1]
     return turn.content if part == "c" else turn.reasoning or ""
@@ -221,7 +221,7 @@ def _mark_after(part: str, text: str, number: int, call: int = 0) -> str:
 
 def _wrap_content(put_mark: Callable[..., str]) -> Wrap:
     def wrap(turn: Turn, number: int) -> Turn:
-        parts = None if turn.role == "assistant" else split_content(turn)
+        parts = None if turn.role == "assistant" else _split_content(turn)
         if parts is None:
             return _wrap_fields(turn, number, put_mark("c", turn.content, number))
         *opening, text, closing = parts
@@ -294,7 +294,7 @@ def _marked_turn(turn: Turn, number: int, ids: Mapping[str, str]) -> Turn:
         tool_call_id=ids[turn.tool_call_id] if turn.tool_call_id else turn.tool_call_id,
     )
     content_mark, reasoning_mark = _mark("c", number), _mark("r", number)
-    if parts := split_content(turn):
+    if parts := _split_content(turn):
         opening, reasoning, closing, answer, end = parts
         reasoning = reasoning_mark if reasoning else ""
         answer = content_mark if answer else ""
@@ -364,10 +364,10 @@ def call_ranges(marks: Sequence[Mark]) -> list[tuple[int, int]]:
     ranges: list[tuple[int, int]] = []
     is_call = False
     for mark in marks:
-        if mark.part in CALL_PARTS:
+        if mark.part in _CALL_PARTS:
             start = ranges.pop()[0] if is_call else mark.start
             ranges.append((start, mark.end))
-        is_call = mark.part in CALL_PARTS
+        is_call = mark.part in _CALL_PARTS
     return ranges
 
 
@@ -483,10 +483,10 @@ class Skeleton:
                     return None
             else:
                 if slot.part == "i":
-                    ids = call_ids_of(chat) if ids is None else ids
+                    ids = _call_ids_of(chat) if ids is None else ids
                     value = ids[slot.call]
                 else:
-                    value = text_of_part(chat.turns[slot.turn], slot.part, slot.call)
+                    value = _text_of_part(chat.turns[slot.turn], slot.part, slot.call)
                 end = position + len(value)
                 if not (text.startswith(value, position) and text.startswith(piece, end)):
                     for variant in _written_variants(value):

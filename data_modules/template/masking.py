@@ -72,7 +72,7 @@ class LossWeights(NamedTuple):
     every_stop_weight: float = 1.0
 
 
-def chat_loss_weights(
+def _chat_loss_weights(
     chat: Conversation,
     prepared_turns: Sequence[Turn],
     rendered: RenderedChat,
@@ -84,7 +84,7 @@ def chat_loss_weights(
     `prepared_turns` are its turns as the template received them; `tails` are needed to mask
     reasoning.
     """
-    weights = span_weights(chat, prepared_turns, rendered, mask)
+    weights = _span_weights(chat, prepared_turns, rendered, mask)
     last = max((i for i, weight in enumerate(weights) if weight > 0), default=-1)
     ranges = []
     for index, (span, weight) in enumerate(zip(rendered.spans, weights, strict=True)):
@@ -115,7 +115,7 @@ def chat_loss_weights(
     )
 
 
-def span_weights(
+def _span_weights(
     chat: Conversation, prepared_turns: Sequence[Turn], rendered: RenderedChat, mask: MaskConfig
 ) -> list[float]:
     """Return the weight of each span of a rendered conversation by its turn."""
@@ -137,7 +137,7 @@ def span_weights(
     return weights
 
 
-def document_loss_weights(document: Document, mask: MaskConfig) -> LossWeights:
+def _document_loss_weights(document: Document, mask: MaskConfig) -> LossWeights:
     """Return the loss weights of a document: those of its segments."""
     ranges, start = [], 0
     for segment in document.segments:
@@ -148,7 +148,7 @@ def document_loss_weights(document: Document, mask: MaskConfig) -> LossWeights:
     return LossWeights(1.0 if mask.train_on_inputs else 0.0, ranges)
 
 
-def find_lost_reasoning(
+def _find_lost_reasoning(
     turns: Sequence[Turn], text: str, extents: Mapping[int, tuple[int, int]]
 ) -> list[Note]:
     """Return a note on the first reasoning that is missing in its turn's extent of `text`.
@@ -175,7 +175,7 @@ def _turn_weight(turn: Turn, prepared: Turn, mask: MaskConfig) -> float:
     return 1.0 if turn.role in mask.roles_to_train else 0.0
 
 
-def turn_extents(spans: Iterable[TurnSpan]) -> dict[int, tuple[int, int]]:
+def _turn_extents(spans: Iterable[TurnSpan]) -> dict[int, tuple[int, int]]:
     """Return the first start and the last end of each turn's spans."""
     extents: dict[int, tuple[int, int]] = {}
     for span in spans:
@@ -286,7 +286,7 @@ class LayoutBuilder:
     def _document_layout(self, document: Document) -> Layout:
         text = document.text
         notes, plain_ranges = self.find_control_tokens([(text, 0, len(text))], text)
-        return Layout(text, document_loss_weights(document, self._mask), notes, plain_ranges)
+        return Layout(text, _document_loss_weights(document, self._mask), notes, plain_ranges)
 
     def _chat_layout(
         self, chat: Conversation, prepared: Chat, rendered: RenderedChat | RowRefusedError
@@ -301,10 +301,10 @@ class LayoutBuilder:
             for turn, new in zip(chat.turns, prepared.turns, strict=True)
         ):
             notes.append(Note("reasoning_in_tags"))
-        extents = turn_extents(rendered.spans)
-        notes += find_lost_reasoning(prepared.turns, rendered.text, extents)
+        extents = _turn_extents(rendered.spans)
+        notes += _find_lost_reasoning(prepared.turns, rendered.text, extents)
         if any(span.other_prompt for span in rendered.spans):
-            weights = span_weights(chat, prepared.turns, rendered, self._mask)
+            weights = _span_weights(chat, prepared.turns, rendered, self._mask)
             pairs = zip(rendered.spans, weights, strict=True)
             prompts = (span.other_prompt for span, weight in pairs if weight)
             if prompt := next(filter(None, prompts), ""):
@@ -323,7 +323,7 @@ class LayoutBuilder:
                 contents += [(text, start, end) for text in texts]
         control_notes, plain_ranges = self.find_control_tokens(contents, rendered.text)
         tails = self._renderer.reasoning_tails if self._mask.reasoning == "mask" else None
-        loss_weights = chat_loss_weights(chat, prepared.turns, rendered, self._mask, tails)
+        loss_weights = _chat_loss_weights(chat, prepared.turns, rendered, self._mask, tails)
         return Layout(
             rendered.text, loss_weights, (*notes, *control_notes), plain_ranges, rendered.spans
         )

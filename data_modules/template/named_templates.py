@@ -53,7 +53,7 @@ FOR_TOOLS = "tool_use"
 """name of the template for rows with tools, of a tokenizer that has several"""
 TEMPLATES_WITH_TOOLS = ("plain", "gemma4", "granite", "qwen3")
 """templates that write declared tools, tool calls and tool results"""
-MAX_TEMPLATE_BYTES = 1 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
 _FOLDER = Path(__file__).parent / "named"
 _QUESTION, _ANSWER = Turn("user", "a"), Turn("assistant", "b")
 _CALL = Turn("assistant", "", tool_calls=(ToolCall("f", {}),))
@@ -101,7 +101,7 @@ def read_template(name: str) -> str:
             f"data.chat_template={name}: {problem}; use {', '.join(TEMPLATE_NAMES)}, a .jinja "
             "file, or null for the tokenizer's own"
         )
-    if file.stat().st_size > MAX_TEMPLATE_BYTES:
+    if file.stat().st_size > _MAX_TEMPLATE_BYTES:
         raise DataError(
             f"data.chat_template={name}: {file.stat().st_size:,} bytes, too large for a chat "
             "template; give a .jinja file"

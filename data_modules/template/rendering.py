@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     import transformers
 
 
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-INPUT_HEADER = "\n\n### Input:\n"
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_INPUT_HEADER = "\n\n### Input:\n"
 """separates instruction and input in Alpaca's prompt; its preamble depends on whether it occurs"""
-CALL_ID_STYLES = ("given", "nine", "named")
+_CALL_ID_STYLES = ("given", "nine", "named")
 # Private-use characters, which neither rows nor templates contain.
 _PROBE, _PROBE_ARGUMENT = "\ue0f1probe\ue0f2", "\ue0f1argument\ue0f2"
 _TOOLS_TEXT = (
@@ -137,7 +137,7 @@ class Renderer:
         INPUT_HEADER is put before an input if the template looks for it.
         """
         turns = chat.turns
-        header = INPUT_HEADER.replace("\n", "\\n")  # as it is written in a template's source
+        header = _INPUT_HEADER.replace("\n", "\\n")  # as it is written in a template's source
         if any(turn.input_start for turn in turns) and header in str(self._tokenizer.chat_template):
             turns = tuple(_with_input_header(turn) for turn in turns)
         if any(turn.reasoning is not None or "think>" in turn.content for turn in turns):
@@ -208,7 +208,7 @@ class Renderer:
             found = parts
         reasoned = Chat((question, Turn("assistant", "b", reasoning=_PROBE)))
         found = self._with_reasoning_key(found, reasoned)
-        for call_ids, null, as_json in product(CALL_ID_STYLES, (False, True), (False, True)):
+        for call_ids, null, as_json in product(_CALL_ID_STYLES, (False, True), (False, True)):
             candidate = replace(
                 found, call_ids=call_ids, null_content=null, arguments_as_json=as_json
             )
@@ -240,7 +240,7 @@ class Renderer:
         return after.partition(_PROBE_ARGUMENT)[0]
 
     def _with_reasoning_key(self, found: MessageFormat, probe: Chat) -> MessageFormat:
-        candidates = (replace(found, reasoning_key=key) for key in REASONING_KEYS)
+        candidates = (replace(found, reasoning_key=key) for key in _REASONING_KEYS)
         return next((known for known in candidates if self._renders_probe(probe, known)), found)
 
     def _renders_probe(self, chat: Chat, message_format: MessageFormat) -> bool:
@@ -312,7 +312,7 @@ def _with_input_header(turn: Turn) -> Turn:
     if not turn.input_start:
         return turn
     instruction, row_input = turn.content[: turn.input_start - 2], turn.content[turn.input_start :]
-    return replace(turn, content=instruction + INPUT_HEADER + row_input, input_start=0)
+    return replace(turn, content=instruction + _INPUT_HEADER + row_input, input_start=0)
 
 
 def _tool_call_probes() -> Iterator[Chat]:
@@ -343,7 +343,7 @@ def _message(turn: Turn, message_format: MessageFormat) -> dict[str, Any]:
     if message_format.has_parts:
         message["content"] = [{"type": "text", "text": turn.content}]
     if turn.reasoning is not None:
-        message[message_format.reasoning_key or REASONING_KEYS[0]] = turn.reasoning
+        message[message_format.reasoning_key or _REASONING_KEYS[0]] = turn.reasoning
     if turn.tool_calls:
         if message_format.null_content and not turn.content:
             message["content"] = None

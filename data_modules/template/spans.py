@@ -51,9 +51,9 @@ from data_modules.template.rendering import (
 )
 from data_modules.types import Turn
 
-MAX_SKELETONS = 1024
-MAX_PLACES = 4096
-LOST = {
+_MAX_SKELETONS = 1024
+_MAX_PLACES = 4096
+_LOST = {
     "system": "lost_system",
     "user": "lost_user",
     "assistant": "lost_content",
@@ -160,13 +160,13 @@ class AnswerFinder:
         surroundings = _surroundings(chat, number)
         start_key = surroundings, _relative_turn(run.before, number), before, first.key
         if start_key not in self._starts:
-            _evict_oldest(self._starts, MAX_PLACES)
+            _evict_oldest(self._starts, _MAX_PLACES)
             self._starts[start_key] = self._find_start(chat, number, run, before)
         num_shared, other_prompt = self._starts[start_key]
         tails = _tails_of(text, run)
         end_key = surroundings, _relative_turn(run.after, number), tuple(tails)
         if end_key not in self._endings:
-            _evict_oldest(self._endings, MAX_PLACES)
+            _evict_oldest(self._endings, _MAX_PLACES)
             self._endings[end_key] = self._find_ending(chat, number, run, tails)
         return before_start + num_shared, other_prompt, self._endings[end_key]
 
@@ -325,7 +325,7 @@ class AnswerFinder:
         """Return the style of the template with the arguments of `chat`."""
         key = kwargs_key(chat)
         if key not in self._styles:
-            _evict_oldest(self._styles, MAX_SKELETONS)
+            _evict_oldest(self._styles, _MAX_SKELETONS)
             self._styles[key] = self._find_style(Chat((), (), chat.kwargs))
         return self._styles[key]
 
@@ -531,7 +531,7 @@ class SpanFinder:
     def _skeleton(self, chat: Chat) -> Skeleton | None:
         key = skeleton_key(chat)
         if key not in self._skeletons:
-            _evict_oldest(self._skeletons, MAX_SKELETONS)
+            _evict_oldest(self._skeletons, _MAX_SKELETONS)
             try:
                 self._skeletons[key] = self._build_skeleton(replace_with_marks(chat))
             except RowRefusedError:
@@ -582,7 +582,7 @@ def _find_lost(chat: Chat, marks: Sequence[Mark], answers: AnswerSpans) -> tuple
     lost = []
     for number, turn in enumerate(chat.turns):
         if has_content_mark(turn.content) and (number, "c", 0) not in written:
-            lost.append(LOST[turn.role])
+            lost.append(_LOST[turn.role])
         if any((number, "f", call) not in written for call in range(len(turn.tool_calls))):
             lost.append("lost_tool_calls")
     return tuple(dict.fromkeys(lost))

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import transformers
 
-CHUNK_ROWS = 256
+_CHUNK_ROWS = 256
 _SMALL_CHAT = Chat((Turn("user", "a"), Turn("assistant", "b")))
 _checked: set[bytes] = set()
 """hashes of the templates that were checked"""
@@ -231,8 +231,8 @@ class ChatTemplate:
         Tokens after the last trained one are left out: nothing depends on them. A row whose answer
         cannot be found in the rendered text, or has no stop token, is a RowProblem.
         """
-        for first in range(0, len(items), CHUNK_ROWS):
-            chunk = items[first : first + CHUNK_ROWS]
+        for first in range(0, len(items), _CHUNK_ROWS):
+            chunk = items[first : first + _CHUNK_ROWS]
             rewritten = [
                 self._rewrite(item) if isinstance(item, Conversation) else item for item in chunk
             ]

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from data_modules.packing import PackingConfig
 
 
-REFERENCE_FILE = "reference.npy"
-VAL_KEY = "data.val_datasets"
+_REFERENCE_FILE = "reference.npy"
+_VAL_KEY = "data.val_datasets"
 Values = npt.NDArray[np.float64]
 """log-probabilities of a base for the answers of pairs [n, 2]"""
 
@@ -313,12 +313,12 @@ class PreparedData:
         if self._tests:
             for name, dataset in zip(self._tests, self._config.test_datasets, strict=True):
                 limit = min(max_rows, dataset.max_rows or max_rows)
-                yield name, read_items(dataset, self._config, max_rows=limit)
+                yield name, _read_items(dataset, self._config, max_rows=limit)
             return
         for ready in self.datasets:
             rows = np.unique(ready.data.store.rows[ready.split.validation])
             wanted = set(rows[:max_rows].tolist())
-            yield ready.name, read_items(ready.config, self._config, wanted=wanted)
+            yield ready.name, _read_items(ready.config, self._config, wanted=wanted)
 
     def write_rejected(self, folder: Path) -> None:
         """Copy the quarantined rows to `folder`/quarantine."""
@@ -368,12 +368,12 @@ class PreparedData:
             trained = [validation_slice(each, config) for each in trained if config.held_out]
         return [
             *((f"data.datasets[{n}]", dataset) for n, dataset in enumerate(trained)),
-            *((f"{VAL_KEY}[{n}]", dataset) for n, dataset in enumerate(validated)),
+            *((f"{_VAL_KEY}[{n}]", dataset) for n, dataset in enumerate(validated)),
         ]
 
     def _split(self, prepared: dict[str, Prepared], seed: int) -> list[ReadyDataset]:
         config, read = self._config, self._datasets_to_read()
-        num_trained = sum(not key.startswith(VAL_KEY) for key, _ in read)
+        num_trained = sum(not key.startswith(_VAL_KEY) for key, _ in read)
         datasets = [dataset for _, dataset in read]
         stores = [data.store for data in prepared.values()]
         if config.streaming:
@@ -395,7 +395,7 @@ class PreparedData:
             for store, dataset in zip(stores[num_trained:], datasets[num_trained:], strict=True)
         ]
         return [
-            ReadyDataset(name, dataset, data, split, key, not key.startswith(VAL_KEY))
+            ReadyDataset(name, dataset, data, split, key, not key.startswith(_VAL_KEY))
             for (name, data), (key, dataset), split in zip(
                 prepared.items(), read, splits, strict=True
             )
@@ -441,7 +441,7 @@ class ReferenceStore:
         folders = [self._root / key.name for key in self._keys]
         if not all(map(is_whole, folders)):
             return None
-        files = [folder / REFERENCE_FILE for folder in folders]
+        files = [folder / _REFERENCE_FILE for folder in folders]
         if not self._by_token:
             return [np.load(file, allow_pickle=False) for file in files]
         stores = [ready.data.store for ready in self._datasets]
@@ -467,7 +467,7 @@ class ReferenceStore:
             whole[np.repeat(is_read, rows)] = own
 
             def make(folder: Path, whole: npt.NDArray[Any] = whole) -> None:
-                np.save(folder / REFERENCE_FILE, whole)
+                np.save(folder / _REFERENCE_FILE, whole)
 
             open_or_make(self._root, key, make)
 
@@ -533,7 +533,7 @@ def _check_token_ids(
         raise DataError(problems)
 
 
-def read_items(
+def _read_items(
     dataset: DatasetConfig,
     data: DataConfig,
     *,

@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 CHUNKS_IN_PROCESS = 4
 """data sets of at most this many chunks are tokenized without starting worker processes"""
-GUESSED_ROWS = 100
+_GUESSED_ROWS = 100
 """number of first rows from which the format of a data set is guessed"""
-MAX_FIRST = 5
+_MAX_FIRST = 5
 """number of rows of a kind that are named in reports"""
-MAX_UNREAD = 200
+_MAX_UNREAD = 200
 """number of names of what nothing reads that are counted one by one"""
-OTHER_NAMES = "other names"
+_OTHER_NAMES = "other names"
 PAIRED = (PREFERENCE, KTO)
 """formats whose rows are two documents, which nothing may part"""
-OF_ONE_ROW = re.compile(r"`.*?`|\(turns: .*?\)|\d+", re.DOTALL)
+_OF_ONE_ROW = re.compile(r"`.*?`|\(turns: .*?\)|\d+", re.DOTALL)
 """parts of the reason why a template refuses a row that differ between rows"""
 
 
@@ -78,13 +78,13 @@ class Counts:
     def add_empty(self, origin: str) -> None:
         """Count a row with nothing to train on."""
         self.empty += 1
-        self.empty_origins = [*self.empty_origins, origin][:MAX_FIRST]
+        self.empty_origins = [*self.empty_origins, origin][:_MAX_FIRST]
 
     def add_length(self, tokens: int, origin: str) -> None:
         """Record the row if it is one of the longest."""
-        if len(self.longest) < MAX_FIRST or tokens > self.longest[-1][0]:
+        if len(self.longest) < _MAX_FIRST or tokens > self.longest[-1][0]:
             longest = sorted([*self.longest, (tokens, origin)], key=itemgetter(0), reverse=True)
-            self.longest = longest[:MAX_FIRST]
+            self.longest = longest[:_MAX_FIRST]
 
     def add_note(self, kind: str, seen: str, count: int = 1) -> None:
         """Count a note on a row; the first example of its kind is kept."""
@@ -93,8 +93,8 @@ class Counts:
 
     def add_unread(self, name: str, origin: str, count: int = 1) -> None:
         """Count a row with a column or key that nothing reads; of very many names, only a total."""
-        if name not in self.unread and len(self.unread) >= MAX_UNREAD:
-            name = OTHER_NAMES
+        if name not in self.unread and len(self.unread) >= _MAX_UNREAD:
+            name = _OTHER_NAMES
         num_before, first = self.unread.get(name, (0, origin))
         self.unread[name] = (num_before + count, first)
 
@@ -109,7 +109,7 @@ class Counts:
         """Add the counts of the rows after these."""
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.empty_origins = [*self.empty_origins, *other.empty_origins][:MAX_FIRST]
+        self.empty_origins = [*self.empty_origins, *other.empty_origins][:_MAX_FIRST]
         for tokens, origin in other.longest:
             self.add_length(tokens, origin)
         for kind, (count, seen) in other.notes.items():
@@ -221,7 +221,7 @@ class ChunkEncoder:
             lost = set().union(*(self.characters.lost(text) for text in _texts_of(items)))
             if lost:
                 counts.add_lost(lost, str(items[0].origin))
-        rejected = sorted(rejected + reject(chunk, refused), key=attrgetter("origin.line"))
+        rejected = sorted(rejected + _reject(chunk, refused), key=attrgetter("origin.line"))
         counts.rows = len(rows) - len(refused)
         counts.kept = builder.num_rows
         counts.stop_token_ids = sorted(self.template.stop_token_ids)
@@ -382,7 +382,7 @@ def convert(row: Row, format_name: str, dataset: DatasetConfig) -> list[Item] | 
         )
 
 
-def reject(chunk: source.Chunk, problems: Mapping[int, RowProblem]) -> list[Rejected]:
+def _reject(chunk: source.Chunk, problems: Mapping[int, RowProblem]) -> list[Rejected]:
     """Return the rejections of rows of `chunk`; `problems` is by row number, from 0."""
     if not problems:
         return []
@@ -411,7 +411,7 @@ def find_format(
     for chunk in chunks:
         read.append(chunk)
         rows = (row for row in chunk.rows() if isinstance(row, Row))
-        first = list(itertools.islice(rows, GUESSED_ROWS))
+        first = list(itertools.islice(rows, _GUESSED_ROWS))
         if first:
             return formats.guess_format(first, dataset.columns), itertools.chain(read, chunks)
     return None, iter(read)
@@ -503,7 +503,7 @@ class BadRows:
         """Add a bad row."""
         if row.is_empty and self._drops_empty:
             self.num_empty += 1
-            self.first_empty = [*self.first_empty, row.origin][:MAX_FIRST]
+            self.first_empty = [*self.first_empty, row.origin][:_MAX_FIRST]
         elif self._quarantines:
             self._quarantine(row)
         elif row.is_of_template and self._add_refused(row):
@@ -518,7 +518,7 @@ class BadRows:
 
     def _add_refused(self, row: Rejected) -> bool:
         """Count a row that the chat template refuses; False if there are too many reasons."""
-        reason = OF_ONE_ROW.sub("", row.problem.removeprefix(str(row.origin)))
+        reason = _OF_ONE_ROW.sub("", row.problem.removeprefix(str(row.origin)))
         if reason not in self._refused and len(self._refused) >= MAX_PROBLEMS:
             return False
         self._refused[reason] = [*self._refused.get(reason, [])[:1], row]
@@ -527,7 +527,7 @@ class BadRows:
 
     def _quarantine(self, row: Rejected) -> None:
         self.num_kept += 1
-        self.first_kept = [*self.first_kept, row.problem][:MAX_FIRST]
+        self.first_kept = [*self.first_kept, row.problem][:_MAX_FIRST]
         if self._file is not None:
             line = {"origin": str(row.origin), "problem": row.problem, "row": row.raw}
             self._file.write(json.dumps(line) + "\n")

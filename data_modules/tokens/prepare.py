@@ -47,7 +47,7 @@ TOKEN_SETTINGS = (
     "max_row_bytes",
 )
 """fields of DataConfig that affect the tokens"""
-ROW_LIMITS = ("columns", "key_chars", "nesting")
+_ROW_LIMITS = ("columns", "key_chars", "nesting")
 """fields of `data.limits` that affect which rows on_bad_row=quarantine leaves out"""
 
 
@@ -173,7 +173,7 @@ def _key(dataset: DatasetConfig, spec: TokenSpec, sha256: str) -> Key:
         "sequence_len": spec.sequence_len,
         "labels": [*spec.labels, spec.is_multi_label],
         "encoder_decoder": template.is_encoder_decoder,
-        "limits": {name: getattr(data.limits, name) for name in ROW_LIMITS},
+        "limits": {name: getattr(data.limits, name) for name in _ROW_LIMITS},
     }
     return Key(
         path=redact(dataset.path),  # the signature or password in a URL changes

@@ -24,7 +24,7 @@ from data_modules.types import Conversation, Document, Item, Tokens
 
 SAMPLE_BYTES = 512 << 10
 """bytes read of all data sets together"""
-TURN_TOKENS = 5
+_TURN_TOKENS = 5
 """tokens that a chat template adds to a turn, as ChatML and Llama 3's do"""
 
 CountTokens = Callable[[Sequence[str]], Sequence[int]]
@@ -177,7 +177,7 @@ def _other_tokens(item: Item) -> int:
     """Return the number of an item's tokens that come from none of its texts."""
     if isinstance(item, Tokens):
         return len(item.input_ids)
-    return 1 + (TURN_TOKENS * len(item.turns) if isinstance(item, Conversation) else 0)
+    return 1 + (_TURN_TOKENS * len(item.turns) if isinstance(item, Conversation) else 0)
 
 
 def _kept(length: int, sequence_len: int, on_long: str) -> int:

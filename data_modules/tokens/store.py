@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from data_modules.tokens.encode import Counts
 
-TOKENS_FILE = "tokens.arrow"
+_TOKENS_FILE = "tokens.arrow"
 _COLUMNS = (
     *("rows", "lines", "trained", "label_weights", "digests", "ends_in_stop", "double_bos"),
     "rejected_starts",
@@ -122,7 +122,7 @@ class StoreWriter:
     def __init__(self, folder: Path) -> None:
         import pyarrow
 
-        self._sink = pyarrow.OSFile(str(folder / TOKENS_FILE), "wb")
+        self._sink = pyarrow.OSFile(str(folder / _TOKENS_FILE), "wb")
         self._writer: Any = None
 
     def add(self, documents: Documents) -> None:
@@ -158,7 +158,7 @@ class TokenStore:
         import pyarrow
 
         self._folder = folder
-        source = pyarrow.memory_map(str(folder / TOKENS_FILE))
+        source = pyarrow.memory_map(str(folder / _TOKENS_FILE))
         reader = pyarrow.ipc.open_file(source)
         numbers = range(reader.num_record_batches)
         named = [reader.get_batch_with_custom_metadata(number) for number in numbers]

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from app.assembly.base import Base
     from data_modules import ChatTemplate
 
-ANSWERS_FILE = "judge_answers.jsonl"
+_ANSWERS_FILE = "judge_answers.jsonl"
 Rate = Callable[[Sequence[Sequence[Turn]]], list[float]]
 """returns the rewards of conversations, each of their last answer"""
 Samples = Mapping[str, Sequence[Mapping[str, Sequence[str]]]]
 """variant -> samples -> question id -> the answer to each turn"""
-MEASURE = "reward"
+_MEASURE = "reward"
 """name of the metrics of rewards"""
 
 
@@ -152,7 +152,7 @@ class Bench:
             for question in self.questions
         ]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_atomically(folder / ANSWERS_FILE, text)
+        write_atomically(folder / _ANSWERS_FILE, text)
         if rate is not None:
             return judge_by_reward(
                 self.questions, self.answers, self.samples, rate, self.config, folder
@@ -193,7 +193,7 @@ def judge_by_reward(
         return (1 + (own["tuned"] > own["base"]) - (own["tuned"] < own["base"])) / 2
 
     judged = Judgement([Verdict(each, score(each), "") for each in requests], len(requests))
-    judged.measure = MEASURE
+    judged.measure = _MEASURE
     lines = [verdict.line() for verdict in judged.verdicts]
     for variant, own in samples.items():
         by_question = {
@@ -214,8 +214,8 @@ def judge_by_reward(
             for id, scores in by_question.items()
         ]
         judged.further |= {
-            f"{variant}/{MEASURE}_of_first": fmean(scores[0] for scores in by_question.values()),
-            f"{variant}/{MEASURE}_of_best": fmean(max(scores) for scores in by_question.values()),
+            f"{variant}/{_MEASURE}_of_first": fmean(scores[0] for scores in by_question.values()),
+            f"{variant}/{_MEASURE}_of_best": fmean(max(scores) for scores in by_question.values()),
         }
     write_atomically(folder / VERDICTS_FILE, "".join(lines))
     return judged

@@ -33,14 +33,14 @@ from common.text import printable
 
 FIRST_WAIT, MAX_WAIT = 1.0, 60.0
 """shortest and longest delay before a retry, in seconds"""
-MAX_DIGITS = 15
+_MAX_DIGITS = 15
 """digits that are read of a number; more tokens are not counted"""
-MAX_BYTES = 2**22
+_MAX_BYTES = 2**22
 """largest response in bytes"""
-PERMANENT_ERRORS = (400, 401, 403, 404, 405, 413, 422)
+_PERMANENT_ERRORS = (400, 401, 403, 404, 405, 413, 422)
 """status codes for which a retry is useless"""
 Message = dict[str, str]
-REPLY = Keys({"text": TEXT, "read_tokens": COUNT, "written_tokens": COUNT, "is_cached": FLAG}, {})
+_REPLY = Keys({"text": TEXT, "read_tokens": COUNT, "written_tokens": COUNT, "is_cached": FLAG}, {})
 """a file of the cache"""
 
 
@@ -176,7 +176,7 @@ class Endpoint:
             raise UserError(
                 self._message(f"{problem}; set the key: {KEY_VARIABLE}=... in the environment")
             )
-        if error.code in PERMANENT_ERRORS or 300 <= error.code < 400:
+        if error.code in _PERMANENT_ERRORS or 300 <= error.code < 400:
             fix = "evaluation.judge.url, evaluation.judge.model or evaluation.judge.parameters"
             raise UserError(self._message(f"{problem}; type another {fix}"))
         raise _TemporaryFailure(problem, _retry_after(error.headers.get("retry-after")))
@@ -210,7 +210,7 @@ class _TemporaryFailure(Exception):
 
 def _read_cached(file: Path) -> Reply | None:
     """Return a cached reply, None if there is none or it is incomplete."""
-    content, problem = find_problem(file, REPLY)
+    content, problem = find_problem(file, _REPLY)
     return None if problem is not None else replace(Reply(**content), is_cached=True)
 
 
@@ -218,15 +218,15 @@ def _read_response(response: Any) -> bytes:
     data = b""
     while chunk := response.read1(2**16):
         data += chunk
-        if len(data) > MAX_BYTES:
-            raise _TemporaryFailure(f"the answer is larger than {MAX_BYTES // 2**20} MiB")
+        if len(data) > _MAX_BYTES:
+            raise _TemporaryFailure(f"the answer is larger than {_MAX_BYTES // 2**20} MiB")
     return data
 
 
 def _parse_reply(data: bytes) -> Reply:
     """Parse a chat completion; raise _TemporaryFailure if it is not one."""
     try:
-        answer = json.loads(data, parse_int=lambda digits: int(digits[: MAX_DIGITS + 1]))
+        answer = json.loads(data, parse_int=lambda digits: int(digits[: _MAX_DIGITS + 1]))
         text = answer["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
         text = None
@@ -236,7 +236,7 @@ def _parse_reply(data: bytes) -> Reply:
     usage = answer.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     read, written = (
-        count if type(count := usage.get(name)) is int and 0 <= count < 10**MAX_DIGITS else 0
+        count if type(count := usage.get(name)) is int and 0 <= count < 10**_MAX_DIGITS else 0
         for name in ("prompt_tokens", "completion_tokens")
     )
     return Reply(_without_surrogates(text), read, written)

@@ -35,12 +35,12 @@ from common.files import open_no_follow
 from common.text import counted, formatted, printable
 
 VERDICTS_FILE = "verdicts.jsonl"
-MAX_FAILED = 3
+_MAX_FAILED = 3
 """consecutive failed requests, each after all its retries, after which judging stops"""
 MAX_UNREADABLE = 5
 """consecutive replies without a verdict after which judging stops, if there was none before"""
-EMPTY = "empty answer: lowest grade, without a request"
-NUM_PROGRESS_LINES = 10
+_EMPTY = "empty answer: lowest grade, without a request"
+_NUM_PROGRESS_LINES = 10
 """lines of progress that are logged"""
 Answers = Mapping[str, Mapping[str, Sequence[str]]]
 """variant -> question id -> the answer to each turn"""
@@ -232,7 +232,7 @@ def judge_answers(
                         verdict = future.result()
                     except JudgeError as error:
                         num_failed += 1
-                        if num_failed >= MAX_FAILED or len(requests) < MAX_FAILED:
+                        if num_failed >= _MAX_FAILED or len(requests) < _MAX_FAILED:
                             judged.failure = judged.failure or error
                         else:
                             log.warning("%s", error)
@@ -347,7 +347,7 @@ def judge_requests(
 def _verdict(endpoint: Endpoint, request: JudgeRequest) -> Verdict:
     """Request a verdict, and once more if the reply contains none."""
     if not request.messages:
-        return Verdict(request, float(LOWEST), EMPTY, is_cached=True)
+        return Verdict(request, float(LOWEST), _EMPTY, is_cached=True)
     reply = endpoint.complete(request.messages)
     replies = [reply]
     score = _score(request, reply.text)
@@ -397,5 +397,5 @@ def _means(key: str, scores: Mapping[str, Mapping[str, float]]) -> dict[str, flo
 
 
 def _log_progress(num_done: int, total: int) -> None:
-    if num_done * NUM_PROGRESS_LINES // total > (num_done - 1) * NUM_PROGRESS_LINES // total:
+    if num_done * _NUM_PROGRESS_LINES // total > (num_done - 1) * _NUM_PROGRESS_LINES // total:
         log.info("judge: %d of %d verdicts", num_done, total)

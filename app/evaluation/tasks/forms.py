@@ -14,7 +14,7 @@ from typing import Any
 from app.evaluation.numbers import last_number
 
 Values = Mapping[str, Any]
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ def _correct_index(answer: Any, choices: tuple[str, ...], labels: tuple[str, ...
     elif text.isdecimal():
         index = int(text)
     else:
-        index = LETTERS.find(text) if len(text) == 1 else -1
+        index = _LETTERS.find(text) if len(text) == 1 else -1
     if not 0 <= index < len(choices):
         raise ValueError(
             f"answer {text[:40]!r} is not one of the {len(choices)} choices: give its index from "
@@ -153,9 +153,9 @@ def _gsm8k(values: Values) -> Item:
 
 def _mmlu(values: Values) -> Item:
     choices = _texts(values["choices"])
-    listed = "".join(f"\n{LETTERS[n]}. {choice}" for n, choice in enumerate(choices))
+    listed = "".join(f"\n{_LETTERS[n]}. {choice}" for n, choice in enumerate(choices))
     question = f"{str(values['question']).strip()}{listed}\nAnswer:"
-    letters = tuple(LETTERS[: len(choices)])
+    letters = tuple(_LETTERS[: len(choices)])
     correct = _correct_index(values["answer"], letters)
     return _choice(question, letters, correct, str(values["subject"]))
 

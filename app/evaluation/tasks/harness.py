@@ -33,9 +33,9 @@ from data_modules import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_LISTED = 30
+_MAX_LISTED = 30
 """largest number of tasks that a message lists by name"""
-METRIC_NAMES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
+_METRIC_NAMES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
 """metric of the harness -> its name in metrics.json, if that differs"""
 
 
@@ -82,7 +82,7 @@ class Harness:
         )
         known = [str(name) for name in manager.all_tasks]
         available = f"available are {', '.join(known)}"
-        if len(known) > MAX_LISTED:
+        if len(known) > _MAX_LISTED:
             available = f"lm-evaluation-harness has {len(known):,} (lm-eval ls tasks lists them)"
         problems = [
             f"evaluation.harness: unknown task {name}{nearest(name, known)}; {available}"
@@ -152,7 +152,7 @@ def _check_rows(manager: Any, name: str) -> None:
 def _metric_name(key: str) -> str:
     """Return the name in metrics.json of the harness's `<metric>,<filter>`, such as `acc,none`."""
     metric, _, filter_name = key.partition(",")
-    name = METRIC_NAMES.get(metric, metric)
+    name = _METRIC_NAMES.get(metric, metric)
     return name if filter_name == "none" else f"{name}.{filter_name}"
 
 

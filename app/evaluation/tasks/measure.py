@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
     from app.strategy.placement import Placement
 
-MIN_CONTEXT = 16
+_MIN_CONTEXT = 16
 """minimum number of prompt tokens kept when a prompt and its longest answer exceed the context"""
 PROGRAM_SECONDS, PROGRAM_MEMORY_BYTES, PROGRAM_FILE_BYTES = 10, 1 << 30, 1 << 20
 """limits of a process that runs a generated program"""
-METRICS_OF = {
+_METRICS_OF = {
     "multiple_choice": ("accuracy", "accuracy_norm", "loss"),
     "likelihood": ("accuracy", "loss", "perplexity"),
     "perplexity": ("loss", "perplexity", "bits_per_byte"),
@@ -150,7 +150,7 @@ class TaskRunner:
             f"{variant}/{metric}/{name}"
             for task in self.tasks.values()
             for name in self._groups(task)
-            for metric in METRICS_OF.get(task.form.kind, (task.form.kind,))
+            for metric in _METRICS_OF.get(task.form.kind, (task.form.kind,))
         ]
 
     def _groups(self, task: Task) -> dict[str, list[int]]:
@@ -198,7 +198,7 @@ class TaskRunner:
     ) -> Iterator[list[tuple[int, Any]]]:
         """Yield batches of (index of a question, result), by its generated answer."""
         max_new_tokens = min(
-            task.form.max_new_tokens or self._config.max_new_tokens, self._max_len - MIN_CONTEXT
+            task.form.max_new_tokens or self._config.max_new_tokens, self._max_len - _MIN_CONTEXT
         )
         max_prompt = self._max_len - max_new_tokens
         config = replace(self._config, max_new_tokens=max_new_tokens)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SAMPLES = Path(__file__).parent / "samples"
 """small files that ship with loft, in the published formats"""
-CHECKED_ROWS = 20
+_CHECKED_ROWS = 20
 """rows of each task file that are checked before a model is loaded"""
 KINDS = ("multiple_choice", "exact_match", "numeric", "likelihood", "perplexity", "code")
 
@@ -129,9 +129,9 @@ class Task:
 
     def check(self) -> None:
         """Read the first rows; raise UserError or DataError if one is invalid."""
-        self._read(self.path, CHECKED_ROWS)
+        self._read(self.path, _CHECKED_ROWS)
         if self.few_shot and self.few_shot_path is not None:
-            self._read(self.few_shot_path, CHECKED_ROWS)
+            self._read(self.few_shot_path, _CHECKED_ROWS)
 
     def _build_preamble(self, rows: Sequence[tuple[Item, Origin]]) -> Callable[[str], str]:
         """Return a function that returns the text before the questions of a group."""

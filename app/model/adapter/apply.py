@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @without_bitsandbytes()
-def apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
+def _apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
     """Add IA3 vectors, initially ones, to keys and values (outputs) and feed-forward (inputs).
 
     Raises UserError if a pattern matches nothing or the architecture is unknown.
@@ -65,7 +65,7 @@ def apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
     )
 
 
-def apply_freeze(
+def _apply_freeze(
     model: PreTrainedModel, config: FreezeConfig, *, token_ids: Sequence[int] = ()
 ) -> PreTrainedModel:
     """Make only the chosen layers and modules trainable.
@@ -131,9 +131,9 @@ def apply_adapter(
             model, config, half_precision=half_precision, token_ids=token_ids, device=device
         )
     elif isinstance(config, Ia3Config):
-        adapted = apply_ia3(model, config)
+        adapted = _apply_ia3(model, config)
     elif isinstance(config, FreezeConfig):
-        adapted = apply_freeze(model, config, token_ids=token_ids)
+        adapted = _apply_freeze(model, config, token_ids=token_ids)
     else:
         return model
     for parameter in adapted.parameters():

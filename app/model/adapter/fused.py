@@ -167,7 +167,7 @@ def lora_comes_first(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def matrix_onto_lora(
+def _matrix_onto_lora(
     x: Tensor,
     weight: Tensor,
     dequantize: Dequantize,
@@ -224,7 +224,7 @@ def _merged_matrix(
     return linear(x, torch.addmm(matrix, b, a, alpha=scale), bias)
 
 
-def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """Return scale left right, on a GPU by one kernel launch."""
     if lora_comes_first(left):
         return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
@@ -262,7 +262,7 @@ class _LoraLinear(torch.autograd.Function):
         if lora_comes_first(x) and product is linear:
             low = product_once(*a.shape, torch.nn.functional.linear, dropped, a)
             output = product_once(
-                *sizes, matrix_onto_lora, x, weight, dequantize, bias, low, b, scale
+                *sizes, _matrix_onto_lora, x, weight, dequantize, bias, low, b, scale
             )
         else:
             low = product_once(*a.shape, linear, dropped, a)
@@ -281,10 +281,10 @@ class _LoraLinear(torch.autograd.Function):
         if ctx.is_merged:
             low = ctx.linear(dropped, a)
         if lora_comes_first(grad):
-            grad_low = scaled_product(grad, b, ctx.scale)
+            grad_low = _scaled_product(grad, b, ctx.scale)
         else:
             grad_low = ctx.linear(grad, b.T).mul_(ctx.scale)
-        grad_a, grad_b = grad_low.T @ dropped, scaled_product(grad.T, low, ctx.scale)
+        grad_a, grad_b = grad_low.T @ dropped, _scaled_product(grad.T, low, ctx.scale)
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:
             matrix = ctx.dequantize(weight)
@@ -376,7 +376,7 @@ class _GroupedLoraLinear(torch.autograd.Function):
         ctx.save_for_backward(x, low, stacked, *weights, *bs)
         lows = low.split([b.shape[1] for b in bs], 1)
         each = zip(weights, dequantizes, biases, lows, bs, strict=True)
-        onto = matrix_onto_lora
+        onto = _matrix_onto_lora
         if is_fp8:  # the layers share one quantized input
             onto = partial(_lora_onto_fp8, fp8.quantize_rows(x))
         return tuple(
@@ -391,7 +391,7 @@ class _GroupedLoraLinear(torch.autograd.Function):
         count = len(ctx.dequantizes)
         weights, bs = rest[:count], rest[count:]
         lows = low.split([b.shape[1] for b in bs], 1)
-        grad_lows = [scaled_product(grad, b, ctx.scale) for grad, b in zip(outer, bs, strict=True)]
+        grad_lows = [_scaled_product(grad, b, ctx.scale) for grad, b in zip(outer, bs, strict=True)]
         grad_low = torch.cat(grad_lows, 1)
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -403,5 +403,5 @@ class _GroupedLoraLinear(torch.autograd.Function):
                 else:
                     grad_x.addmm_(grad, matrix)
         pairs = zip(outer, lows, strict=True)
-        grad_bs = [scaled_product(grad.T, low, ctx.scale) for grad, low in pairs]
+        grad_bs = [_scaled_product(grad.T, low, ctx.scale) for grad, low in pairs]
         return grad_x, None, None, None, grad_low.T @ x, *[None] * (2 * count), *grad_bs

@@ -36,7 +36,7 @@ INITIAL_A, INITIAL_B = "lora_A_at_start", "lora_B_at_start"
 """buffers of a LoRA layer, and parts of their names in checkpoints"""
 
 
-def record_initial_weights(model: peft.PeftModel) -> None:
+def _record_initial_weights(model: peft.PeftModel) -> None:
     """Copy the initial A and B of each LoRA layer to non-persistent buffers."""
     for _, layer in _lora_layers(model):
         layer.register_buffer(INITIAL_A, layer.lora_A["default"].weight.detach().clone(), False)
@@ -153,7 +153,7 @@ def _lora_layers(model: peft.PeftModel) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-MAX_GROWTH = 4.0
+_MAX_GROWTH = 4.0
 """growth of a weight's largest entry, when B A is subtracted, above which a warning is logged"""
 
 
@@ -200,7 +200,7 @@ def apply_lora(
         if model.device.type != "meta":
             _init_from_base(adapted, config.init, dtype, device)
         adapted.peft_config["default"].init_lora_weights = config.init
-        record_initial_weights(adapted)
+        _record_initial_weights(adapted)
     return adapted
 
 
@@ -306,7 +306,7 @@ def _init_from_base(
         growth = max(growth, _init_layer_from_base(layer, init, dtype))
         for weight in weights:
             weight.data = weight.data.to(home)
-    if growth > MAX_GROWTH and model.get_base_model().dtype != torch.float32:
+    if growth > _MAX_GROWTH and model.get_base_model().dtype != torch.float32:
         log.warning(
             "warning: adapter.init=%s makes entries of the base up to %.0f times as large, and so "
             "their rounding error in half precision; type a smaller adapter.alpha, "

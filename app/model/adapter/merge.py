@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-DEFAULT = "default"
+_DEFAULT = "default"
 """peft's name of a model's first adapter"""
 
 
@@ -131,7 +131,7 @@ def _load_on_meta(adapted: peft.PeftModel, folder: Path) -> None:
 
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
     in_file = peft.get_peft_model_state_dict(
-        adapted, state_dict=dict(parameters), adapter_name=DEFAULT, save_embedding_layers=False
+        adapted, state_dict=dict(parameters), adapter_name=_DEFAULT, save_embedding_layers=False
     )
     names = names_by_id(parameters)
     tensors = load_file(folder / ADAPTER_FILE)
@@ -159,7 +159,7 @@ def _layer_changes(module: Any, factor: float) -> list[tuple[str, WeightChange]]
     if isinstance(module, peft.tuners.ia3.IA3Layer):
         return _ia3_changes(module)
     if isinstance(module, peft.tuners.trainable_tokens.TrainableTokensLayer):
-        rows, indices = module.trainable_tokens_delta[DEFAULT], module.token_indices[DEFAULT]
+        rows, indices = module.trainable_tokens_delta[_DEFAULT], module.token_indices[_DEFAULT]
 
         def replace_rows(weight: torch.Tensor) -> torch.Tensor:
             weight = weight.clone()
@@ -173,19 +173,19 @@ def _layer_changes(module: Any, factor: float) -> list[tuple[str, WeightChange]]
 def _lora_changes(layer: Any, factor: float) -> list[tuple[str, WeightChange]]:
     import peft
 
-    is_embedding = DEFAULT in layer.lora_embedding_A
+    is_embedding = _DEFAULT in layer.lora_embedding_A
     if is_embedding:
-        a, b = layer.lora_embedding_A[DEFAULT], layer.lora_embedding_B[DEFAULT]
-    elif DEFAULT in layer.lora_A:
-        a, b = layer.lora_A[DEFAULT].weight, layer.lora_B[DEFAULT].weight
+        a, b = layer.lora_embedding_A[_DEFAULT], layer.lora_embedding_B[_DEFAULT]
+    elif _DEFAULT in layer.lora_A:
+        a, b = layer.lora_A[_DEFAULT].weight, layer.lora_B[_DEFAULT].weight
     else:
         return []
     a, b = _fp32(a), _fp32(b)
-    tensors, scale = {a.data_ptr(), b.data_ptr()}, layer.scaling[DEFAULT] * factor
+    tensors, scale = {a.data_ptr(), b.data_ptr()}, layer.scaling[_DEFAULT] * factor
     if isinstance(layer, peft.tuners.lora.layer.ParamWrapper):
         deltas = [lambda: _experts_delta(layer, a, b, scale)]
         return [(layer.parameter_name, WeightChange(deltas=deltas, tensors=tensors))]
-    bias = None if is_embedding else layer.lora_B[DEFAULT].bias
+    bias = None if is_embedding else layer.lora_B[_DEFAULT].bias
     if bias is not None:
         raise UserError(
             "lora_bias=true cannot be merged, since layers of the base may have no bias"
@@ -198,11 +198,11 @@ def _lora_changes(layer: Any, factor: float) -> list[tuple[str, WeightChange]]:
         product = b @ a * scale
         return product.T if is_transposed else product
 
-    if DEFAULT not in layer.lora_magnitude_vector:
+    if _DEFAULT not in layer.lora_magnitude_vector:
         return [("weight", WeightChange(deltas=[delta], tensors=tensors))]
     if factor != 1:
         raise UserError("a DoRA adapter cannot be weighted; type merge.weight=1")
-    magnitude = _fp32(layer.lora_magnitude_vector[DEFAULT].weight)
+    magnitude = _fp32(layer.lora_magnitude_vector[_DEFAULT].weight)
 
     def apply_dora(weight: torch.Tensor) -> torch.Tensor:
         whole = weight + delta()
@@ -227,9 +227,9 @@ def _experts_delta(layer: Any, a: torch.Tensor, b: torch.Tensor, scale: float) -
 
 
 def _ia3_changes(layer: Any) -> list[tuple[str, WeightChange]]:
-    if DEFAULT not in layer.ia3_l:
+    if _DEFAULT not in layer.ia3_l:
         return []
-    vector = _fp32(layer.ia3_l[DEFAULT])
+    vector = _fp32(layer.ia3_l[_DEFAULT])
     tensors = {vector.data_ptr()}
     factors = vector.T if layer.fan_in_fan_out else vector
     changes = [("weight", WeightChange(update=lambda weight: weight * factors, tensors=tensors))]
@@ -252,11 +252,11 @@ def load_weighted_adapters(
 
     (first_folder, first_factor), *others = adapters
     adapted = load_adapter(model, first_folder)
-    factors = {DEFAULT: first_factor}
+    factors = {_DEFAULT: first_factor}
     for number, (folder, factor) in enumerate(others, start=1):
         factors[f"adapter{number}"] = factor
         add_saved_adapter(adapted, folder, f"adapter{number}")
-    if factors == {DEFAULT: 1.0}:
+    if factors == {_DEFAULT: 1.0}:
         return adapted
     unfuse_adapters(adapted)
     adapted.base_model.set_adapter(list(factors))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 1e-3
+_TOLERANCE = 1e-3
 """largest difference of a reloaded model's logits from memory, as a share of the largest logit"""
 
 
@@ -367,6 +367,6 @@ def check_same_logits(in_memory: torch.Tensor, reopened: torch.Tensor, folder: P
     """Return the largest difference of two logits; raise ValueError if it exceeds TOLERANCE."""
     difference = (in_memory - reopened).abs().max().item()
     scale = in_memory.abs().max().item()
-    if not math.isfinite(difference) or difference > TOLERANCE * max(scale, 1.0):
+    if not math.isfinite(difference) or difference > _TOLERANCE * max(scale, 1.0):
         raise ValueError(f"{folder}: reloaded, its logits differ by {difference:.3g} from memory")
     return difference

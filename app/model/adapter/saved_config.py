@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 KINDS = {"LORA": "lora", "IA3": "ia3"}
 """peft_type -> option of `adapter=`"""
-INITS = ("gaussian", "orthogonal", "eva", "pissa", "olora")
+_INITS = ("gaussian", "orthogonal", "eva", "pissa", "olora")
 """initializations by name that do not change the base, or always in the same way"""
-MAX_RANK = 65_536
-MAX_NUMBER = 1 << 21
+_MAX_RANK = 65_536
+_MAX_NUMBER = 1 << 21
 """largest layer number or token id; a token id needs as many rows of the embedding"""
-MAX_NAMES = 10_000
-MAX_PATTERN = 10_000
+_MAX_NAMES = 10_000
+_MAX_PATTERN = 10_000
 """most characters of a name or regular expression"""
 
 
@@ -52,7 +52,7 @@ def _is_int(least: int, most: int) -> Check:
     return lambda value: type(value) is int and least <= value <= most
 
 
-_is_count, _is_rank = _is_int(0, MAX_NUMBER), _is_int(1, MAX_RANK)
+_is_count, _is_rank = _is_int(0, _MAX_NUMBER), _is_int(1, _MAX_RANK)
 
 
 def _is_scale(value: Any) -> bool:
@@ -60,12 +60,12 @@ def _is_scale(value: Any) -> bool:
 
 
 def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_PATTERN
+    return isinstance(value, str) and 0 < len(value) <= _MAX_PATTERN
 
 
 def _is_list_of(is_valid: Check) -> Check:
     return lambda value: (
-        isinstance(value, list) and len(value) <= MAX_NAMES and all(map(is_valid, value))
+        isinstance(value, list) and len(value) <= _MAX_NAMES and all(map(is_valid, value))
     )
 
 
@@ -80,7 +80,7 @@ def _is_null_or(*checks: Check) -> Check:
 def _is_pattern_of(is_valid: Check) -> Check:
     return lambda value: (
         isinstance(value, dict)
-        and len(value) <= MAX_NAMES
+        and len(value) <= _MAX_NAMES
         and all(map(_is_name, value))
         and all(map(is_valid, value.values()))
     )
@@ -93,11 +93,11 @@ def _is_indices(value: Any) -> bool:
 
 Rule = tuple[Check, str]
 """whether a value is valid, and what is expected"""
-FLAG: Rule = (lambda value: isinstance(value, bool), "true or false")
+_FLAG: Rule = (lambda value: isinstance(value, bool), "true or false")
 TEXT: Rule = (lambda value: value is None or isinstance(value, str), "a text or null")
 NAMES: Rule = (_is_names, "a name, a regular expression or a list of names")
-NAMES_OR_NULL: Rule = (_is_null_or(_is_names, _is_list_of(_is_name)), "a list of names or null")
-SHARED: dict[str, Rule] = {
+_NAMES_OR_NULL: Rule = (_is_null_or(_is_names, _is_list_of(_is_name)), "a list of names or null")
+_SHARED: dict[str, Rule] = {
     "base_model_name_or_path": TEXT,
     "revision": TEXT,
     "task_type": (
@@ -105,43 +105,43 @@ SHARED: dict[str, Rule] = {
         "CAUSAL_LM, SEQ_2_SEQ_LM, SEQ_CLS or null (other types have a head that is not built: use "
         "an adapter of a language model or of a classifier of texts)",
     ),
-    "inference_mode": FLAG,
+    "inference_mode": _FLAG,
     "target_modules": NAMES,
-    "exclude_modules": NAMES_OR_NULL,
-    "modules_to_save": NAMES_OR_NULL,
-    "fan_in_fan_out": FLAG,
+    "exclude_modules": _NAMES_OR_NULL,
+    "modules_to_save": _NAMES_OR_NULL,
+    "fan_in_fan_out": _FLAG,
 }
 RULES: dict[str, dict[str, Rule]] = {
-    "LORA": SHARED
+    "LORA": _SHARED
     | {
-        "r": (_is_rank, f"a rank from 1 to {MAX_RANK:,}"),
+        "r": (_is_rank, f"a rank from 1 to {_MAX_RANK:,}"),
         "lora_alpha": (_is_scale, "a number above 0"),
         "lora_dropout": (
             lambda value: type(value) in (int, float) and 0 <= value < 1,
             "a number from 0 to below 1",
         ),
         "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),
-        "use_dora": FLAG,
-        "use_rslora": FLAG,
-        "lora_bias": FLAG,
-        "ensure_weight_tying": FLAG,
-        "rank_pattern": (_is_pattern_of(_is_rank), f"ranks from 1 to {MAX_RANK:,} by module name"),
+        "use_dora": _FLAG,
+        "use_rslora": _FLAG,
+        "lora_bias": _FLAG,
+        "ensure_weight_tying": _FLAG,
+        "rank_pattern": (_is_pattern_of(_is_rank), f"ranks from 1 to {_MAX_RANK:,} by module name"),
         "alpha_pattern": (_is_pattern_of(_is_scale), "numbers above 0 by module name"),
         "layers_to_transform": (
             _is_null_or(_is_count, _is_list_of(_is_count)),
             "a list of layer numbers or null",
         ),
-        "layers_pattern": NAMES_OR_NULL,
+        "layers_pattern": _NAMES_OR_NULL,
         "target_parameters": (_is_null_or(_is_list_of(_is_name)), "a list of names or null"),
         "trainable_token_indices": (_is_null_or(_is_indices), "lists of token ids or null"),
         "init_lora_weights": (
-            lambda value: isinstance(value, bool) or value in (None, *INITS),
-            f"true, false, {', '.join(INITS[:-1])} or {INITS[-1]} (others change the base in a way "
-            "that the adapter's files do not contain, pissa_niter by a random decomposition: have "
-            "the tool that made it save a plain LoRA)",
+            lambda value: isinstance(value, bool) or value in (None, *_INITS),
+            f"true, false, {', '.join(_INITS[:-1])} or {_INITS[-1]} (others change the base in a "
+            "way that the adapter's files do not contain, pissa_niter by a random decomposition: "
+            "have the tool that made it save a plain LoRA)",
         ),
     },
-    "IA3": SHARED | {"feedforward_modules": NAMES_OR_NULL, "init_ia3_weights": FLAG},
+    "IA3": _SHARED | {"feedforward_modules": _NAMES_OR_NULL, "init_ia3_weights": _FLAG},
 }
 """peft_type -> keys that are passed on to peft, with the rule of each"""
 WITHOUT_EFFECT = {
@@ -151,7 +151,7 @@ WITHOUT_EFFECT = {
 """keys without effect on trained weights, such as how these were initialized"""
 
 
-NOT_COMPARED = {"base_model_name_or_path", "revision", "inference_mode"} | WITHOUT_EFFECT
+_NOT_COMPARED = {"base_model_name_or_path", "revision", "inference_mode"} | WITHOUT_EFFECT
 """keys that may change after training: where the base is, and those without effect"""
 
 
@@ -199,7 +199,7 @@ def _find_edits(folder: Path, content: Mapping[str, Any]) -> list[str]:
         f"with {key}={_brief(saved.get(key))}; write that value again, or remove {SETTINGS_KEY} "
         f"from {file} to use the edited file"
         for key in sorted(saved.keys() | content.keys())
-        if key not in NOT_COMPARED and _sorted(saved.get(key)) != _sorted(content.get(key))
+        if key not in _NOT_COMPARED and _sorted(saved.get(key)) != _sorted(content.get(key))
     ]
 
 

@@ -14,7 +14,7 @@ from common.facts import setting
 CONFIG_FILE = "adapter_config.json"
 ORIGIN_FILE = "base.json"
 """file in an adapter's folder with path, revision and fingerprints of its base"""
-START_FOLDER = "start_adapter"
+_START_FOLDER = "start_adapter"
 """folder of a run with the settings of the adapter in adapter.path, so that it resumes without it:
 its checkpoints have the weights"""
 SETTINGS_KEY = "adapter_config"
@@ -132,7 +132,7 @@ def keep_start(config: AdapterConfig, run: Path) -> None:
     """Copy the settings of the adapter in adapter.path, if there is one, into a run's folder."""
     if (start := continued_from(config)) is None:
         return
-    kept = run / START_FOLDER
+    kept = run / _START_FOLDER
     kept.mkdir(exist_ok=True)
     for name in (CONFIG_FILE, ORIGIN_FILE):
         (kept / name).unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def keep_start(config: AdapterConfig, run: Path) -> None:
 
 def resumed_adapter(config: AdapterConfig, run: Path) -> AdapterConfig:
     """Return an adapter's settings to resume run `run` without the folder in adapter.path."""
-    file = run / START_FOLDER / CONFIG_FILE
+    file = run / _START_FOLDER / CONFIG_FILE
     if isinstance(config, (LoraConfig, Ia3Config)) and config.path is not None and file.is_file():
         return replace(config, path=str(file))
     return config

@@ -30,17 +30,17 @@ from app.model.patterns import (
 from app.model.weight_reads import find_bypassed_linears
 from common.text import percent
 
-THIN = 64
+_THIN = 64
 """aspect ratio above which all-linear skips a matrix whose rank is below adapter.r"""
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
 """names of routers, which all-linear skips too if their rank is below adapter.r"""
-OWN_ADAPTERS = re.compile(r"\.\w+_adapter_list\b")
+_OWN_ADAPTERS = re.compile(r"\.\w+_adapter_list\b")
 """Zamba 2's low-rank matrices on a block shared by several layers, one per layer"""
-EXPERTS_SHARE = 1 / 3
+_EXPERTS_SHARE = 1 / 3
 """share of the layers' weights above which adapter.experts=auto adapts the experts"""
-KEYS_AND_VALUES = (("k_proj", "v_proj"), ("k", "v"))
+_KEYS_AND_VALUES = (("k_proj", "v_proj"), ("k", "v"))
 """separate key and value matrices: of most models, of T5"""
-FEED_FORWARD = (
+_FEED_FORWARD = (
     "down_proj",
     "fc2",
     "DenseReluDense.wo",
@@ -171,11 +171,11 @@ def _find_lora(config: LoraConfig, base: BaseDescription, found: Targets) -> Non
     own_forward = family_of(base.model_type).refuses_lora
     if _is_all_linear(config):
         found.not_plain = _not_plain(names, base, own_forward)
-        found.own_adapters = [name for name in names if OWN_ADAPTERS.search(name)]
+        found.own_adapters = [name for name in names if _OWN_ADAPTERS.search(name)]
         skipped = {*found.not_plain, *found.own_adapters}
         for name in (name for name in names if name not in skipped):
             short, long = min(base.linear[name]), max(base.linear[name])
-            is_thin = short < config.r and (long > THIN * short or ROUTER.search(name))
+            is_thin = short < config.r and (long > _THIN * short or ROUTER.search(name))
             if name != base.head:
                 (found.thin if is_thin else found.matrices).append(name)
         if not found.matrices:
@@ -244,7 +244,7 @@ def _find_experts(config: LoraConfig, base: BaseDescription, found: Targets) -> 
             found.problems.append(f"adapter.experts=lora: {reason}")
         else:
             found.frozen_experts = reason
-    elif config.experts == "lora" or (_is_all_linear(config) and share > EXPERTS_SHARE):
+    elif config.experts == "lora" or (_is_all_linear(config) and share > _EXPERTS_SHARE):
         layers = None if config.layers == "all" else _chosen_layers(config.layers, base, found)
         found.experts = [n for n in base.experts if layers is None or is_inside(n, layers)]
     elif not _is_all_linear(config):
@@ -312,7 +312,7 @@ def _find_ia3(config: Ia3Config, base: BaseDescription, found: Targets) -> None:
     found.matrices = _find_linear(targets, "target_modules", names, base, found)
     _refuse(_not_plain(found.matrices, base), "", base, found)
     if inputs == "auto":
-        inner = {name for ending in FEED_FORWARD for name in by_ending(ending, found.matrices)}
+        inner = {name for ending in _FEED_FORWARD for name in by_ending(ending, found.matrices)}
         found.scaled_inputs = [name for name in found.matrices if name in inner]
         return
     found.scaled_inputs = _find_linear(inputs, "feedforward_modules", names, base, found)
@@ -331,11 +331,11 @@ def _ia3_targets_of(base: BaseDescription, names: Sequence[str], found: Targets)
     def exists(ending: str) -> bool:
         return bool(by_ending(ending, names))
 
-    attention = [list(pair) for pair in KEYS_AND_VALUES if all(map(exists, pair))]
+    attention = [list(pair) for pair in _KEYS_AND_VALUES if all(map(exists, pair))]
     fused = family_of(base.model_type).queries_and_keys
     if fused is not None and exists(fused):
         attention = [[fused]]
-    feed_forward = [ending for ending in FEED_FORWARD if exists(ending)]
+    feed_forward = [ending for ending in _FEED_FORWARD if exists(ending)]
     if attention and feed_forward:
         return [*attention[0], feed_forward[0]]
     found.problems.append(

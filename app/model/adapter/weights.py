@@ -85,7 +85,7 @@ KINDS = {
     "trainable_tokens_delta": "token rows",
 }
 """peft's name of an adapter's part -> its usual name"""
-PREFIX = "base_model.model."
+_PREFIX = "base_model.model."
 WRAPPERS = {"base_layer", "original_module", "modules_to_save", "token_adapter", "default"}
 """parts that peft adds to the name of a base's weight"""
 
@@ -154,8 +154,8 @@ def expert_matrices(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, 
 
 def _described(name: str, parameter: torch.nn.Parameter) -> TrainableWeight:
     parts = name.split(".")
-    if name.startswith(PREFIX):
-        parts = [part for part in name.removeprefix(PREFIX).split(".") if part not in WRAPPERS]
+    if name.startswith(_PREFIX):
+        parts = [part for part in name.removeprefix(_PREFIX).split(".") if part not in WRAPPERS]
     name = ".".join(parts)
     for place, part in enumerate(parts):
         if part in KINDS:

@@ -71,11 +71,11 @@ def wrap(
 
     from app.model.adapter.experts import fuse_experts, keep_target_modules, placeholders_for_packed
 
-    drop_untied_keys(model)
+    _drop_untied_keys(model)
     with keep_target_modules(), placeholders_for_packed(model):
         adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
     fuse_experts(adapted)
-    check_tied_rows(adapted)
+    _check_tied_rows(adapted)
     for module in adapted.modules():
         if isinstance(module, peft.tuners.ia3.IA3Layer) and is_quantized(module):
             # On a quantized layer, peft's IA3 returns fp32.
@@ -229,7 +229,7 @@ def drop_pending_outputs(model: torch.nn.Module) -> None:
             layer.group.drop_outputs()
 
 
-def drop_untied_keys(model: PreTrainedModel) -> None:
+def _drop_untied_keys(model: PreTrainedModel) -> None:
     """Remove keys from `_tied_weights_keys`, which peft trusts, whose weights are not tied.
 
     FLAN-T5's head is a separate matrix, but T5's class lists it as tied, and peft would copy the
@@ -272,7 +272,7 @@ def trainable_rows(
     return rows
 
 
-def check_tied_rows(model: peft.PeftModel) -> None:
+def _check_tied_rows(model: peft.PeftModel) -> None:
     """Raise UserError if a module shares the embedding's weight but not its trained rows."""
     import peft
 

@@ -26,9 +26,9 @@ BACKEND_PACKAGES = {
     "flash3": ("flash_attn_interface", "flash-attn-3"),
 }
 """backend in a separate package -> the module to import, and the package's name"""
-BY_DOCUMENT = "attention_by_document"
-BY_BOUNDARIES = "varlen_by_boundaries"
-BY_BLOCKS = "flex_attention_by_blocks"
+_BY_DOCUMENT = "attention_by_document"
+_BY_BOUNDARIES = "varlen_by_boundaries"
+_BY_BLOCKS = "flex_attention_by_blocks"
 """names under which our attention functions are registered in transformers; with "sdpa" in one, it
 refuses models without an sdpa of its own"""
 SINKS_ERROR = "attention sinks are computed on a CPU only, and without dropout"
@@ -36,16 +36,16 @@ EXCHANGED = ("sdpa", "varlen")
 """backends that can run on a share of the heads, for rows split over ranks"""
 IN_TRANSFORMERS = {
     "eager": "eager",
-    "sdpa": BY_DOCUMENT,
-    "varlen": BY_BOUNDARIES,
-    "flex": BY_BLOCKS,
+    "sdpa": _BY_DOCUMENT,
+    "varlen": _BY_BOUNDARIES,
+    "flex": _BY_BLOCKS,
     "flash2": "flash_attention_2",
     "flash3": "flash_attention_3",
 }
 
 # Properties of model types that config.json does not contain (transformers 5.23). The lists give an
 # early message; the probes at the start of training refuse the models that are missing here.
-COUNTS_POSITIONS = (
+_COUNTS_POSITIONS = (
     "bart",
     "bigbird_pegasus",
     "blenderbot",
@@ -71,19 +71,19 @@ COUNTS_POSITIONS = (
     "xmod",
 )
 """model types that compute positions themselves, counted from the start of the row"""
-WITHOUT_MASK = ("deepseek_v4", "openai-gpt", "xlm")
+_WITHOUT_MASK = ("deepseek_v4", "openai-gpt", "xlm")
 """model types that ignore a mask of queries by keys, at least in some layers"""
-ALIBI = ("bloom", "mpt")
+_ALIBI = ("bloom", "mpt")
 """model types that compute their ALiBi bias from the mask of a whole row"""
-SEES_PADDING = ("encoder-decoder", "prophetnet")
+_SEES_PADDING = ("encoder-decoder", "prophetnet")
 """model types that see padding whatever the mask is"""
-HASHES_ROWS = ("reformer",)
+_HASHES_ROWS = ("reformer",)
 """model types that attend inside buckets, into which they sort the tokens of a whole row"""
-SHARED_EXPERTS = ("nllb-moe",)
+_SHARED_EXPERTS = ("nllb-moe",)
 """model types whose experts drop tokens above a capacity shared by the whole batch"""
 SELECTED_TOKENS = ("index_topk", "keep_window_size", "indexer_budget")
 """names in config.json of the number of keys that each query selects by score"""
-COMPRESSED_TOKENS = {"deepseek_v4": 4}
+_COMPRESSED_TOKENS = {"deepseek_v4": 4}
 """model type -> number of tokens that each selected key represents, if more than one"""
 BY_CLASS = {"falcon": ("flash2",)}
 """model types with one attention class per backend, and the backends to use with them: these get
@@ -106,21 +106,21 @@ def attention_implementation(backend: str) -> str:
         from app.model.attention.attend import attend_by_document, build_mask_rule
         from app.model.attention.exchange import exchanging
 
-        AttentionInterface.register(BY_DOCUMENT, exchanging(attend_by_document))
-        AttentionMaskInterface.register(BY_DOCUMENT, build_mask_rule)
+        AttentionInterface.register(_BY_DOCUMENT, exchanging(attend_by_document))
+        AttentionMaskInterface.register(_BY_DOCUMENT, build_mask_rule)
     elif backend == "varlen":
         from app.model.attention.attend import build_mask_rule
         from app.model.attention.exchange import exchanging
         from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
 
         attend = partial(attend_by_boundaries, kernel=VarlenKernel.installed())
-        AttentionInterface.register(BY_BOUNDARIES, exchanging(attend))
-        AttentionMaskInterface.register(BY_BOUNDARIES, build_mask_rule)
+        AttentionInterface.register(_BY_BOUNDARIES, exchanging(attend))
+        AttentionMaskInterface.register(_BY_BOUNDARIES, build_mask_rule)
     elif backend == "flex":
         from app.model.attention.flex import attend_by_blocks
 
         # No mask function: the block mask that is built for each batch is complete.
-        AttentionInterface.register(BY_BLOCKS, attend_by_blocks)
+        AttentionInterface.register(_BY_BLOCKS, attend_by_blocks)
     return IN_TRANSFORMERS[backend]
 
 
@@ -181,17 +181,17 @@ def packing_error(config: Mapping[str, Any], backend: str = "auto") -> str | Non
     `config`: contents of its config.json.
     """
     model_type = config.get("model_type")
-    if model_type in COUNTS_POSITIONS:
+    if model_type in _COUNTS_POSITIONS:
         reason = (
             "compute positions from the start of the row, which are wrong for every document of a "
             "pack but the first"
         )
-    elif model_type in ALIBI or (model_type == "falcon" and config.get("alibi")):
+    elif model_type in _ALIBI or (model_type == "falcon" and config.get("alibi")):
         reason = (
             "compute their ALiBi bias over the whole row, and support no mask that separates the "
             "documents of a pack"
         )
-    elif model_type in WITHOUT_MASK:
+    elif model_type in _WITHOUT_MASK:
         reason = "support no mask that separates the documents of a pack"
     elif config.get("is_encoder_decoder") and backend == "eager":
         reason = (
@@ -210,14 +210,14 @@ def batching_error(config: Mapping[str, Any], longest: int | None = None) -> str
     of config.json.
     """
     model_type = config.get("model_type")
-    if model_type in SEES_PADDING:
+    if model_type in _SEES_PADDING:
         reason = "let documents see the padding after them, and each other in a pack"
-    elif model_type in HASHES_ROWS:
+    elif model_type in _HASHES_ROWS:
         reason = (
             "sort the tokens of a whole row into buckets, so that the logits of a document depend "
             "on its padding and its neighbours"
         )
-    elif model_type in SHARED_EXPERTS:
+    elif model_type in _SHARED_EXPERTS:
         reason = (
             "drop tokens beyond an expert_capacity that all documents of a batch share, so that "
             "the logits of one depend on the others"
@@ -239,7 +239,7 @@ def _length_error(config: Mapping[str, Any], longest: int | None) -> str | None:
     keys = next((text[name] for name in SELECTED_TOKENS if text.get(name)), None)
     if longest is None or keys is None:
         return None
-    selected = keys * COMPRESSED_TOKENS.get(model_type, 1)
+    selected = keys * _COMPRESSED_TOKENS.get(model_type, 1)
     if longest <= selected:
         return None
     return (
@@ -262,7 +262,7 @@ def _nested_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def generation_attention(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Use transformers' own attention in `model.generate`, which needs a cache and left padding."""
-    ours = (BY_DOCUMENT, BY_BOUNDARIES, BY_BLOCKS)
+    ours = (_BY_DOCUMENT, _BY_BOUNDARIES, _BY_BLOCKS)
 
     def choose(part: PreTrainedModel) -> str:
         own: str = part.config._attn_implementation

@@ -26,33 +26,33 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-FASTEST_FIRST = ("flash3", "flash2", "varlen", "sdpa")
+_FASTEST_FIRST = ("flash3", "flash2", "varlen", "sdpa")
 """`auto` chooses the first that can run, else eager, which runs every model"""
-DESCRIPTIONS = {
+_DESCRIPTIONS = {
     "varlen": "PyTorch's own, for NVIDIA GPUs in half precision",
     "flex": "PyTorch's flex_attention",
     "sdpa": "PyTorch's, document by document",
     "eager": "the slow reference",
 }
-DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 """names of the attention dropout in config.json"""
-HEAD_DIMS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+_HEAD_DIMS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
 """names of head dimensions in config.json"""
-SELECTED_KEYS = (*SELECTED_TOKENS, "index_topk_blocks")
+_SELECTED_KEYS = (*SELECTED_TOKENS, "index_topk_blocks")
 """names in config.json of the number of keys, or blocks of keys, that each query selects"""
-MIN_FLEX_HEAD_DIM = 16
-OWN_MASKS = ("blt",)
+_MIN_FLEX_HEAD_DIM = 16
+_OWN_MASKS = ("blt",)
 """model types whose layers compute their own masks"""
-MASKED_WINDOWS = ("phimoe",)
+_MASKED_WINDOWS = ("phimoe",)
 """model types whose layers get their sliding window only from the mask"""
-MASK_ONLY = ("nemotron", "stablelm")
+_MASK_ONLY = ("nemotron", "stablelm")
 """model types whose decoder layers pass only the mask to their attention (transformers 5.23)"""
 ENCODER_DECODER_SINCE, ENCODER_DECODER_SINCE_BY_TYPE = "5.4", {"umt5": "5.18"}
 """first version of transformers whose encoder-decoder models pass on which attention is causal"""
 FLASH4 = "flash-attn-4"
 """package of a faster kernel for `varlen`"""
-NOT_HOPPER = "flash-attn-3 is for Hopper GPUs"
-IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
+_NOT_HOPPER = "flash-attn-3 is for Hopper GPUs"
+_IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
 """errors of a package that was built for another PyTorch, or misses a library"""
 
 
@@ -92,7 +92,7 @@ class ModelOnDevice:
             return max(getattr(layer, name) for layer in text.per_layer_config)
 
     def head_dims(self) -> list[int]:
-        dims = [dim for name in HEAD_DIMS if (dim := self.config_value(name))]
+        dims = [dim for name in _HEAD_DIMS if (dim := self.config_value(name))]
         heads = self.config_value("num_attention_heads")
         return dims or ([self.config_value("hidden_size") // heads] if heads else [])
 
@@ -123,14 +123,14 @@ def choose_backend(
 def _choose_fastest(model: ModelOnDevice) -> AttentionChoice:
     reasons: dict[str, None] = {}  # ordered, without duplicates
     chosen = "eager"
-    for backend in FASTEST_FIRST:
+    for backend in _FASTEST_FIRST:
         if backend in BY_CLASS.get(model.model_type, ()):
             continue  # works only for batches of one row
         reason = support_error(backend, model) or find_package_problem(backend)
         if reason is None:
             chosen = backend
             break
-        if reason != NOT_HOPPER:  # expected on most GPUs
+        if reason != _NOT_HOPPER:  # expected on most GPUs
             reasons[reason] = None
     return AttentionChoice(chosen, "; ".join([_describe(chosen), *reasons]))
 
@@ -173,11 +173,11 @@ def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
             f"before transformers {since}, {model_type} models do not pass on which attention is "
             "causal"
         )
-    if any(model.config_value(name) for name in SELECTED_KEYS):
+    if any(model.config_value(name) for name in _SELECTED_KEYS):
         yield f"{model_type} models select what they attend to from a mask that only eager builds"
-    if model_type in MASK_ONLY and backend != "flex":
+    if model_type in _MASK_ONLY and backend != "flex":
         yield f"{model_type} models do not pass document boundaries on to their attention"
-    if model_type in OWN_MASKS:
+    if model_type in _OWN_MASKS:
         yield f"{model_type} models build their own attention masks, which only eager supports"
     if backend in ("sdpa", "varlen") and model.config_value("attn_logit_softcapping"):
         yield f"{backend} has no softcap of attention logits, which {model_type} models need"
@@ -187,7 +187,7 @@ def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
         yield f"transformers has no {backend} for {model_type} models"
     if tower := _find_tower_without(backend, model.architecture):
         yield f"transformers has no {backend} for {tower}, a part of {model_type} models"
-    dropout = max(model.config_value(name) or 0 for name in DROPOUTS)
+    dropout = max(model.config_value(name) or 0 for name in _DROPOUTS)
     if backend == "sdpa":
         if family_of(model_type).has_sinks and (dropout or model.accelerator != "cpu"):
             yield SINKS_ERROR
@@ -196,7 +196,7 @@ def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
         yield f"{backend} has no attention dropout, and this model has {dropout:g}"
     if backend in (*HALF_PRECISION_ONLY, "flex") and model.config_value("attention_chunk_size"):
         yield f"{backend} has no chunked attention, which {model_type} models need"
-    if backend in HALF_PRECISION_ONLY and model_type in MASKED_WINDOWS:
+    if backend in HALF_PRECISION_ONLY and model_type in _MASKED_WINDOWS:
         yield f"{model_type} models do not pass their sliding window on to {backend}"
     if backend == "varlen" and model.config_value("sliding_window"):
         from app.model.attention.varlen import VarlenKernel
@@ -205,8 +205,8 @@ def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
             yield "varlen has no sliding window before PyTorch 2.11"
     dims = model.head_dims()
     if backend == "flex":
-        if min(dims, default=MIN_FLEX_HEAD_DIM) < MIN_FLEX_HEAD_DIM:
-            yield f"flex needs a head dimension of {MIN_FLEX_HEAD_DIM} or more, not {min(dims)}"
+        if min(dims, default=_MIN_FLEX_HEAD_DIM) < _MIN_FLEX_HEAD_DIM:
+            yield f"flex needs a head dimension of {_MIN_FLEX_HEAD_DIM} or more, not {min(dims)}"
     elif max(dims, default=0) > MAX_FLASH_HEAD_DIM:
         limit = MAX_FLASH_HEAD_DIM
         yield f"flash attention supports head dimensions up to {limit}, not {max(dims)}"
@@ -219,7 +219,7 @@ def _obstacles_of_gpu(backend: str) -> Iterator[str]:
 
     capability = torch.cuda.get_device_capability()
     if backend == "flash3" and capability[0] != 9:
-        yield NOT_HOPPER
+        yield _NOT_HOPPER
     if backend in HALF_PRECISION_ONLY and capability < (8, 0):
         name = "sm{}{}".format(*capability)
         yield f"flash attention needs an Ampere GPU (sm80) or a newer one, and this is {name}"
@@ -295,7 +295,7 @@ def find_package_problem(backend: str) -> str | None:
         return f"{package} is not installed"
     try:
         importlib.import_module(module)
-    except IMPORT_ERRORS as error:
+    except _IMPORT_ERRORS as error:
         message = " ".join(str(error).split()) or type(error).__name__
         return f"{package} {version} is installed, but its import fails ({message})"
     if not _transformers_accepts(backend):
@@ -343,4 +343,4 @@ def _describe(backend: str) -> str:
     if backend in BACKEND_PACKAGES:
         package = BACKEND_PACKAGES[backend][1]
         return f"{package} {package_version(package)}"
-    return DESCRIPTIONS[backend]
+    return _DESCRIPTIONS[backend]

@@ -28,7 +28,7 @@ SHORT_TOKENS = 64
 """length up to which launching a kernel takes longer than computing a document"""
 STACK_TOKENS = 1024
 """most tokens of short documents computed together, so that they fit into the CPU's cache"""
-FREE_PADDING = 1024
+_FREE_PADDING = 1024
 """query-key pairs of padding that each document may add on top, for fewer and larger calls"""
 
 
@@ -309,7 +309,7 @@ def _take_similar(
     for size, (query, key) in enumerate(documents, start=1):
         longest_query = max(longest_query, query.length)
         real += query.length * key.length
-        if longest_query * longest_key * size > MAX_PADDED_RATIO * real + FREE_PADDING * size:
+        if longest_query * longest_key * size > MAX_PADDED_RATIO * real + _FREE_PADDING * size:
             return documents[: size - 1], documents[size - 1 :]
     return documents, []
 

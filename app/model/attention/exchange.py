@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Attend = Callable[..., tuple[Tensor, Any]]
-PROBE_TOKENS = 4
+_PROBE_TOKENS = 4
 """tokens of each rank in the probe"""
 
 
@@ -188,7 +188,7 @@ def _tokens_of_all_heads(output: Tensor, ranks: dist.ProcessGroup) -> Tensor:
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-def describe_exchange(config: PretrainedConfig, size: int) -> str:
+def _describe_exchange(config: PretrainedConfig, size: int) -> str:
     """Return how `size` ranks attend to whole documents, and why."""
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -207,10 +207,10 @@ def check_exchange(
     slices that see another document, or not all of their own, differ from them.
     """
     size, rank = ranks.size(), ranks.rank()
-    log.info("context parallelism: %s", describe_exchange(model.config, size))
-    tokens, first = size * PROBE_TOKENS, size * PROBE_TOKENS // 2 + 1
+    log.info("context parallelism: %s", _describe_exchange(model.config, size))
+    tokens, first = size * _PROBE_TOKENS, size * _PROBE_TOKENS // 2 + 1
     lengths = [[first, tokens - first]]
-    own = SequenceSlice(rank * PROBE_TOKENS, (rank + 1) * PROBE_TOKENS, ranks)
+    own = SequenceSlice(rank * _PROBE_TOKENS, (rank + 1) * _PROBE_TOKENS, ranks)
     columns = slice(own.start, own.stop)
     positions = torch.tensor([[*range(first), *range(tokens - first)]], device=device)
     vocab_size = model.config.get_text_config().vocab_size

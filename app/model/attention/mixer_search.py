@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PROBE = (5, 6)
+_PROBE = (5, 6)
 """lengths of the two documents of the search, in tokens"""
-ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 """name of the registry in which transformers' layers look up their attention"""
 TOLERANCE = 2.0**-5
 """largest norm of a difference between kernels with boundaries and runs document by document, as a
@@ -42,7 +42,7 @@ share of the norm"""
 MIN_LEAK_EPS, MIN_LEAK_SHARE = 4, 1e-4
 """smallest change that is a leak: in eps of the outputs' dtype, and as a share of their size"""
 
-KERNELS = {
+_KERNELS = {
     "mamba_selective_scan": ("", ""),
     "mamba2_chunk_scan": ("mamba_ssm", "mamba"),
     "torch_chunk_gated_delta_rule": ("fla", "hybrid"),
@@ -66,11 +66,11 @@ def isolate_mixers(
     import torch
 
     base = transformers_model(model)
-    lengths = [list(PROBE)]
+    lengths = [list(_PROBE)]
     vocab_size = base.config.get_text_config().vocab_size
-    ids = torch.arange(3, 3 + sum(PROBE), device=device).unsqueeze(0) % vocab_size
-    positions = torch.cat([torch.arange(length, device=device) for length in PROBE])
-    documents = group_documents(lengths, (1, sum(PROBE)), device)
+    ids = torch.arange(3, 3 + sum(_PROBE), device=device).unsqueeze(0) % vocab_size
+    positions = torch.cat([torch.arange(length, device=device) for length in _PROBE])
+    documents = group_documents(lengths, (1, sum(_PROBE)), device)
     inputs = inputs_of(lengths, ids)
     search = _Search()
     try:
@@ -99,7 +99,7 @@ def missing_kernels(mixers: Iterable[type[torch.nn.Module]]) -> str:
     """
     for mixer in mixers:
         names = inspect.unwrap(mixer.forward).__globals__
-        package, extra = next((row for name, row in KERNELS.items() if name in names), ("", ""))
+        package, extra = next((row for name, row in _KERNELS.items() if name in names), ("", ""))
         if package and find_spec(package) is None:
             return f"type {install_extra(extra)}"
     return ""
@@ -252,7 +252,7 @@ def _gradients(module: torch.nn.Module, forward: MixerForward, inputs: Any) -> l
     # A strategy may have released inner modules' weights again, which are then empty.
     weights = [weight for weight in module.parameters() if weight.requires_grad and weight.numel()]
     found: list[torch.Tensor] = []
-    for part in output.split(PROBE, 1):
+    for part in output.split(_PROBE, 1):
         direction = torch.arange(part.numel(), device=part.device).cos().view_as(part)
         gradients = torch.autograd.grad(
             (part * direction).sum(),
@@ -261,14 +261,14 @@ def _gradients(module: torch.nn.Module, forward: MixerForward, inputs: Any) -> l
             materialize_grads=True,
         )
         for number, gradient in enumerate(gradients):
-            found += gradient.split(PROBE, 1) if number < len(activations) else [gradient]
+            found += gradient.split(_PROBE, 1) if number < len(activations) else [gradient]
     return found
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
     """Return whether a module calls the attention function that its model is configured with."""
     forward = inspect.unwrap(type(module).forward)
-    return ATTENTION_REGISTRY in getattr(forward, "__code__", forward).co_names
+    return _ATTENTION_REGISTRY in getattr(forward, "__code__", forward).co_names
 
 
 class _TestedForward:
@@ -298,7 +298,7 @@ def _edit_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] 
 
     if not any(map(_is_activation, tree_leaves((args, kwargs)))):
         return None
-    documents = slice(PROBE[0]), slice(PROBE[0], None)
+    documents = slice(_PROBE[0]), slice(_PROBE[0], None)
     return [tree_map(partial(edit, document=document), (args, kwargs)) for document in documents]
 
 
@@ -307,7 +307,7 @@ def _is_activation(value: Any) -> bool:
     import torch
 
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return is_float and value.ndim == 3 and tuple(value.shape[:2]) == (1, sum(PROBE))
+    return is_float and value.ndim == 3 and tuple(value.shape[:2]) == (1, sum(_PROBE))
 
 
 def _leaks(*outputs: Any) -> bool:
@@ -319,13 +319,13 @@ def _leaks(*outputs: Any) -> bool:
     import torch
 
     found = [_first_output(output) for output in outputs]
-    shape = 1, sum(PROBE)
+    shape = 1, sum(_PROBE)
     if not all(isinstance(output, torch.Tensor) and output.shape[:2] == shape for output in found):
         return False
     eps = torch.finfo(found[0].dtype).eps if found[0].is_floating_point() else 0.0
     original, first_edited, second_edited = (output.flatten(2)[0].float() for output in found)
-    change = _rms(original - first_edited)[PROBE[0] :].max().item()
-    noise = _rms(original - second_edited)[: PROBE[0]].max().item()
+    change = _rms(original - first_edited)[_PROBE[0] :].max().item()
+    noise = _rms(original - second_edited)[: _PROBE[0]].max().item()
     smallest = max(MIN_LEAK_EPS * eps, MIN_LEAK_SHARE) * _rms(original).max().item()
     return change > max(4 * noise, smallest)
 

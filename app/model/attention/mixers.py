@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ARGUMENT = "mixer_documents"
+_ARGUMENT = "mixer_documents"
 """name of the forward argument that carries a batch's documents to the mixers"""
 RANKS = "mixer_ranks"
 """name of the one that carries the ranks that hold slices of the rows"""
-BOUNDARIES = (
+_BOUNDARIES = (
     "documents",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
@@ -39,7 +39,7 @@ BOUNDARIES = (
     "seq_idx",
 )
 """arguments that describe a whole batch, which mixers do not get"""
-RECURRENT_MASK = "create_recurrent_attention_mask"
+_RECURRENT_MASK = "create_recurrent_attention_mask"
 """name of the function with which transformers' models hide padding from recurrent layers"""
 
 
@@ -112,17 +112,17 @@ class MixerForward:
 
         self._module, self._original = module, original or module.forward
         self.takes_boundaries = takes_boundaries
-        self._chunk_size = find_chunk_size(module)
+        self._chunk_size = _find_chunk_size(module)
         # Not in the graph of a compiled layer, since documents differ from batch to batch.
         self._run = torch.compiler.disable(
-            run_by_boundaries if takes_boundaries else run_by_document
+            _run_by_boundaries if takes_boundaries else _run_by_document
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        named = {key: value for key, value in kwargs.items() if key not in BOUNDARIES}
+        named = {key: value for key, value in kwargs.items() if key not in _BOUNDARIES}
         if (ranks := _CurrentBatch.ranks) is not None:
             with use_documents(_CurrentBatch.documents):
-                return run_on_whole_rows(self, ranks, args, named)
+                return _run_on_whole_rows(self, ranks, args, named)
         if _CurrentBatch.documents is None:
             return self._original(*args, **named)
         forward = self._original if self.takes_boundaries else self._run_group
@@ -159,7 +159,7 @@ def mixers_run_by_document(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield module
 
 
-def find_chunk_size(module: Any) -> int | None:
+def _find_chunk_size(module: Any) -> int | None:
     """Return the tokens per chunk of a mixer's scan; None if it is unknown or cannot be changed.
 
     It is an attribute of the module, or a default of the function that its forward passes keyword
@@ -184,7 +184,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
 
 
-def run_by_boundaries(
+def _run_by_boundaries(
     forward: Callable[..., Any],
     documents: DocumentGroups,
     args: tuple[Any, ...],
@@ -192,7 +192,7 @@ def run_by_boundaries(
 ) -> Any:
     """Run `forward` on all rows joined into one, with the boundaries of the documents.
 
-    Kernels support boundaries only in a single row. Outputs as in `run_by_document`.
+    Kernels support boundaries only in a single row. Outputs as in `_run_by_document`.
     """
     import torch
     from torch.utils._pytree import tree_map_only
@@ -216,12 +216,12 @@ def run_by_boundaries(
     )
 
 
-def run_on_whole_rows(
+def _run_on_whole_rows(
     forward: Callable[..., Any], ranks: ProcessGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run `forward` on the tokens of all ranks that hold slices of the rows; return the own slice.
 
-    Each rank computes whole rows. Outputs as in `run_by_document`.
+    Each rank computes whole rows. Outputs as in `_run_by_document`.
     """
     import torch
     from torch.utils._pytree import tree_map_only
@@ -248,7 +248,7 @@ def run_on_whole_rows(
     )
 
 
-def run_by_document(
+def _run_by_document(
     forward: Callable[..., Any],
     documents: DocumentGroups,
     args: tuple[Any, ...],
@@ -311,7 +311,7 @@ def has_isolated_mixers(model: torch.nn.Module) -> bool:
 
 def masks_recurrent_layers(model: torch.nn.Module) -> bool:
     """Return whether a model derives a mask for recurrent layers from its attention mask."""
-    return RECURRENT_MASK in vars(sys.modules[type(transformers_model(model)).__module__])
+    return _RECURRENT_MASK in vars(sys.modules[type(transformers_model(model)).__module__])
 
 
 def mixer_inputs(
@@ -327,7 +327,7 @@ def mixer_inputs(
     """
     if not has_isolated_mixers(model):
         return {}
-    return {ARGUMENT: group_documents(document_lengths, shape, device), RANKS: ranks}
+    return {_ARGUMENT: group_documents(document_lengths, shape, device), RANKS: ranks}
 
 
 def transformers_model(model: torch.nn.Module) -> Any:

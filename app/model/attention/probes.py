@@ -30,23 +30,23 @@ MIN_ULPS, MAX_ULPS, MIN_SHARE = 2, 8, 1e-4
 share of the logits' spread"""
 KERNEL_ULPS, KERNEL_MIN_SHARE = 24, 1e-3
 """rounding error between kernels: units in the last place, and least share of the logits' spread"""
-TF32_EPS = 2**-10
-FIRST_ID = 3
+_TF32_EPS = 2**-10
+_FIRST_ID = 3
 """first token id of a probe: lower ids are special tokens, and padding to some models"""
-CAUSAL_TOKENS = 8
+_CAUSAL_TOKENS = 8
 """tokens of the probe that a model is causal"""
-VISIBLE_CHANGE = 0.02
+_VISIBLE_CHANGE = 0.02
 """least change of a token's logits that shows it sees an edit, as a share of their spread"""
 NEIGHBOUR_TOKENS, DOCUMENT_TOKENS = 5, 12
 """lengths of the two documents of the comparison with eager attention"""
 SPREAD = 192
 """positions between tokens of the probe for documents of other lengths, as a divisor of the model's
 context: below the length at which published models change their rotary embeddings"""
-REACH = 3
+_REACH = 3
 """length of windows and chunks during this comparison, shorter than its document"""
-REACHES = ("sliding_window", "attention_chunk_size")
+_REACHES = ("sliding_window", "attention_chunk_size")
 """names of windows and chunks in configs and layers"""
-MASK_ERRORS = (TypeError, AttributeError, IndexError)
+_MASK_ERRORS = (TypeError, AttributeError, IndexError)
 """errors of a model that cannot read our masks"""
 
 
@@ -312,7 +312,7 @@ def _coarsest_eps(model: PreTrainedModel, logits: torch.Tensor) -> float:
         dtypes.append(torch.get_autocast_dtype(device))
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     is_exact = torch.get_float32_matmul_precision() == "highest"
-    return eps if is_exact else max(eps, TF32_EPS)
+    return eps if is_exact else max(eps, _TF32_EPS)
 
 
 def _token_ranges(
@@ -349,9 +349,11 @@ def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> 
 
     vocab_size = model.config.get_text_config().vocab_size
     device = device or model.device
-    ids = torch.arange(FIRST_ID, FIRST_ID + CAUSAL_TOKENS, device=device).unsqueeze(0) % vocab_size
-    edited, half = ids.clone(), CAUSAL_TOKENS // 2
-    edited[0, half:] = (edited[0, half:] + CAUSAL_TOKENS) % vocab_size
+    ids = (
+        torch.arange(_FIRST_ID, _FIRST_ID + _CAUSAL_TOKENS, device=device).unsqueeze(0) % vocab_size
+    )
+    edited, half = ids.clone(), _CAUSAL_TOKENS // 2
+    edited[0, half:] = (edited[0, half:] + _CAUSAL_TOKENS) % vocab_size
     with eval_mode(model):
         logits, others = (
             model(input_ids=tokens, use_cache=False).logits[0, :half].float()
@@ -359,7 +361,7 @@ def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> 
         )
     # The median token: rounding may send one or two tokens to another expert.
     change = (logits - others).std(-1).median()
-    if change > VISIBLE_CHANGE * logits.std(-1).mean():
+    if change > _VISIBLE_CHANGE * logits.std(-1).mean():
         fields = ("is_decoder", "causal")
         field = next((name for name in fields if getattr(model.config, name, None) is False), None)
         model_type = model.config.model_type
@@ -405,7 +407,7 @@ def _difference_to_eager(
     lengths = [NEIGHBOUR_TOKENS, DOCUMENT_TOKENS] if is_packed else [DOCUMENT_TOKENS]
     vocab_size = model.config.get_text_config().vocab_size
     num_tokens = NEIGHBOUR_TOKENS + DOCUMENT_TOKENS
-    ids = torch.arange(FIRST_ID, FIRST_ID + num_tokens, device=device).unsqueeze(0) % vocab_size
+    ids = torch.arange(_FIRST_ID, _FIRST_ID + num_tokens, device=device).unsqueeze(0) % vocab_size
     start = sum(lengths) - DOCUMENT_TOKENS
     document = slice(start, start + DOCUMENT_TOKENS)
     with eval_mode(model), _short_reaches(model):
@@ -428,7 +430,7 @@ def _row_logits(model: Any, backend: str, ids: torch.Tensor, lengths: list[int])
         inputs["position_ids"][0, : len(positions)] = positions.to(ids.device)
     try:
         logits: torch.Tensor = model(input_ids=ids, use_cache=False, **inputs).logits[0]
-    except MASK_ERRORS as error:
+    except _MASK_ERRORS as error:
         if backend == "eager":
             raise
         raise UserError(
@@ -440,14 +442,14 @@ def _row_logits(model: Any, backend: str, ids: torch.Tensor, lengths: list[int])
 
 
 def _short_reaches(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Shorten the windows and chunks of a model to `REACH` tokens in this context."""
+    """Shorten the windows and chunks of a model to `_REACH` tokens in this context."""
     from transformers import PreTrainedModel
 
     configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
     holders = [*model.modules(), *configs, *(config.get_text_config() for config in configs)]
     return replaced(
-        (holder, name, REACH)
+        (holder, name, _REACH)
         for holder in holders
-        for name in REACHES
-        if type(reach := vars(holder).get(name)) is int and reach > REACH
+        for name in _REACHES
+        if type(reach := vars(holder).get(name)) is int and reach > _REACH
     )

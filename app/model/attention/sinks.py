@@ -17,7 +17,7 @@ from torch import Tensor
 from app.model.activation_checkpointing import attend_once
 
 Kernel = Callable[..., Any]
-STATE = ("rng_state", "unused")
+_STATE = ("rng_state", "unused")
 """further outputs of the GPU's forward operator that its backward operator takes"""
 
 
@@ -43,14 +43,14 @@ class _SinkAttention(torch.autograd.Function):
         share = _by_token((without_sink - log_sum).exp(), query).unsqueeze(-1)
         # Computed in fp32 and rounded once; not in place, as recompute may have saved the tensor.
         output = torch.mul(attended, share, out=torch.empty_like(attended))
-        ctx.save_for_backward(query, key, value, sinks, output, log_sum, *state[: len(STATE)])
+        ctx.save_for_backward(query, key, value, sinks, output, log_sum, *state[: len(_STATE)])
         ctx.backward_kernel, ctx.options = kernels[1], options
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, log_sum, *rest = ctx.saved_tensors
-        state = dict(zip(STATE, rest, strict=False))  # empty on a CPU
+        state = dict(zip(_STATE, rest, strict=False))  # empty on a CPU
         gradient = gradients[0].contiguous()  # the operators read no expanded gradient
         grads = ctx.backward_kernel(
             gradient, query, key, value, output, log_sum, **state, **ctx.options

@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 FLASH4_CAPABILITIES = (9, 10)
 """major compute capabilities for which PyTorch has FlashAttention 4: Hopper and Blackwell"""
-PROBE_BOUNDARIES = (0, 100, 300, 301)
+_PROBE_BOUNDARIES = (0, 100, 300, 301)
 """start of each document of the comparison, and end of the last"""
-PROBE_KEY_HEADS = 2
+_PROBE_KEY_HEADS = 2
 """heads of keys and of values"""
 TOLERANCE = 2.0**-5
 """largest norm of the difference of two results in half precision, as a share of their norm"""
@@ -270,19 +270,19 @@ def _run_kernel(
     """Return the kernel's outputs and gradients for random documents, with and without a window."""
     kernel, results = VarlenKernel.installed(), []
     generator = torch.Generator(device).manual_seed(0)
-    boundaries = torch.tensor(PROBE_BOUNDARIES, dtype=torch.int32, device=device)
-    longest = max(end - start for start, end in pairwise(PROBE_BOUNDARIES))
-    num_heads = query_heads_per_key * PROBE_KEY_HEADS
+    boundaries = torch.tensor(_PROBE_BOUNDARIES, dtype=torch.int32, device=device)
+    longest = max(end - start for start, end in pairwise(_PROBE_BOUNDARIES))
+    num_heads = query_heads_per_key * _PROBE_KEY_HEADS
     sinks = torch.linspace(-1, 1, num_heads, device=device) if has_sinks else None
     for head_dim in sorted(set(head_dims)):
         for window in (None, longest // 4):
             query, key, value = (
                 torch.randn(
-                    PROBE_BOUNDARIES[-1], heads, head_dim, generator=generator, device=device
+                    _PROBE_BOUNDARIES[-1], heads, head_dim, generator=generator, device=device
                 )
                 .bfloat16()
                 .requires_grad_()
-                for heads in (num_heads, PROBE_KEY_HEADS, PROBE_KEY_HEADS)
+                for heads in (num_heads, _PROBE_KEY_HEADS, _PROBE_KEY_HEADS)
             )
             with torch.enable_grad():
                 output = kernel(

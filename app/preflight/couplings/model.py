@@ -30,7 +30,7 @@ from common.installation import verb_command
 CHANGE_BASE = ("pissa", "olora")
 """values of adapter.init that subtract the initial adapter from the base's weights"""
 
-MOST_BITS = 24
+_MOST_BITS = 24
 """classes of a text that a label can hold: bits of a float32 that are exact"""
 
 
@@ -133,8 +133,8 @@ GROUPS = (
                  "model.labels=[reward]"),
     )),
     Group(lambda c, d: True, rows=(
-        Conflict(lambda c, d: c.model.multi_label and not 2 <= len(c.model.labels) <= MOST_BITS,
-                 f"model.multi_label=true: a text may have several of 2 to {MOST_BITS} classes, "
+        Conflict(lambda c, d: c.model.multi_label and not 2 <= len(c.model.labels) <= _MOST_BITS,
+                 f"model.multi_label=true: a text may have several of 2 to {_MOST_BITS} classes, "
                  "and {labels}",
                  "model.labels=[NAME, NAME, ...], or model.multi_label=false"),
         Conflict(lambda c, d: len({*map(str.casefold, c.model.labels)}) < len(c.model.labels),

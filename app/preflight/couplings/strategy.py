@@ -27,10 +27,10 @@ from common.files import file_system_of
 from common.installation import install_extra
 from data_modules import DEFAULT_SEQUENCE_LEN
 
-MIN_SLICE_TOKENS = 64
+_MIN_SLICE_TOKENS = 64
 """fewest tokens of a row on each of the ranks that split it"""
 MEMORY_FILES = ("tmpfs", "ramfs")
-REMOTE_FILES = (
+_REMOTE_FILES = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs"),
     *("9p", "afs"),
 )
@@ -46,7 +46,7 @@ NEAREST_IN_PYTORCH = {
     "zeropp": "fsdp_hybrid",
 }
 """DeepSpeed strategy -> the nearest PyTorch strategy"""
-UNSPLIT = {"nf4": "packs weights in blocks that cross both", "fp8": "scales whole rows"}
+_UNSPLIT = {"nf4": "packs weights in blocks that cross both", "fp8": "scales whole rows"}
 """quantization -> why its matrices cannot be split by rows and columns"""
 
 
@@ -65,7 +65,7 @@ def _unfit_folder(config: Any) -> str:
     kind = "" if folder is None else file_system_of(folder)
     if kind in MEMORY_FILES:
         return f"{folder} is on {kind}, which is in memory itself"
-    if kind in REMOTE_FILES or kind.startswith("fuse."):
+    if kind in _REMOTE_FILES or kind.startswith("fuse."):
         return f"{folder} is on {kind}, which may be remote, and slow or lost"
     return ""
 
@@ -73,7 +73,7 @@ def _unfit_folder(config: Any) -> str:
 def _short_slices(config: Any) -> tuple[int, int] | None:
     """Return the tokens of a row and the fewest that its slices may have together, if more."""
     tokens = config.data.sequence_len or DEFAULT_SEQUENCE_LEN
-    least = config.strategy.context_parallel_size * MIN_SLICE_TOKENS
+    least = config.strategy.context_parallel_size * _MIN_SLICE_TOKENS
     return (tokens, least) if tokens < least else None
 
 
@@ -191,7 +191,7 @@ GROUPS = (
                  "adapter.neftune_alpha=null, or {without}"),
         Conflict(lambda c, d: _short_slices(c),
                  "{name}: rows of {found[0]} tokens (data.sequence_len) leave a rank fewer than "
-                 f"{MIN_SLICE_TOKENS}",
+                 f"{_MIN_SLICE_TOKENS}",
                  "data.sequence_len={found[1]}, or {without}"),
     )),
     Group(lambda c, d: is_training(c) and isinstance(c.strategy, FsdpConfig), rows=(
@@ -207,7 +207,7 @@ GROUPS = (
                  "{strategy} shards weights of one floating-point dtype, but those of "
                  "quantization=int8 are integers with separate scales",
                  "quantization=nf4, or strategy=zero2 or ddp"),
-        Conflict(lambda c, d: splits_matrices(c, d) and UNSPLIT.get(c.quantization.method),
+        Conflict(lambda c, d: splits_matrices(c, d) and _UNSPLIT.get(c.quantization.method),
                  "{strategy} splits matrices by rows and columns, but {quantization} {found}",
                  "strategy=fsdp, or quantization=none"),
         Conflict(lambda c, d: uses_dora(c) and splits_matrices(c, d),

@@ -17,7 +17,7 @@ from common.errors import nearest
 from common.installation import install_extra, verb_command
 from data_modules import dataset_names
 
-OF_OBJECTIVES = {
+_OF_OBJECTIVES = {
     "preference": "objective=dpo, or format: prompt_completion, columns: {completion: chosen}",
     "kto": "objective=kto, or columns: {weight: label} without a format",
     "classification": "objective=classify, or format: alpaca, columns: {instruction: text, "
@@ -95,9 +95,9 @@ GROUPS = (
                  "has its own packing window",
                  "packing.window=null"),
         Conflict(lambda c, d: [
-                     (each.format, each.path, OF_OBJECTIVES[each.format])
+                     (each.format, each.path, _OF_OBJECTIVES[each.format])
                      for each in c.data.loss_datasets
-                     if c.objective.row_format is None and each.format in OF_OBJECTIVES],
+                     if c.objective.row_format is None and each.format in _OF_OBJECTIVES],
                  "format: {found[0]} of {found[1]}: {objective} learns from single answers that "
                  "are all right",
                  "{found[2]}"),

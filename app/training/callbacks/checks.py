@@ -23,9 +23,9 @@ from common.installation import ROOT
 if TYPE_CHECKING:
     from app.config import TrainConfig
 
-PER_PROCESS = ("output", "supervise", "resume", "resume_allow", "faults")
+_PER_PROCESS = ("output", "supervise", "resume", "resume_allow", "faults")
 """settings of a single process or start of the run, which may differ"""
-LOCATIONS = ("path", "tokenizer_path", "chat_template", "cache_dir")
+_LOCATIONS = ("path", "tokenizer_path", "chat_template", "cache_dir")
 """settings that may differ between machines: files are compared by content, not by path"""
 PACKAGES = ("app", "common", "data_modules", "conf")
 """source folders of this program"""
@@ -54,7 +54,7 @@ def rank_invariant_values(config: TrainConfig, facts: Mapping[str, Any]) -> dict
     settings = {
         f"settings of {name}": _without_locations(value)
         for name, value in dataclasses.asdict(config).items()
-        if name not in PER_PROCESS
+        if name not in _PER_PROCESS
     }
     # `auto` is the same setting on all ranks, but may resolve to different strategies.
     strategy = settings.pop("settings of strategy"), facts["strategy"]
@@ -74,7 +74,7 @@ def rank_invariant_values(config: TrainConfig, facts: Mapping[str, Any]) -> dict
 def _without_locations(value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            name: _without_locations(part) for name, part in value.items() if name not in LOCATIONS
+            name: _without_locations(part) for name, part in value.items() if name not in _LOCATIONS
         }
     if isinstance(value, list):
         return [_without_locations(part) for part in value]
@@ -154,14 +154,14 @@ class GradientCheck(L.Callback):
                     _record(is_reached, gradient)
         counts = strategy.reduce(torch.stack(self._is_reached), reduce_op="sum").tolist()
         weights, self._weights, self._is_reached = self._weights, [], []
-        check_gradients(weights, [count > 0 for count in counts])
+        _check_gradients(weights, [count > 0 for count in counts])
 
 
 def _record(is_reached: Tensor, gradient: Tensor) -> None:
     is_reached += gradient.detach().any().to(is_reached.device)
 
 
-def check_gradients(weights: list[TrainableWeight], is_reached: list[bool]) -> None:
+def _check_gradients(weights: list[TrainableWeight], is_reached: list[bool]) -> None:
     """Raise UserError naming the matrices without a gradient; TrainingFault if none has one."""
     places = {_place(w) for w, reached in zip(weights, is_reached, strict=True) if reached}
     without = [weight for weight in weights if _place(weight) not in places]

@@ -11,7 +11,7 @@ from app.model.compile import CompiledLayers, num_compiled_graphs, recompile_rea
 
 log = logging.getLogger(__name__)
 
-LAST_COMPILING_STEP = 3
+_LAST_COMPILING_STEP = 3
 """step by which every shape and mode has occurred"""
 
 
@@ -46,7 +46,7 @@ class Compilation(L.Callback):
             return
         if self.layers.failure is not None:
             self.on_fit_end()
-        elif trainer.global_step >= LAST_COMPILING_STEP:
+        elif trainer.global_step >= _LAST_COMPILING_STEP:
             self._warn(trainer.global_step)
 
     def on_fit_end(self, *_: Any) -> None:

@@ -25,8 +25,8 @@ from common.text import duration, printable
 if TYPE_CHECKING:
     from app.training.metrics import Metrics
 
-LINES_PER_RUN = 10
-BAR_FIGURES = {
+_LINES_PER_RUN = 10
+_BAR_FIGURES = {
     "train/loss": "loss {:.4f}",
     "val/loss": "val {:.4f}",
     "speed/tokens_per_second": "{:,.0f} tok/s",
@@ -34,10 +34,10 @@ BAR_FIGURES = {
 }
 """metrics shown of the latest row; a bar shows as many as fit into its line"""
 BAR_WIDTH, TIME_WIDTH = 12, 7
-STATUSES = ("validate", "train", "done", "stopped")
-MIN_SECONDS = 5.0
+_STATUSES = ("validate", "train", "done", "stopped")
+_MIN_SECONDS = 5.0
 """shortest time between two writes while the state stays: each one waits for the disk"""
-STATUS_FIGURES = {
+_STATUS_FIGURES = {
     "loss": "train/loss",
     "val_loss": "val/loss",
     "tokens_per_second": "speed/tokens_per_second",
@@ -90,7 +90,7 @@ class ProgressBar(L.Callback):
             shown = figures(pl_module.metrics, self._room(total))
             self.progress.update(self.task, completed=step, what="train", figures=shown)
         if pl_module.metrics.latest_step == step and self.next_line <= step < total:
-            self.next_line = step + total / LINES_PER_RUN
+            self.next_line = step + total / _LINES_PER_RUN
             seconds = (time.monotonic() - self.started) / max(1, step - self.first_step)
             left = f"{duration(seconds * (total - step))} left"
             self._write(f"step {step}/{total}  {figures(pl_module.metrics)}  {left}")
@@ -126,7 +126,7 @@ class ProgressBar(L.Callback):
     def _room(self, total: int) -> int:
         """Return the width that the rest of the bar leaves for metrics, in characters."""
         counts = 2 * len(str(total)) + 1
-        rest = (max(map(len, STATUSES)), BAR_WIDTH, counts, TIME_WIDTH)
+        rest = (max(map(len, _STATUSES)), BAR_WIDTH, counts, TIME_WIDTH)
         return self.console.width - sum(rest) - len(rest)
 
     def _close(self, status: str) -> None:
@@ -138,7 +138,7 @@ class ProgressBar(L.Callback):
 
 def figures(metrics: Metrics, room: int | None = None) -> str:
     """Return the latest metrics in one line, as many as fit into `room` characters."""
-    shown = ((metrics.latest.get(name), form) for name, form in BAR_FIGURES.items())
+    shown = ((metrics.latest.get(name), form) for name, form in _BAR_FIGURES.items())
     line = ""
     for text in (form.format(value) for value, form in shown if value is not None):
         longer = f"{line}  {text}" if line else text
@@ -170,7 +170,7 @@ class StatusFile(L.Callback):
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         is_first = trainer.global_step <= self.first_step + 1
-        if is_first or time.monotonic() - self.written >= MIN_SECONDS:
+        if is_first or time.monotonic() - self.written >= _MIN_SECONDS:
             self._write(trainer, pl_module, TRAINING)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -179,7 +179,7 @@ class StatusFile(L.Callback):
     on_fit_end = on_validation_start  # the trained model is compared with its base next
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-        if time.monotonic() - self.written >= MIN_SECONDS:
+        if time.monotonic() - self.written >= _MIN_SECONDS:
             self._write(trainer, pl_module, EVALUATING)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -210,7 +210,7 @@ class StatusFile(L.Callback):
             seconds_per_step=seconds,
             hours_left=None if ending or seconds is None else seconds * (steps - step) / 3600,
             checkpoint=None if newest is None else f"{self.store.folder.name}/step-{newest}",
-            **{key: module.metrics.latest.get(name) for key, name in STATUS_FIGURES.items()},
+            **{key: module.metrics.latest.get(name) for key, name in _STATUS_FIGURES.items()},
             **ending,
         )
 

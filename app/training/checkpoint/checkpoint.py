@@ -41,7 +41,7 @@ FORMAT = 1
 """version of the checkpoint format; a higher one is refused when read"""
 MARKER, MANIFEST = "COMMITTED", "manifest.json"
 TENSORS, DOCUMENT = ".safetensors", ".json"
-KEYS = Keys(
+_KEYS = Keys(
     {
         "format": COUNT,
         "step": COUNT,
@@ -53,13 +53,13 @@ KEYS = Keys(
     {},
 )
 """manifest.json, as `commit` writes it"""
-LIBRARIES = ("loft", "torch", "lightning", "transformers", "peft", "safetensors")
-MAX_JSON_BYTES = 64 << 20
+_LIBRARIES = ("loft", "torch", "lightning", "transformers", "peft", "safetensors")
+_MAX_JSON_BYTES = 64 << 20
 """largest JSON file that is read: the manifest of a thousand ranks has 1 MiB, a year of validations
 30 MiB"""
-MAX_DAMAGES = 5
+_MAX_DAMAGES = 5
 """most damages listed of one checkpoint"""
-MAX_READERS = 4
+_MAX_READERS = 4
 """number of files verified in parallel"""
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -69,8 +69,8 @@ class DamageError(ValueError):
 
     def __init__(self, damages: Iterable[str]) -> None:
         self.damages = list(damages)
-        more = len(self.damages) - MAX_DAMAGES
-        listed = ", ".join(self.damages[:MAX_DAMAGES])
+        more = len(self.damages) - _MAX_DAMAGES
+        listed = ", ".join(self.damages[:_MAX_DAMAGES])
         super().__init__(f"{listed} and {more:,} more" if more > 0 else listed)
 
 
@@ -113,7 +113,7 @@ class Checkpoint:
 
     def document(self, name: str) -> Json:
         """Return a JSON document; KeyError if it is missing, ValueError if it is not JSON."""
-        return read_json(_small_file(self._file(name + DOCUMENT)))
+        return _read_json(_small_file(self._file(name + DOCUMENT)))
 
     def _files_of(self, name: str) -> list[Path]:
         pattern = re.compile(rf"{re.escape(name)}-rank-\d+")
@@ -151,7 +151,7 @@ def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
         damage for name in files for damage in _check_size(folder / name, files[name])
     ]
     if not damages:
-        with ThreadPoolExecutor(max_workers=MAX_READERS) as readers:
+        with ThreadPoolExecutor(max_workers=_MAX_READERS) as readers:
             found = readers.map(_check_content, [folder / name for name in files], files.values())
             damages = [damage for damage in found if damage is not None]
     if damages:
@@ -165,13 +165,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if marker != marker_of(hashlib.sha256(text).hexdigest()):
         raise DamageError([f"sha256 of {MANIFEST}"])
     try:
-        manifest = read_json(text)
+        manifest = _read_json(text)
         file_format = int(manifest["format"])
     except (ValueError, LookupError, TypeError, OverflowError):
         raise DamageError([f"{MANIFEST} is unreadable"]) from None
     if file_format > FORMAT:
         raise UserError(_describe_newer_format(folder, manifest, file_format))
-    if any(differences(manifest, KEYS, "")):
+    if any(differences(manifest, _KEYS, "")):
         raise DamageError([f"{MANIFEST} is unreadable"])
     return manifest
 
@@ -180,7 +180,7 @@ def marker_of(manifest_sha256: str) -> bytes:
     return f"{manifest_sha256}\n".encode()
 
 
-def read_json(text: bytes) -> Json:
+def _read_json(text: bytes) -> Json:
     """Parse a JSON document of a checkpoint; ValueError if it is not valid."""
     try:
         return json.loads(text.decode("utf-8"))
@@ -198,13 +198,13 @@ def _small_file(file: Path) -> bytes:
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise DamageError([f"{file.name} is not a regular file"])
-            content = stream.read(MAX_JSON_BYTES + 1)
+            content = stream.read(_MAX_JSON_BYTES + 1)
     except FileNotFoundError:
         raise DamageError([f"{file.name} is missing"]) from None
     except OSError as error:
         raise DamageError([f"{file.name} cannot be read: {error.strerror}"]) from None
-    if len(content) > MAX_JSON_BYTES:
-        raise DamageError([f"{file.name} is larger than {MAX_JSON_BYTES >> 20} MiB"])
+    if len(content) > _MAX_JSON_BYTES:
+        raise DamageError([f"{file.name} is larger than {_MAX_JSON_BYTES >> 20} MiB"])
     return content
 
 
@@ -250,7 +250,7 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
-    for name in LIBRARIES:
+    for name in _LIBRARIES:
         with suppress(PackageNotFoundError):  # run from a checkout that was not installed
             found[name] = version(name)
     return found

@@ -20,7 +20,7 @@ from common import files
 BLOCK_BYTES = 4 << 20
 """size of one read or write"""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-MEBIBYTE = 1 << 20
+_MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,12 +105,12 @@ def check_space(folder: Path, checkpoint_bytes: int, copies: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             probe.unlink(missing_ok=True)
-            write_file(probe, [bytes(min(checkpoint_bytes, MEBIBYTE))])
+            write_file(probe, [bytes(min(checkpoint_bytes, _MEBIBYTE))])
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
         is_full = error.errno in DISK_FULL
-        lacks = f"; {describe_shortage(folder, format_bytes(MEBIBYTE))}" if is_full else ""
+        lacks = f"; {describe_shortage(folder, format_bytes(_MEBIBYTE))}" if is_full else ""
         raise SaveError(
             f"{folder}: checkpoints cannot be written here: {error.strerror}{lacks}; type "
             "output.dir=FOLDER with a writable folder that has room"
@@ -149,4 +149,4 @@ def free_bytes(folder: Path) -> int:
 
 def format_bytes(num_bytes: int) -> str:
     gibibytes = num_bytes / (1 << 30)
-    return f"{gibibytes:.1f} GiB" if gibibytes >= 1 else f"{num_bytes / MEBIBYTE:.1f} MiB"
+    return f"{gibibytes:.1f} GiB" if gibibytes >= 1 else f"{num_bytes / _MEBIBYTE:.1f} MiB"

@@ -58,8 +58,8 @@ def _is_python_state(value: Any) -> bool:
         isinstance(value, list)
         and len(value) == 3
         and value[0] == 3
-        and not list(differences(value[1], ListOf(UINT32, TWISTER_LENGTH + 1), ""))
-        and POSITION.accepts(value[1][-1])
+        and not list(differences(value[1], ListOf(_UINT32, TWISTER_LENGTH + 1), ""))
+        and _POSITION.accepts(value[1][-1])
         and (value[2] is None or is_number(value[2]))
     )
 
@@ -69,39 +69,39 @@ def _is_numpy_state(value: Any) -> bool:
         isinstance(value, list)
         and len(value) == 5
         and value[0] == "MT19937"
-        and not list(differences(value[1], ListOf(UINT32, TWISTER_LENGTH), ""))
-        and POSITION.accepts(value[2])
+        and not list(differences(value[1], ListOf(_UINT32, TWISTER_LENGTH), ""))
+        and _POSITION.accepts(value[2])
         and type(value[3]) is int
         and value[3] in (0, 1)
         and is_number(value[4])
     )
 
 
-UINT32 = Kind(
+_UINT32 = Kind(
     f"a whole number below {TWISTER_RANGE}",
     lambda value: type(value) is int and 0 <= value < TWISTER_RANGE,
 )
-POSITION = Kind(
+_POSITION = Kind(
     f"a whole number up to {TWISTER_LENGTH}",
     lambda value: type(value) is int and 0 <= value <= TWISTER_LENGTH,
 )
-BYTES = Kind("base64", _is_base64)
-RANDOM_STATE = Keys(
+_BYTES = Kind("base64", _is_base64)
+_RANDOM_STATE = Keys(
     {
         "python": Kind("the value of random.getstate()", _is_python_state),
         "numpy": Kind("the value of numpy.random.get_state()", _is_numpy_state),
-        "torch": BYTES,
+        "torch": _BYTES,
     },
-    {"cuda": BYTES},
+    {"cuda": _BYTES},
 )
-DETAILS = Keys(
+_DETAILS = Keys(
     {
         **dict.fromkeys(("num_ranks", "num_data_ranks", "total_steps"), POSITIVE_COUNT),
         "run": RUN,
     },
     {},
 )
-SCALER = Keys(
+_SCALER = Keys(
     {
         "scale": POSITIVE,
         "growth_factor": POSITIVE,
@@ -115,7 +115,7 @@ GROUP = Keys(
     {"name": TEXT},
     {"train_mode": FLAG, "k": COUNT, "weight_sum": AMOUNT, "lr_max": NUMBER},
 )
-TRAINING_STATE = Keys(
+_TRAINING_STATE = Keys(
     {
         "step": COUNT,
         "optimizer": Keys(
@@ -146,7 +146,7 @@ TRAINING_STATE = Keys(
             },
             {},
         ),
-        "lightning": Keys({"callbacks": NOTHING}, {"MixedPrecision": SCALER}),
+        "lightning": Keys({"callbacks": NOTHING}, {"MixedPrecision": _SCALER}),
         "owes_validation": FLAG,
     },
     {},
@@ -167,7 +167,7 @@ def check_documents(checkpoint: Checkpoint) -> None:
     """Check everything in a checkpoint except its tensors; UserError names each wrong key."""
     problems = [
         f"manifest.json: {problem}"
-        for problem in differences(checkpoint.details, DETAILS, "details")
+        for problem in differences(checkpoint.details, _DETAILS, "details")
     ]
     if not problems:
         problems = [f"manifest.json: {problem}" for problem in _count_problems(checkpoint)]
@@ -180,7 +180,7 @@ def check_documents(checkpoint: Checkpoint) -> None:
 
 def read_training(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the state of Lightning, optimizer and metrics; UserError names each wrong key."""
-    training = _read(checkpoint, TRAINING, TRAINING_STATE)
+    training = _read(checkpoint, TRAINING, _TRAINING_STATE)
     if problems := [f"{TRAINING}.json: {one}" for one in _disagreements(training, checkpoint)]:
         raise unusable_checkpoint(checkpoint.folder, problems)
     return training
@@ -188,7 +188,7 @@ def read_training(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def read_random_state(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     """Return the random state of a rank; UserError names each wrong key."""
-    return _read(checkpoint, random_state_name(rank), RANDOM_STATE)
+    return _read(checkpoint, random_state_name(rank), _RANDOM_STATE)
 
 
 def unusable_checkpoint(folder: Path, problems: Iterable[str]) -> UserError:

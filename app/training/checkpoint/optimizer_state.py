@@ -31,13 +31,13 @@ from app.training.checkpoint.state import (
 )
 from common.errors import UserError
 
-GROUP_KEYS = ("train_mode", "k", "weight_sum", "lr_max")
+_GROUP_KEYS = ("train_mode", "k", "weight_sum", "lr_max")
 """counters of schedule-free AdamW in a parameter group; everything else in a group comes from the
 settings and the schedule, also in a resumed run"""
-META_OPTIONS = {"fused": False, "foreach": False, "capturable": False, "train_mode": True}
+_META_OPTIONS = {"fused": False, "foreach": False, "capturable": False, "train_mode": True}
 """options of a group that let an optimizer step a weight on `meta`"""
 STEP = "step"
-NON_NEGATIVE = (
+_NON_NEGATIVE = (
     *(STEP, "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "RMS"),
     *("state2", "qmap2", "absmax1", "absmax2"),  # AdamW8bit's, also for weights with fp32 moments
 )
@@ -72,7 +72,7 @@ def optimizer_state(
     return tensors, {
         "class": _kind_of(optimizer).__name__,
         "groups": [
-            {"name": group["name"]} | {key: group[key] for key in GROUP_KEYS if key in group}
+            {"name": group["name"]} | {key: group[key] for key in _GROUP_KEYS if key in group}
             for group in optimizer.param_groups
         ],
         "numbers": numbers,
@@ -99,7 +99,7 @@ def restore_optimizer(
     _check_same_optimizer(optimizer, document)
     _check_states(model, optimizer, tensors, document, strategy)
     for group, saved in zip(optimizer.param_groups, document["groups"], strict=True):
-        group.update({key: saved[key] for key in GROUP_KEYS if key in saved and key in group})
+        group.update({key: saved[key] for key in _GROUP_KEYS if key in saved and key in group})
     owner = {
         weight: (part, group)
         for part in _parts_of(optimizer)
@@ -220,7 +220,7 @@ def _missing_group_keys(
     optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
     for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        for key in GROUP_KEYS:
+        for key in _GROUP_KEYS:
             if key in group and key not in saved:
                 yield f"optimizer.groups[{index}].{key}", "is missing"
 
@@ -231,7 +231,7 @@ def _expected_state(
     """Return the state of a weight of `group` after one step: tensors on `meta`, and numbers."""
     weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     weight.grad = torch.empty_like(weight)
-    options = {key: value for key, value in META_OPTIONS.items() if key in group}
+    options = {key: value for key, value in _META_OPTIONS.items() if key in group}
     build: Any = _kind_of(part)
     twin = build([{**group, **options, "params": [weight]}])
     if build.__name__ == "AdamW8bit":  # its kernels have no `meta` implementation
@@ -260,7 +260,7 @@ def _check_values(name: str, key: str, value: Any, step: float) -> None:
     """Check a state's values just before they are used, so that a file is read once."""
     check_finite_values(name, value)
     smallest, largest = value_range(value)
-    if smallest < 0 and key in NON_NEGATIVE:
+    if smallest < 0 and key in _NON_NEGATIVE:
         raise StateError([(name, f"holds {smallest}; expected no number below 0")])
     if key == STEP and not (largest <= step and isfinite(largest) and largest == int(largest)):
         wanted = f"expected a whole number up to {step}, the step of the checkpoint"

@@ -57,11 +57,11 @@ from common.errors import Interrupted, TrainingFault, UserError
 
 SAVES_PER_RUN = 10
 """checkpoints per run by default, in addition to those at the ends of epochs"""
-STORED_AS_TENSORS = ("state_dict", "optimizer_states")
-DERIVED_FROM_STEP = ("epoch", "global_step", "loops", "lr_schedulers")
+_STORED_AS_TENSORS = ("state_dict", "optimizer_states")
+_DERIVED_FROM_STEP = ("epoch", "global_step", "loops", "lr_schedulers")
 ALIGNMENT = 64
 """tensors in a buffer start at multiples of so many bytes"""
-ADDED_BY_US = ("pytorch-lightning_version", "training", "metric", "details")
+_ADDED_BY_US = ("pytorch-lightning_version", "training", "metric", "details")
 
 
 class CheckpointSaver(L.Callback):
@@ -216,7 +216,7 @@ class CheckpointSaver(L.Callback):
         if rank == 0:
             self.checkpoints.receive_states(step, trainer.world_size, device)
         elif self.checkpoints.sends_states(rank):
-            send_state(random, local, device)
+            _send_state(random, local, device)
         strategy.barrier("all ranks have added their files")
         trainer.save_checkpoint(self.store.folder / f"step-{step}")
         self._saved = step
@@ -433,9 +433,9 @@ class StoredCheckpoints(CheckpointIO):
         return self.num_writers is not None and rank >= self.num_writers
 
     def receive_states(self, step: int, num_ranks: int, device: torch.device) -> None:
-        """Write, on rank 0, what the ranks that see another folder send by `send_state`."""
+        """Write, on rank 0, what the ranks that see another folder send by `_send_state`."""
         for rank in filter(self.sends_states, range(num_ranks)):
-            document, tensors = receive_state(rank, device)
+            document, tensors = _receive_state(rank, device)
             self.store.add_document(step, random_state_name(rank), document)
             if tensors:
                 self.store.add_tensors(step, local_state_name(rank), tensors)
@@ -478,7 +478,7 @@ class StoredCheckpoints(CheckpointIO):
         """
         if not is_first_rank():
             return
-        known = (*STORED_AS_TENSORS, *DERIVED_FROM_STEP, *ADDED_BY_US)
+        known = (*_STORED_AS_TENSORS, *_DERIVED_FROM_STEP, *_ADDED_BY_US)
         lightning_state = {key: value for key, value in checkpoint.items() if key not in known}
         training = checkpoint["training"] | {"lightning": lightning_state}
         metric, details = checkpoint["metric"], checkpoint["details"] | self.details
@@ -526,7 +526,7 @@ class StoredCheckpoints(CheckpointIO):
         raise NotImplementedError(f"{path}: only the store removes checkpoints")
 
 
-def send_state(document: Json, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+def _send_state(document: Json, tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Send a rank's own document and tensors to rank 0, one tensor at a time."""
     ordered = file_order(tensors)
     facts = {name: (tensor.shape, tensor.dtype) for name, tensor in ordered.items()}
@@ -538,7 +538,7 @@ def send_state(document: Json, tensors: Mapping[str, Tensor], device: torch.devi
             dist.send(sent, dst=0)
 
 
-def receive_state(rank: int, device: torch.device) -> tuple[Json, dict[str, ShardedTensor]]:
+def _receive_state(rank: int, device: torch.device) -> tuple[Json, dict[str, ShardedTensor]]:
     """Return what `rank` sends; the tensors must be gathered in the order of a file."""
     received: list[Any] = [None, None]
     dist.recv_object_list(received, src=rank, device=device)

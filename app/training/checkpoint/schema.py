@@ -11,11 +11,11 @@ from typing import Any
 
 Json = Any
 """a value that can be written as JSON"""
-MAX_NAMES = 20
+_MAX_NAMES = 20
 """most names listed in one message"""
-MAX_VALUE_CHARS = 60
+_MAX_VALUE_CHARS = 60
 """most characters of a value in a message"""
-MAX_COUNT = 2**53
+_MAX_COUNT = 2**53
 """exceeds any number of steps, tokens or ranks; JSON readers disagree on larger integers"""
 
 
@@ -55,7 +55,7 @@ def is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_COUNT
+    return type(value) is int and 0 <= value < _MAX_COUNT
 
 
 COUNT = Kind("a whole number of at least 0", _is_count)
@@ -70,14 +70,14 @@ POSITIVE = Kind("a finite number above 0", lambda value: is_number(value) and va
 TEXT = Kind("a string", lambda value: isinstance(value, str))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 NOTHING = Kind("{}", lambda value: value == {})
-IDENTITY = Kind(
+_IDENTITY = Kind(
     "32 hexadecimal digits",
     lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None,
 )
 
 
 ANYTHING = Kind("anything", lambda _: True)
-RUN = Keys({"id": IDENTITY, "plan": IDENTITY}, {}, allows_others=True)
+RUN = Keys({"id": _IDENTITY, "plan": _IDENTITY}, {}, allows_others=True)
 """id and plan of a run, in its manifest and its checkpoints"""
 
 
@@ -122,11 +122,11 @@ def _join_key(parent: str, name: str) -> str:
 def format_value(value: Any) -> str:
     """Format a value from a file for a message: short, on one line, in ASCII."""
     text = json.dumps(value) if not isinstance(value, (list, dict)) or len(value) < 9 else ""
-    if text and len(text) <= MAX_VALUE_CHARS:
+    if text and len(text) <= _MAX_VALUE_CHARS:
         return text
     if isinstance(value, (list, dict)):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value):,}"
-    return f"{text[:MAX_VALUE_CHARS]}..."
+    return f"{text[:_MAX_VALUE_CHARS]}..."
 
 
 def printable(name: str) -> str:
@@ -134,5 +134,5 @@ def printable(name: str) -> str:
 
 
 def format_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(map(printable, names[:MAX_NAMES])) + more
+    more = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(map(printable, names[:_MAX_NAMES])) + more

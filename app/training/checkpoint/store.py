@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 """name of the store's folder in the folder of a run"""
-RECORD_SUFFIX = ".written"
+_RECORD_SUFFIX = ".written"
 """suffix of the file in which another process records hash and size of a file that it wrote"""
 VISIBILITY_TIMEOUT = 60.0
 """time within which a file written by another machine must become visible, in seconds; network file
@@ -231,7 +231,7 @@ class CheckpointStore:
         if self._current_step == step:
             self._written[file.name] = written
         else:
-            record = file.with_name(file.name + RECORD_SUFFIX)
+            record = file.with_name(file.name + _RECORD_SUFFIX)
             disk.write_file(record, [json.dumps(asdict(written)).encode()])
         faults.fault_point("ckpt:after_file", step)
 
@@ -251,8 +251,8 @@ class CheckpointStore:
             self._read_records(self._unfinished(step))
 
     def _read_records(self, unfinished: Path) -> None:
-        for record in sorted(unfinished.glob(f"*{RECORD_SUFFIX}")):
-            self._written[record.name.removesuffix(RECORD_SUFFIX)] = disk.WrittenFile(
+        for record in sorted(unfinished.glob(f"*{_RECORD_SUFFIX}")):
+            self._written[record.name.removesuffix(_RECORD_SUFFIX)] = disk.WrittenFile(
                 **json.loads(record.read_text())
             )
             disk.remove_file(record)

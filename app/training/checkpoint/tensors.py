@@ -44,7 +44,7 @@ DTYPES = {
 """the dtypes that the format supports: torch's name -> safetensors' name"""
 WriteTensors = Callable[[str, Mapping[str, StateTensor]], None]
 """writes tensors to the named file of a checkpoint: `CheckpointStore.add_tensors` of one step"""
-HEADER_MULTIPLE = 8
+_HEADER_MULTIPLE = 8
 """bytes; required by the format, for alignment"""
 
 
@@ -121,7 +121,7 @@ def _header(tensors: Mapping[str, StateTensor]) -> bytes:
         entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    length = math.ceil(len(text) / HEADER_MULTIPLE) * HEADER_MULTIPLE
+    length = math.ceil(len(text) / _HEADER_MULTIPLE) * _HEADER_MULTIPLE
     return length.to_bytes(8, "little") + text.ljust(length)
 
 

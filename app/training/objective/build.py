@@ -15,7 +15,7 @@ from app.training.objective.pairs import PairObjective
 from app.training.objective.settings import ClassifyConfig, DistillConfig, ObjectiveConfig
 from app.training.objective.sft import Sft
 
-OTHERS: dict[str, Callable[[Any], Objective]] = {
+_OTHERS: dict[str, Callable[[Any], Objective]] = {
     "sft": lambda _: Sft(),
     "kto": Kto,
     "reward": Reward,
@@ -39,4 +39,4 @@ def build_objective(
         return Distill(config, teacher)
     if config.name in PAIR_LOSSES:
         return PairObjective(config, PAIR_LOSSES[config.name])
-    return OTHERS[config.name](config)
+    return _OTHERS[config.name](config)

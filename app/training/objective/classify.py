@@ -26,7 +26,7 @@ from app.training.objective.settings import ClassifyConfig, RewardConfig
 from data_modules import Batch
 
 
-def outputs_of_documents(model: Any, batch: Batch, backend: str) -> Tensor:
+def _outputs_of_documents(model: Any, batch: Batch, backend: str) -> Tensor:
     """Return the head's outputs at the last token of each document, fp32 [documents, outputs]."""
     # On the host, where the lengths are: nothing waits for the device.
     ends = [
@@ -67,7 +67,7 @@ class Classify(Objective):
             self.figures = ("accuracy", *kinds)
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
-        outputs = outputs_of_documents(model, batch, backend)
+        outputs = _outputs_of_documents(model, batch, backend)
         labels, weights = labels_of_units(batch, outputs)
         if not self.classes:
             differences = outputs[:, 0] - labels
@@ -101,7 +101,7 @@ class Reward(Objective):
         self.centering = config.centering
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
-        outputs = outputs_of_documents(model, batch, backend)
+        outputs = _outputs_of_documents(model, batch, backend)
         chosen, rejected = outputs[:, 0].view(-1, 2).unbind(1)
         labels, weights = labels_of_units(batch, outputs)
         margins = chosen - rejected

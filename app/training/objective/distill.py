@@ -18,7 +18,7 @@ from app.training.objective.objective import Losses, Objective
 from app.training.objective.settings import DistillConfig
 from data_modules import Batch
 
-IMPOSSIBLE = -1e5
+_IMPOSSIBLE = -1e5
 """logit of a token of probability 0 that a product with 0 leaves 0, at any temperature"""
 
 
@@ -98,7 +98,7 @@ class Distill(Objective):
         ids, log_probs = rows[:, 0].long(), rows[:, 1]
         shared = min(num_tokens, self.source.num_tokens)
         # One token more, for those that only the teacher has.
-        logits = rows.new_full((len(rows), shared + 1), IMPOSSIBLE)
+        logits = rows.new_full((len(rows), shared + 1), _IMPOSSIBLE)
         return logits.scatter_(1, ids.clamp_max(shared), log_probs)[:, :shared]
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:

@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 from app.training.objective.pairs import Pairs
 from app.training.objective.settings import DpoConfig, IpoConfig, OrpoConfig, SimpoConfig
 
-HIGHEST = -1e-12
+_HIGHEST = -1e-12
 """largest log-probability per token whose odds are finite"""
 
 
@@ -50,7 +50,7 @@ def orpo(config: OrpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
     Equations 4 to 7 of arXiv 2403.07691; p: probability per token, a geometric mean.
     """
     means = pairs.means
-    bounded = means.clamp_max(HIGHEST)
+    bounded = means.clamp_max(_HIGHEST)
     log_odds = bounded - torch.log(-torch.expm1(bounded))
     ratios = log_odds[:, 0] - log_odds[:, 1]
     return config.beta * means, -means[:, 0] - config.beta * logsigmoid(ratios)

@@ -23,9 +23,9 @@ from app.training.objective.objective import (
 from app.training.objective.settings import ObjectiveConfig
 from data_modules import Batch
 
-FALLS = 3
+_FALLS = 3
 """validations in a row with a lower log-probability of the chosen answers that are steady"""
-NOTABLE_FALL = 0.01
+_NOTABLE_FALL = 0.01
 """relative fall over these validations from which it is reported"""
 
 
@@ -172,11 +172,11 @@ def find_warning(validations: Sequence[Mapping[str, float]]) -> str | None:
             "such as their length (python -m app.preview), or whether the pairs are also trained on"
         )
     falls = [later < earlier for earlier, later in pairwise(chosen)]
-    first, last = chosen[-FALLS - 1 :][:1], chosen[-1:]
-    is_new = falls[-FALLS:] == [True] * FALLS and falls[-FALLS - 1 : -FALLS] != [True]
-    if is_new and first[0] - last[0] > NOTABLE_FALL * abs(first[0]):
+    first, last = chosen[-_FALLS - 1 :][:1], chosen[-1:]
+    is_new = falls[-_FALLS:] == [True] * _FALLS and falls[-_FALLS - 1 : -_FALLS] != [True]
+    if is_new and first[0] - last[0] > _NOTABLE_FALL * abs(first[0]):
         return (
-            f"chosen answers have become less likely in {FALLS} validations in a row (their "
+            f"chosen answers have become less likely in {_FALLS} validations in a row (their "
             f"log-probability went from {first[0]:.4g} to {last[0]:.4g}): try a lower "
             "optimizer.lr, a higher objective.beta, or objective.sft_weight with objective=dpo"
         )
