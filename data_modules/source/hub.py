@@ -68,7 +68,7 @@ def read_hub(
     """
     import datasets
 
-    _limit_hub(limits.remote_seconds, limits.remote_bytes_per_second)
+    limit_hub(limits.remote_seconds, limits.remote_bytes_per_second)
     try:
         builder = _builder_of(path, name, revision)
         if streaming:
@@ -96,7 +96,7 @@ def read_hub(
 
 
 @cache
-def _limit_hub(seconds: float, bytes_per_second: int) -> None:
+def limit_hub(seconds: float, bytes_per_second: int) -> None:
     """Limit how slow the hub may be, once: replacing the client again would break open streams."""
     limits = Limits(remote_seconds=seconds, remote_bytes_per_second=bytes_per_second)
     HubPace(limits).limit()
