@@ -31,7 +31,7 @@ from common.text import duration, printable
 RUNNING, NO_NEWS = 75, 76
 """exit codes of this verb for a run that has not ended"""
 _SILENT_SECONDS = {TRAINING: 600.0}
-"""time without news after which a run counts as stalled; in another state OTHERWISE_SILENT"""
+"""time without news after which a run counts as stalled; in another state _OTHERWISE_SILENT"""
 _OTHERWISE_SILENT = 3600.0
 """loading weights, compiling and measuring write nothing in between"""
 PAUSE_FACTOR = 10

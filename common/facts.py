@@ -175,7 +175,7 @@ def takes(facts: Facts, hint: Any, value: Any) -> bool:
 
 
 def _is_too_large(facts: Facts, value: Any) -> bool:
-    """Return whether a whole number is above LARGEST, and its field declares no upper bound."""
+    """Return whether a whole number is above _LARGEST, and its field declares no upper bound."""
     has_upper = bool(facts.bounds.keys() & {"le", "lt"}) or not facts.bounds
     return type(value) is int and not has_upper and value > _LARGEST
 

@@ -165,7 +165,7 @@ def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> torc
     """Write the merged weights of `plan` into `folder`; `model` is the merged model on `meta`.
 
     Weights of one file of the base stay in one file, up to MAX_SHARD_BYTES. Returns their dtype,
-    which is fp32 if rounding to the plan's would lose more than MAX_LOST of the change. UserError
+    which is fp32 if rounding to the plan's would lose more than _MAX_LOST of the change. UserError
     if a weight of the model is not in the base's files.
     """
     import torch
@@ -312,7 +312,7 @@ class _Merger:
         """Return the share of the change that rounding to the plan's dtype loses, 0 to 1.
 
         It is the part of the change, in its own direction, that the rounded weights lack, over
-        MAX_SAMPLED weights spread over the model: values below half a unit in the last place
+        _MAX_SAMPLED weights spread over the model: values below half a unit in the last place
         vanish, while the rounding of larger ones averages out.
         """
         names = [name for name, in_model in self.names.items() if in_model in self.changes]

@@ -125,7 +125,7 @@ def shortest(names: Sequence[str], candidates: Iterable[str], every: Iterable[st
 def pattern_without(included: Sequence[str], excluded: Sequence[str]) -> str | None:
     """Return a regular expression over full names that matches `included` but not `excluded`.
 
-    None if it would have to exclude more than MAX_EXCLUSIONS prefixes.
+    None if it would have to exclude more than _MAX_EXCLUSIONS prefixes.
     """
     included_prefixes = {
         ".".join(name.split(".")[:end]) for name in included for end in range(name.count(".") + 2)

@@ -68,7 +68,7 @@ def detect_hardware(
 ) -> HardwareConfig:
     """Return the hardware of this machine; `settings_of` loads the settings of a known card.
 
-    An unknown card gets the rates of FALLBACK_CARD under its driver's name. A CPU's memory is
+    An unknown card gets the rates of _FALLBACK_CARD under its driver's name. A CPU's memory is
     divided among its ranks.
     """
     if env.accelerator == "cpu":

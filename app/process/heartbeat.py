@@ -58,7 +58,7 @@ class Pauses:
             self.seconds += min(elapsed, _MAX_POLL_SECONDS)
 
     def is_hang(self, min_seconds: float) -> bool:
-        """Whether the pause exceeds `min_seconds` and PAUSE_FACTOR times the longest one."""
+        """Whether the pause exceeds `min_seconds` and _PAUSE_FACTOR times the longest one."""
         return self.seconds > max(min_seconds, _PAUSE_FACTOR * self.longest)
 
 

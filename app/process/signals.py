@@ -40,7 +40,7 @@ POLL_SECONDS = 0.25
 _EXIT_SECONDS = 2.5
 """time for the program to end by itself if nothing has to be saved first"""
 _WORKER_SECONDS = 1.0
-"""time, within EXIT_SECONDS, after which the worker processes are killed"""
+"""time, within _EXIT_SECONDS, after which the worker processes are killed"""
 _DATA_SECONDS = 1.5
 """time that a training step may wait for its data after a signal"""
 EXITS_WITHIN = _DATA_SECONDS + _EXIT_SECONDS
@@ -60,7 +60,7 @@ class _State:
     stall_message: str = ""
     """what the message says if a signal ends that wait"""
     is_overdue: bool = False
-    """whether the wait has lasted longer than DATA_SECONDS after a signal"""
+    """whether the wait has lasted longer than _DATA_SECONDS after a signal"""
     exits_since: float | None = None
     """when the program began to end, by the monotonic clock"""
 
@@ -123,7 +123,7 @@ def mark_waiting_for_data(is_waiting: bool) -> None:
 
 @contextlib.contextmanager
 def measuring() -> Iterator[None]:
-    """Let a signal end a measurement within DATA_SECONDS, as it ends a wait for data."""
+    """Let a signal end a measurement within _DATA_SECONDS, as it ends a wait for data."""
     _mark_waiting(True, _MEASURED_AGAIN)
     try:
         yield
@@ -144,7 +144,7 @@ def suspend_deadline() -> None:
 
 
 def exit_after_grace() -> None:
-    """Kill this process after EXIT_SECONDS if it has not ended by then: everything is saved."""
+    """Kill this process after _EXIT_SECONDS if it has not ended by then: everything is saved."""
     if _state is not None:
         _state.exits_since = time.monotonic()
 
@@ -208,7 +208,7 @@ def _raise_interrupted(state: _State) -> None:
 
 
 def _watch(receiver: socket.socket, state: _State) -> None:
-    """Exit on a second signal, or EXIT_SECONDS after a signal outside the training loop."""
+    """Exit on a second signal, or _EXIT_SECONDS after a signal outside the training loop."""
     received_at: float | None = None
     overdue_at: float | None = None
     number, main = int(signal.SIGTERM), threading.main_thread().ident
@@ -242,7 +242,7 @@ def _watch(receiver: socket.socket, state: _State) -> None:
 
 
 def _is_stalled(state: _State, received_at: float | None) -> bool:
-    """Return whether a step has waited longer than DATA_SECONDS for its data after the signal."""
+    """Return whether a step has waited longer than _DATA_SECONDS for its data after the signal."""
     since = state.waits_since
     if received_at is None or since is None or not state.defers_signals:
         return False

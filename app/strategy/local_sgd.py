@@ -237,7 +237,7 @@ class LocalSgd(Fsdp):
 
 
 def _split_into_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors, in their order, into buckets of at least BUCKET_SIZE elements."""
+    """Group tensors, in their order, into buckets of at least _BUCKET_SIZE elements."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)

@@ -139,7 +139,7 @@ class StepPlan:
         return remarks
 
     def accumulation_for_small_data(self) -> int:
-        """Return as many accumulation steps as leave the first epoch MIN_STEPS steps, or 1."""
+        """Return as many accumulation steps as leave the first epoch _MIN_STEPS steps, or 1."""
         packs = len(self._epoch(0).packs)
         at_once = self.micro_batch_size * self.world_size
         return fit_accumulation(self.accumulation_steps, packs, at_once)
@@ -202,7 +202,7 @@ class StepPlan:
 
 
 def fit_accumulation(most: int, num_packs: int, packs_at_once: int) -> int:
-    """Return at most `most` accumulation steps, fewer if an epoch had less than MIN_STEPS steps.
+    """Return at most `most` accumulation steps, fewer if an epoch had less than _MIN_STEPS steps.
 
     `packs_at_once`: packs that all ranks take in one accumulation step.
     """

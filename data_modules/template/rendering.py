@@ -134,7 +134,7 @@ class Renderer:
 
         With `reasoning` "strip" all reasoning is removed. Otherwise it is moved into the field that
         the template reads, or into `<think>` tags before the content if the template reads none.
-        INPUT_HEADER is put before an input if the template looks for it.
+        _INPUT_HEADER is put before an input if the template looks for it.
         """
         turns = chat.turns
         header = _INPUT_HEADER.replace("\n", "\\n")  # as it is written in a template's source

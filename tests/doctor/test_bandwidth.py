@@ -124,7 +124,7 @@ def time_and_tell(*args):
     return measure_one(*args)
 
 measure_one, bandwidth._time = bandwidth._time, time_and_tell
-bandwidth.SIZES, bandwidth.WAIT_SECONDS = (2**20,) * 10**6, 4.0
+bandwidth._SIZES, bandwidth._WAIT_SECONDS = (2**20,) * 10**6, 4.0
 install_signal_handlers()
 end_process(run_doctor(["seconds=600"]))
 """

@@ -133,7 +133,7 @@ def test_a_second_signal_ends_a_step_immediately(
 
 def test_a_program_that_catches_every_exception_is_ended() -> None:
     stuck = """
-signals.EXIT_SECONDS = 0.5
+signals._EXIT_SECONDS = 0.5
 is_ready = False
 while True:
     try:

@@ -364,7 +364,7 @@ def probe_logits(model: torch.nn.Module, probe: Mapping[str, torch.Tensor]) -> t
 
 
 def check_same_logits(in_memory: torch.Tensor, reopened: torch.Tensor, folder: Path) -> float:
-    """Return the largest difference of two logits; raise ValueError if it exceeds TOLERANCE."""
+    """Return the largest difference of two logits; raise ValueError if it exceeds _TOLERANCE."""
     difference = (in_memory - reopened).abs().max().item()
     scale = in_memory.abs().max().item()
     if not math.isfinite(difference) or difference > _TOLERANCE * max(scale, 1.0):

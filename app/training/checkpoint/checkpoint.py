@@ -191,7 +191,7 @@ def _read_json(text: bytes) -> Json:
 
 
 def _small_file(file: Path) -> bytes:
-    """Read a whole file; DamageError unless it is a regular file of at most MAX_JSON_BYTES."""
+    """Read a whole file; DamageError unless it is a regular file of at most _MAX_JSON_BYTES."""
     try:
         # Opening a FIFO would block, and a link may point to one.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
