@@ -361,14 +361,14 @@ def estimate_communication(
             trainer=replace(trainer, micro_batch_size=trainer.least_micro_batch),
         )
     run, _ = plan_run(config, hardware, read_config_json(config.model), strategies=strategies)
-    weights = run.size.whole.frozen + run.size.whole.trained
+    weights = run.size.whole.total
     # On a single node, each rank counts as a node.
     nodes = hardware.num_nodes if hardware.num_nodes > 1 else run.num_ranks
     gbit = _RULE_BITS * run.model.num_weights / nodes / 1e9
     best = best_bandwidth(measured, ALL_REDUCE)
     computes = None
     if hardware.half_tflops:
-        speed = estimate_speed(run, run.size)
+        speed = estimate_speed(run)
         computes = speed.products + speed.attention + speed.traffic
     return CommunicationCost(
         strategy=run.strategy.name,

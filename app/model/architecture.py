@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.classifier import classifier_class, describe_outputs
-from app.model.config_source import newer_transformers
-from app.model.config_values import check_keys, check_values
+from app.model.config_values import check_keys, check_values, newer_transformers
 from app.model.multimodal import language_model_class, outermost, tower_modules
 from app.model.rope import DEFAULT_SCALING, dynamic_factor, extend_context
 from common.errors import UserError

@@ -1,15 +1,20 @@
-"""Check numbers and keys of a config.json or generation_config.json before a library reads them.
+"""Check a config.json or generation_config.json in milliseconds, before a library reads it.
 
-transformers computes with infinities, zeros and negative numbers, and lets a key replace a method.
-Importing this module does not import torch.
+transformers computes with infinities, zeros and negative numbers, lets a key replace a method, and
+imports torch, which takes seconds: what it says of a model type is read in its source, and used
+only where that says it plainly; `load_architecture` checks the rest.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import importlib.util
 import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from common.text import shortened
@@ -22,7 +27,7 @@ _MAX_THETA = 1e15
 _MAX_INTEGER = 1 << 63
 _UNLIMITED = re.compile(r"\w*(limit|_max|max_\w+)")
 """keys of bounds, which may be infinite or huge for no bound"""
-TEXT_CONFIGS = ("text_config", "decoder", "generator", "text_encoder")
+_TEXT_CONFIGS = ("text_config", "decoder", "generator", "text_encoder")
 """keys that transformers takes for the config of a language model"""
 _AGAIN = "; download the file again"
 
@@ -72,6 +77,11 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 SCALED = ("rope_parameters", "rope_scaling")
 """keys of rotary embeddings, whose `factor` says how many times longer texts may be"""
 _MAX_FACTOR = 1 << 20
+_NAMES = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
+"""files that name all model types"""
+_METHOD = re.compile(r"^(?:    @(?:class|static)method\n|(?<!    )\n)    def (\w+)\(", re.MULTILINE)
+_CLASS = re.compile(r"^class (\w+)\((\w+)[^\n]*\):\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+_FIELD = re.compile(r"^    (\w+): ([\w .|]+?)(?: =|$)", re.MULTILINE)
 
 
 def check_values(where: str, values: Mapping[str, Any]) -> list[str]:
@@ -90,14 +100,14 @@ def check_keys(where: str, values: Mapping[str, Any], config_class: type) -> lis
         member = inspect.getattr_static(config_class, key, None)
         is_method = inspect.isroutine(member) or isinstance(member, (classmethod, staticmethod))
         if is_method or key in ("attribute_map", "sub_configs") or key.startswith("__"):
-            problems.append(method_error(where, key, value, config_class.__name__))
+            problems.append(_method_error(where, key, value, config_class.__name__))
     parts: Any = getattr(config_class, "sub_configs", None)
     if not isinstance(parts, dict):  # a generation_config.json has none
         return problems
     fields = getattr(config_class, "__dataclass_fields__", {})
     problems += [
-        part_error(where, key, values[key], config_class.__name__)
-        for key in TEXT_CONFIGS
+        _part_error(where, key, values[key], config_class.__name__)
+        for key in _TEXT_CONFIGS
         if key not in parts and key not in fields and values.get(key) is not None
     ]
     for key, part in parts.items():
@@ -106,7 +116,7 @@ def check_keys(where: str, values: Mapping[str, Any], config_class: type) -> lis
     return problems
 
 
-def method_error(where: str, key: str, value: Any, class_name: str) -> str:
+def _method_error(where: str, key: str, value: Any, class_name: str) -> str:
     """Say that a key of a file has the name of a method of its class."""
     return (
         f"{where}: {key[:80]}={shortened(value)}: this is the name of a method or an internal "
@@ -114,7 +124,7 @@ def method_error(where: str, key: str, value: Any, class_name: str) -> str:
     )
 
 
-def part_error(where: str, key: str, value: Any, class_name: str) -> str:
+def _part_error(where: str, key: str, value: Any, class_name: str) -> str:
     """Say that a file has the config of a part, which its class has not."""
     return (
         f"{where}: {key}={shortened(value)}: {class_name} describes a single model without "
@@ -150,3 +160,84 @@ def _numbers(values: Any, path: str = "", key: str = "") -> Iterator[tuple[str, 
             yield from _numbers(value, f"{path}.{number}", key)
     elif isinstance(values, (int, float)) and not isinstance(values, bool):
         yield path, key, values
+
+
+def check_type(where: str, numbers: Mapping[str, Any]) -> list[str]:
+    """List why the installed transformers cannot read a config.json; empty if that is not plain.
+
+    Not for a model whose own code is trusted.
+    """
+    model_type = numbers.get("model_type")
+    if not isinstance(model_type, str) or "auto_map" in numbers:
+        return []
+    if not any(f'"{model_type}"' in read_source(name) for name in _NAMES):
+        return [
+            f"{where}: transformers {importlib.metadata.version('transformers')} does not know "
+            f"its model_type {model_type!r}; {newer_transformers(numbers)}, or take another base"
+        ]
+    if (source := _config_source(model_type)) is None:
+        return []
+    class_name, fields, body = source
+    _, _, base_class = read_source("configuration_utils.py").partition("\nclass PreTrainedConfig(")
+    methods = frozenset(_METHOD.findall(base_class))
+    problems = [
+        _method_error(where, key, numbers[key], class_name) for key in numbers if key in methods
+    ]
+    problems += [
+        _part_error(where, key, numbers[key], class_name)
+        for key in _TEXT_CONFIGS
+        if numbers.get(key) is not None and key not in body
+    ]
+    return problems + [
+        f"{where}: {key}={numbers[key]!r:.80}: expected a number ({annotation}); download the "
+        "file again"
+        for key, annotation in fields.items()
+        if isinstance(numbers.get(key), (str, list, dict)) and is_number(key, annotation)
+    ]
+
+
+def is_number(key: str, annotation: str) -> bool:
+    """Return whether a field takes numbers only; `check_token_ids` checks those of tokens."""
+    is_token = key.endswith("_token_id")
+    return not is_token and set(annotation.split(" | ")) <= {"int", "float", "None"}
+
+
+def newer_transformers(numbers: Mapping[str, Any]) -> str:
+    """Return the fix for a model_type that the installed transformers does not know."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        written_by = Version(str(numbers.get("transformers_version")))
+    except InvalidVersion:
+        return "install a newer transformers"
+    if written_by <= Version(importlib.metadata.version("transformers")):
+        return "install a newer transformers"
+    return (
+        f"its config.json was written by transformers {written_by}: "
+        f"type pip install 'transformers>={written_by}'"
+    )
+
+
+def _config_source(model_type: str) -> tuple[str, dict[str, str], str] | None:
+    """Return name, annotations by field and body of the config class that names `model_type`.
+
+    None if it is derived from another class than PreTrainedConfig.
+    """
+    module = model_type.replace("-", "_")
+    if not module.isidentifier():
+        return None
+    for class_name, parent, body in _CLASS.findall(
+        read_source(f"models/{module}/configuration_{module}.py")
+    ):
+        if f'    model_type = "{model_type}"\n' in body and parent == "PreTrainedConfig":
+            return class_name, dict(_FIELD.findall(body)), body
+    return None
+
+
+@functools.cache
+def read_source(name: str) -> str:
+    """Return the text of a source file of transformers; "" if there is none."""
+    found = importlib.util.find_spec("transformers")
+    folders = (found.submodule_search_locations or []) if found is not None else []
+    files = (Path(folder, name) for folder in folders)
+    return next((file.read_text("utf-8") for file in files if file.is_file()), "")

@@ -14,7 +14,7 @@ import textwrap
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from app.model.config_source import read_source
+from app.model.config_values import read_source
 from app.model.contexts import replaced
 
 if TYPE_CHECKING:

@@ -232,8 +232,8 @@ def _bias_bytes(widths: Widths, execution: LayerExecution) -> float:
     return float(execution.value_bytes * widths.heads * execution.sequence_len**2)
 
 
-def autocast_copy_bytes(run: PlannedRun, weights: float) -> float:
-    """Return the bytes of autocast's half-precision copies of `weights`, in bytes.
+def autocast_copy_bytes(run: PlannedRun) -> float:
+    """Return the bytes of autocast's half-precision copies of the weights.
 
     Zero if FSDP gathers weights in half precision.
     """
@@ -241,7 +241,7 @@ def autocast_copy_bytes(run: PlannedRun, weights: float) -> float:
     if execution.value_bytes >= execution.residual_bytes or run.gathers_half:
         return 0.0
     copied = 1 - run.share_in_fp8  # layers in FP8 quantize their fp32 weights
-    return copied * weights * execution.value_bytes / execution.residual_bytes
+    return copied * run.size.whole.total * execution.value_bytes / execution.residual_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,6 @@ from app.planning.memory import (
 from app.planning.planned import check_planned, plan_run
 from app.planning.planned_model import PlannedModel
 from app.planning.speed import Speed, estimate_speed
-from app.planning.states import ModelSize
 from app.strategy.settings import (
     StrategyConfig,
     ZeroConfig,
@@ -97,11 +96,10 @@ def list_candidates(
             run, _ = plan_run(typed, hardware, config_json, model=model, strategies=strategies)
         except UserError:
             continue
-        size = run.size
         for mode in BY_SPEED:
             if config.trainer.compile and mode == "selective":
                 continue
-            found += _of_micro_batches(config, base, run, size, mode, overrides)
+            found += _of_micro_batches(config, base, run, mode, overrides)
     found = _worth_splitting(found, config.strategy)
     return sorted(
         found, key=lambda each: (not each.fits, -each.speed.tokens_per_second, len(each.overrides))
@@ -159,7 +157,6 @@ def _of_micro_batches(
     config: TrainConfig,
     base: TrainConfig,
     run: PlannedRun,
-    size: ModelSize,
     mode: str,
     overrides: tuple[str, ...],
 ) -> list[Candidate]:
@@ -174,7 +171,7 @@ def _of_micro_batches(
     base = replace(base, recompute=replace(config.recompute, mode=mode))
     if config.trainer.micro_batch_size == "auto":
         number = choose_micro_batch(run).size
-        return [_candidate(base, run.with_micro_batch(number), size, overrides)]
+        return [_candidate(base, run.with_micro_batch(number), overrides)]
     best: Candidate | None = None
     as_typed: list[Candidate] = []
     for number in MICRO_BATCHES:
@@ -188,7 +185,7 @@ def _of_micro_batches(
             if config.trainer.global_batch_size is None:
                 typed += (f"trainer.gradient_accumulation_steps={each.accumulation}",)
                 trainer = replace(trainer, gradient_accumulation_steps=each.accumulation)
-        candidate = _candidate(replace(base, trainer=trainer), each, size, typed)
+        candidate = _candidate(replace(base, trainer=trainer), each, typed)
         if best is not None and not candidate.fits:
             break
         if candidate.fits and typed == overrides:
@@ -203,16 +200,14 @@ def _of_micro_batches(
     return as_typed
 
 
-def _candidate(
-    config: TrainConfig, run: PlannedRun, size: ModelSize, overrides: tuple[str, ...]
-) -> Candidate:
-    memory = estimate_gpu_memory(run, size)
+def _candidate(config: TrainConfig, run: PlannedRun, overrides: tuple[str, ...]) -> Candidate:
+    memory = estimate_gpu_memory(run)
     return Candidate(
         overrides=overrides,
         run=run,
         memory=memory,
-        speed=estimate_speed(run, size),
-        fits=fits(run, memory, size),
+        speed=estimate_speed(run),
+        fits=fits(run, memory),
         config=config,
     )
 

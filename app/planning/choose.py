@@ -19,7 +19,6 @@ from app.planning.memory import (
     usable_bytes,
 )
 from app.planning.speed import KERNEL_ERROR, estimate_speed
-from app.planning.states import ModelSize
 from app.strategy.settings import (
     FsdpConfig,
     PipelineConfig,
@@ -178,10 +177,10 @@ def _expected(run: PlannedRun, modes: Sequence[str], has_micro_batch: bool) -> P
     The first mode that fits, or a later one if its larger micro-batches make it faster: weights are
     then gathered less often.
     """
-    size, best = run.size, None
+    best = None
     for mode in modes:
         each = replace(run, recompute=mode)
-        if not fits(each, estimate_gpu_memory(each, size), size):
+        if not fits(each, estimate_gpu_memory(each)):
             continue
         if has_micro_batch:
             return each
@@ -213,9 +212,8 @@ def _choose_whole(
 
     def fits_under(name: str) -> bool:
         under = replace(run, strategy=strategies[name])
-        size = under.size
         variants = (replace(under, recompute=mode) for mode in modes)
-        return any(fits(each, estimate_gpu_memory(each, size), size) for each in variants)
+        return any(fits(each, estimate_gpu_memory(each)) for each in variants)
 
     size = _describe_unsharded(replace(run, strategy=strategies["ddp"], recompute=modes[-1]))
     if fits_under("ddp"):
@@ -280,7 +278,7 @@ def choose_recompute(
     modes = recompute_modes("auto", compiles=compiles)
     first = _expected(run, modes, has_micro_batch=True)
     best = _expected(run, modes, has_micro_batch) or replace(run, recompute=modes[-1])
-    need, whole = (_Need.of(each, run.size) for each in (best, replace(best, recompute="none")))
+    need, whole = (_Need.of(each) for each in (best, replace(best, recompute="none")))
     rest = (
         f"plus {need.rest:.1f} for everything else on a GPU of {run.hardware.memory_gib:.0f} GiB, "
         f"with {best.tokens:,} tokens per micro-batch; estimated"
@@ -305,13 +303,13 @@ def choose_micro_batch(run: PlannedRun) -> MicroBatchChoice:
     The largest divisor of a step's packs that fits. If no micro-batch will be tried on the device
     before the run, some memory is left free.
     """
-    packs, size = run.micro_batch_size * run.accumulation, run.size
+    packs = run.micro_batch_size * run.accumulation
     share = 1.0 if can_probe_micro_batch(run.strategy) else _UNTRIED_SHARE
     needs: dict[int, _Need] = {}
     number = 1
     is_pipeline = pipeline_parallel_size(run.strategy) > 1
     for number in [1] if is_pipeline else reversed(divisors(packs)):
-        needs[number] = _Need.of(run.with_micro_batch(number), size, share)
+        needs[number] = _Need.of(run.with_micro_batch(number), share)
         if needs[number].fits:
             break
     chosen = needs[number]
@@ -340,9 +338,9 @@ class _Need:
     fits: bool
 
     @classmethod
-    def of(cls, run: PlannedRun, size: ModelSize, share: float = 1.0) -> _Need:
+    def of(cls, run: PlannedRun, share: float = 1.0) -> _Need:
         """Estimate the need; `share` of the memory left for activations may be used."""
-        moments = estimate_moments(run, size)
+        moments = estimate_moments(run)
         most = max(moments, key=lambda each: each.activations)
         counted: list[GpuMemory] = [
             replace(each, activations=each.activations / share) for each in moments
@@ -351,5 +349,5 @@ class _Need:
         return cls(
             activations=most.activations / GIB,
             rest=(most.total - most.activations) / GIB,
-            fits=fits(run, peak, size),
+            fits=fits(run, peak),
         )

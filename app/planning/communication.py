@@ -12,7 +12,7 @@ from app.model.attention import gather_reason, key_repeats
 from app.model.recompute import WHOLE_LAYERS
 from app.planning.memory import PlannedRun
 from app.planning.pipeline import stages_of
-from app.planning.states import ZERO_BUCKET, ModelSize, WeightBytes, keeps_gradients_whole
+from app.planning.states import ZERO_BUCKET, WeightBytes, keeps_gradients_whole
 from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
@@ -153,33 +153,33 @@ def exposed_seconds(
     return added + longer(backward, behind + at_end)
 
 
-def list_collectives(run: PlannedRun, size: ModelSize | None = None) -> list[Collective]:
+def list_collectives(run: PlannedRun) -> list[Collective]:
     """List the collectives of a run in one optimizer step; of a pipeline's rank that sends most."""
     if stages := stages_of(run):
         return max(
             map(list_collectives, stages), key=lambda found: sum(each.sent for each in found)
         )
-    size = size or run.size
     if run.num_ranks == 1:
         return _between_stages(run)
     exchanges = [*_of_context_parallel(run), *_of_expert_parallel(run), *_between_stages(run)]
     if isinstance(run.strategy, ZeroConfig):
-        return _of_zero(run, run.strategy, size) + exchanges
+        return _of_zero(run, run.strategy) + exchanges
     if isinstance(run.strategy, FsdpConfig):
-        split = [*_of_tensor_parallel(run, size), *exchanges]
-        return [*_of_fsdp(run, run.strategy, size), *split]
-    return _of_ddp(run, size) + exchanges
+        split = [*_of_tensor_parallel(run), *exchanges]
+        return [*_of_fsdp(run, run.strategy), *split]
+    return _of_ddp(run) + exchanges
 
 
-def _of_ddp(run: PlannedRun, size: ModelSize) -> list[Collective]:
-    sent, strategy = size.whole.trained, run.strategy
+def _of_ddp(run: PlannedRun) -> list[Collective]:
+    whole, strategy = run.size.whole, run.strategy
+    sent = whole.trained
     buckets = max(1, math.ceil(sent / _DDP_BUCKET))
     if isinstance(strategy, DdpConfig) and strategy.compression in ("bf16", "fp16"):
-        sent = size.whole.num_trained * 2
+        sent = whole.num_trained * 2
     elif isinstance(strategy, DdpConfig) and strategy.compression == "topk":
-        own = strategy.topk_share * (size.whole.trained + _INDEX_BYTES * size.whole.num_trained)
-        whole = own * run.num_ranks
-        return [_over_all(run, "largest gradients", ALL_GATHER, whole, 1, messages=buckets)]
+        own = strategy.topk_share * (whole.trained + _INDEX_BYTES * whole.num_trained)
+        sent = own * run.num_ranks
+        return [_over_all(run, "largest gradients", ALL_GATHER, sent, 1, messages=buckets)]
     elif isinstance(strategy, DdpConfig) and strategy.compression == "powersgd":
         layers = run.model.layers
         sent = sum(
@@ -216,8 +216,8 @@ def _over_all(
     )
 
 
-def _of_zero(run: PlannedRun, strategy: ZeroConfig, size: ModelSize) -> list[Collective]:
-    whole, steps, units = size.whole, run.accumulation, run.model.num_layers + 2
+def _of_zero(run: PlannedRun, strategy: ZeroConfig) -> list[Collective]:
+    whole, steps, units = run.size.whole, run.accumulation, run.model.num_layers + 2
     buckets = max(1, math.ceil(whole.num_trained / ZERO_BUCKET))
     if strategy.stage < 3:
         # Stage 2 keeps only a shard of the gradients, so it reduces them in each micro-batch.
@@ -230,7 +230,7 @@ def _of_zero(run: PlannedRun, strategy: ZeroConfig, size: ModelSize) -> list[Col
                 overlaps=False,
             ),
         ]
-    weights, gradients = whole.frozen + whole.trained, whole.trained
+    weights, gradients = whole.total, whole.trained
     num_weights = run.model.num_weights
     forward = num_weights * QUANTIZED_WEIGHT if strategy.quantized_weights else weights
     backward = forward
@@ -256,9 +256,9 @@ def _of_zero(run: PlannedRun, strategy: ZeroConfig, size: ModelSize) -> list[Col
     ]
 
 
-def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Collective]:
+def _of_fsdp(run: PlannedRun, strategy: FsdpConfig) -> list[Collective]:
     """List the collectives of FSDP2 among ranks that shard weights, and between replicas."""
-    whole, groups = size.whole, run.num_ranks // run.tensor_size
+    whole, groups = run.size.whole, run.num_ranks // run.tensor_size
     if not strategy.shards_data_parallel:
         return []
     replicas = min(groups, strategy.replicas or run.num_nodes)
@@ -270,7 +270,7 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Col
     reduced = 1 if keeps_gradients_whole(whole, strategy) else run.accumulation
     found: list[Collective] = []
     if shards > 1:
-        found += _of_shards(run, strategy, size, reduced, (shards, nodes))
+        found += _of_shards(run, strategy, reduced, (shards, nodes))
     if replicas > 1 and isinstance(strategy, LocalSgdConfig):
         found.append(
             Collective(
@@ -300,10 +300,11 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Col
 
 
 def _of_shards(
-    run: PlannedRun, strategy: FsdpConfig, size: ModelSize, reduced: int, group: tuple[int, int]
+    run: PlannedRun, strategy: FsdpConfig, reduced: int, group: tuple[int, int]
 ) -> list[Collective]:
     """List the gathers and reductions of FSDP2 among a group of ranks on a number of nodes."""
-    whole, ends, (ranks, nodes) = size.whole, size.layer + size.embedding, group
+    size, (ranks, nodes) = run.size, group
+    whole, ends = size.whole, size.layer + size.embedding
     forwards = 1 + run.runs_base
     gathers = forwards + 1 if strategy.reshard_after_forward else 1
     # A stage keeps its weights from its first micro-batch to its last, unless told otherwise.
@@ -380,7 +381,7 @@ def _between_stages(run: PlannedRun) -> list[Collective]:
     ]
 
 
-def _of_tensor_parallel(run: PlannedRun, size: ModelSize) -> list[Collective]:
+def _of_tensor_parallel(run: PlannedRun) -> list[Collective]:
     """List two all-reduces per layer and pass; recomputing a layer repeats its forward ones."""
     if run.tensor_size == 1:
         return []

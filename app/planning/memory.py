@@ -7,6 +7,7 @@ from `host`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from app.model.attention.backends import MAX_FLASH_HEAD_DIM
 from app.model.chunks import FEED_FORWARD_TOKENS
@@ -52,7 +53,7 @@ CONTEXT_GIB = 1.5
 """memory of a GPU that CUDA and NCCL take"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """The settings of a run that determine its memory and speed; every `auto` is resolved."""
 
@@ -170,7 +171,7 @@ class PlannedRun:
         packs = self.micro_batch_size * self.accumulation
         return replace(self, micro_batch_size=size, accumulation=packs // size)
 
-    @property
+    @cached_property
     def size(self) -> ModelSize:
         """The sizes of the model's weights on one rank."""
         return size_for(
@@ -292,23 +293,23 @@ def usable_bytes(hardware: HardwareConfig) -> float:
     return USABLE_SHARE * hardware.memory_gib * GIB
 
 
-def fits(run: PlannedRun, memory: GpuMemory, size: ModelSize | None = None) -> bool:
+def fits(run: PlannedRun, memory: GpuMemory) -> bool:
     """Return whether a run fits its GPUs and the host memory of its machines."""
-    return memory.total <= usable_bytes(run.hardware) and fits_host(run, size)
+    return memory.total <= usable_bytes(run.hardware) and fits_host(run)
 
 
-def fits_host(run: PlannedRun, size: ModelSize | None = None) -> bool:
+def fits_host(run: PlannedRun) -> bool:
     """Return whether a run fits the host memory of its machines; true if that is unknown."""
     available = run.hardware.host_memory_gib * GIB
-    return not available or estimate_host_memory(run, size).total <= available
+    return not available or estimate_host_memory(run).total <= available
 
 
-def estimate_gpu_memory(run: PlannedRun, size: ModelSize | None = None) -> GpuMemory:
-    """Estimate the peak memory of the rank that needs the most; `size` if already computed."""
-    return max(estimate_moments(run, size), key=lambda moment: moment.total)
+def estimate_gpu_memory(run: PlannedRun) -> GpuMemory:
+    """Estimate the peak memory of the rank that needs the most."""
+    return max(estimate_moments(run), key=lambda moment: moment.total)
 
 
-def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[GpuMemory]:
+def estimate_moments(run: PlannedRun) -> list[GpuMemory]:
     """Estimate the memory of the rank that needs the most, at each moment that may be the peak.
 
     During the backward pass activations shrink and gradients grow linearly, so that the peak is at
@@ -316,21 +317,17 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
     """
     if stages := stages_of(run):
         return max(map(estimate_moments, stages), key=lambda each: max(m.total for m in each))
-    size = size or run.size
     states = estimate_states(
-        size,
+        run.size,
         run.strategy,
         num_ranks=run.num_ranks,
         num_nodes=run.num_nodes,
         optimizer=run.optimizer,
         accumulation=run.accumulation,
     )
-    execution, copies = (
-        run.execution,
-        autocast_copy_bytes(run, size.whole.frozen + size.whole.trained),
-    )
-    gathered = _gathered(size, run.strategy, states.gathered)
-    gradients = _gradients(run, size, states.gradients)
+    execution, copies = run.execution, autocast_copy_bytes(run)
+    gathered = _gathered(run.size, run.strategy, states.gathered)
+    gradients = _gradients(run, states.gradients)
     layers = estimate_activations(run, execution)
     of_loss, kept_by_loss = estimate_loss(run, execution)
     trained_layers = max(1, run.model.trained_layers)
@@ -357,7 +354,7 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
     for moment in ("embedding or head gathered", "loss"):
         moments[moment] |= {"gradients": gradients.at_loss, "activations": layers.all}
         moments[moment] |= {"copies": copies}
-    defaults = _constant_parts(run, size, states) | {
+    defaults = _constant_parts(run, states) | {
         "gathered": gathered.in_layers,
         "copies": copies / trained_layers if run.recompute == "none" else copies,
         "loss": kept_by_loss,
@@ -367,11 +364,11 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
     return [GpuMemory(**defaults | parts, moment=moment) for moment, parts in moments.items()]
 
 
-def _constant_parts(run: PlannedRun, size: ModelSize, states: ModelStates) -> dict[str, float]:
+def _constant_parts(run: PlannedRun, states: ModelStates) -> dict[str, float]:
     """Return the parts that stay the same during a step."""
-    whole = size.whole.frozen + size.whole.trained
-    trained_share = size.whole.trained / max(1.0, whole)
-    weights = states.weights + _secondary_partition(run, whole)
+    size, whole = run.size, run.size.whole
+    trained_share = whole.trained / max(1.0, whole.total)
+    weights = states.weights + _secondary_partition(run, whole.total)
     elsewhere = 0.0
     if run.stream is not None:
         elsewhere = size.layer.frozen * max(0, size.num_layers - STREAMED_LAYERS)
@@ -414,12 +411,13 @@ class _Gradients:
     at_end: float
 
 
-def _gradients(run: PlannedRun, size: ModelSize, gradients: float) -> _Gradients:
+def _gradients(run: PlannedRun, gradients: float) -> _Gradients:
     """Return the gradients at each moment, including communication buffers.
 
     `gradients`: the bytes at the end of the backward pass.
     """
-    strategy, whole, accumulates = run.strategy, size.whole, run.accumulation > 1
+    size, strategy, accumulates = run.size, run.strategy, run.accumulation > 1
+    whole = size.whole
     if isinstance(strategy, ZeroConfig) and strategy.stage == 2 and gradients:
         # The bucket exists in backward passes only, and fills before a rank gets its own shard.
         own = whole.trained / num_shards(strategy, run.num_ranks, run.num_nodes)[1]

@@ -24,7 +24,7 @@ from app.planning.communication import (
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import STREAMED_LAYERS, PlannedRun
 from app.planning.pipeline import stages_of
-from app.planning.states import ModelSize, num_shards
+from app.planning.states import num_shards
 from app.strategy.settings import FsdpConfig, PipelineConfig, ZeroConfig
 from common.text import percent
 
@@ -182,23 +182,22 @@ class Speed:
     """waiting for the other stages of a pipeline, at the start and the end of a step"""
 
 
-def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
+def estimate_speed(run: PlannedRun) -> Speed:
     """Estimate the time of an optimizer step; that of a disk of optimizer states is not known."""
     if stages := stages_of(run):
         return _speed_of_pipeline(run, [estimate_speed(stage) for stage in stages])
-    size = size or run.size
-    collectives = list_collectives(run, size)
-    products, attention, traffic = _pass_seconds(run, size, collectives)
+    collectives = list_collectives(run)
+    products, attention, traffic = _pass_seconds(run, collectives)
     computes, launches = products + attention + traffic, _launch_seconds(run)
     ranks, error = run.num_ranks, _kernel_error(run)
     slowest = 1 + SPREAD * NormalDist().inv_cdf(ranks / (ranks + 1))
-    stepped = size.whole.trained / num_shards(run.strategy, ranks, run.num_nodes)[2]
+    stepped = run.size.whole.trained / num_shards(run.strategy, ranks, run.num_nodes)[2]
     offload, link = run.strategy.offload_optimizer, run.hardware.host_link_gb_per_second
     rate = BANDWIDTH * run.hardware.memory_gb_per_second * 1e9
     optimizer = 0.0 if offload == "cpu" else _OPTIMIZER_PASSES * stepped / rate
     link *= LINKS * 1e9
-    streamed = _streamed_bytes(run, size)
-    host = (_host_copies(run, size) + run.accumulation * sum(streamed)) / link if link else 0.0
+    streamed = _streamed_bytes(run)
+    host = (_host_copies(run) + run.accumulation * sum(streamed)) / link if link else 0.0
     waits = _LINK_PASSES[offload] * stepped / link if link else 0.0
     flops = estimate_flops(run)
 
@@ -250,9 +249,7 @@ def _kernel_error(run: PlannedRun) -> float:
     return MEASURED[run.hardware.name] if is_measured else KERNEL_ERROR
 
 
-def _pass_seconds(
-    run: PlannedRun, size: ModelSize, collectives: list[Collective]
-) -> tuple[float, float, float]:
+def _pass_seconds(run: PlannedRun, collectives: list[Collective]) -> tuple[float, float, float]:
     """Return seconds of products, attention and traffic in the passes of an optimizer step."""
     split, flops = run.tensor_size, estimate_flops(run)
     tokens = run.tokens * run.accumulation
@@ -265,7 +262,7 @@ def _pass_seconds(
     attention /= min(ATTENTION * _full_rate(run), _FASTEST_ATTENTION)
     traffic = _traffic(run) * tokens + _dequantized(run) * run.accumulation / split
     _, of_gradients, _ = num_shards(run.strategy, run.num_ranks, run.num_nodes)
-    summed = size.whole.trained / of_gradients * (run.accumulation - 1)
+    summed = run.size.whole.trained / of_gradients * (run.accumulation - 1)
     traffic += _ACCUMULATION_PASSES * summed
     copied = [c for c in collectives if c.overlaps and c.kind in (ALL_GATHER, REDUCE_SCATTER)]
     traffic += _COPIED * sum(each.num_bytes * each.times for each in copied)
@@ -402,23 +399,22 @@ def _quantized_in_training(run: PlannedRun) -> float:
     return values * run.model.num_layers * run.tokens + (by_row + by_column) * matrices
 
 
-def _host_copies(run: PlannedRun, size: ModelSize) -> float:
+def _host_copies(run: PlannedRun) -> float:
     """Return the bytes per step that are copied between a GPU and its host during computation."""
     copied, strategy = 0.0, run.strategy
     if run.recompute == "offload":
         of_layers = run.model.widths.hidden * run.execution.residual_bytes * run.model.num_layers
         copied += 2.0 * run.tokens * of_layers * run.accumulation
-    whole = size.whole.frozen + size.whole.trained
     parameters = isinstance(strategy, FsdpConfig) and strategy.offload_parameters
     if isinstance(strategy, ZeroConfig):
         parameters = strategy.offload_parameters != "none"
     if parameters:
         shares, _, _ = num_shards(strategy, run.num_ranks, run.num_nodes)
-        copied += 2.0 * whole / shares * run.accumulation
+        copied += 2.0 * run.size.whole.total / shares * run.accumulation
     return copied
 
 
-def _streamed_bytes(run: PlannedRun, size: ModelSize) -> tuple[float, float]:
+def _streamed_bytes(run: PlannedRun) -> tuple[float, float]:
     """Return the bytes of layers that a micro-batch's forward passes copy, and its backward pass.
 
     The last two layers are still there when a backward pass begins, and the first two at its end;
@@ -430,7 +426,8 @@ def _streamed_bytes(run: PlannedRun, size: ModelSize) -> tuple[float, float]:
     forward, backward = layers, max(0, trained - 1)
     if trained >= layers - 1:
         forward = backward = max(0, layers - STREAMED_LAYERS)
-    return size.layer.frozen * (forward + layers * run.runs_base), size.layer.frozen * backward
+    layer = run.size.layer.frozen
+    return layer * (forward + layers * run.runs_base), layer * backward
 
 
 def _verdict(run: PlannedRun, seconds: tuple[float, ...], collectives: list[Collective]) -> str:

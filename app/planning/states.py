@@ -48,6 +48,11 @@ class WeightBytes:
     experts_trained: float = 0.0
     """the part of `trained` that does"""
 
+    @property
+    def total(self) -> float:
+        """Bytes of all weights."""
+        return self.frozen + self.trained
+
     def __add__(self, other: WeightBytes) -> WeightBytes:
         return WeightBytes(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
@@ -209,7 +214,7 @@ def estimate_states(
     """
     weight_shards, gradient_shards, state_shards = num_shards(strategy, num_ranks, num_nodes)
     whole = size.whole
-    held = (whole.frozen + whole.trained) / weight_shards
+    held = whole.total / weight_shards
     gradients = whole.trained / gradient_shards
     states = optimizer_state_bytes(size, optimizer)
     states += whole.num_trained * outer_state_bytes(strategy)
@@ -226,9 +231,9 @@ def estimate_states(
         )
         if strategy.stage == 3:
             # In the dtype of the weights; a smaller model stays gathered during the whole step.
-            end = max(part.frozen + part.trained for part in (size.embedding, size.head))
+            end = max(size.embedding.total, size.head.total)
             gathered = size.hidden_bytes * _LIVE_UNDER_ZERO3 + end
-            gathered = min(gathered, whole.frozen + whole.trained)
+            gathered = min(gathered, whole.total)
             held *= strategy.offload_parameters == "none"
     elif isinstance(strategy, FsdpConfig) and (weight_shards > 1 or strategy.offload_parameters):
         if accumulation > 1 and keeps_gradients_whole(whole, strategy):
@@ -315,7 +320,7 @@ def gathered_by_fsdp(size: ModelSize, strategy: FsdpConfig) -> tuple[float, floa
     # No layer is gathered yet at the time of the embedding.
     at_ends = max(root + 2 * ends[0], root + layer + 2 * ends[1], 2 * root)
     # A layer, the buffer of the next one, and its gradients being reduced.
-    trained = size.layer.trained / max(1.0, size.layer.frozen + size.layer.trained)
+    trained = size.layer.trained / max(1.0, size.layer.total)
     # Before the first layer comes the embedding, which FSDP gathers even if it is frozen.
     at_first = root + (1 + trained) * layer + ends[0]
     return at_ends, root + 2 * ends[1], max(root + (2 + trained) * layer, 2 * root), at_first

@@ -269,8 +269,7 @@ def _peak_bytes(device: torch.device) -> int:
 
 def estimate_training(run: PlannedRun) -> Estimate:
     """Estimate memory and speed of a run per device; on a CPU, of the whole process."""
-    size = run.size
-    memory = estimate_gpu_memory(run, size)
+    memory = estimate_gpu_memory(run)
     if not run.is_on_gpu:
         memory = replace(memory, overhead=float(host_bytes("VmRSS")))
     widths, has_speed = run.model.widths, run.is_on_gpu and run.hardware.has_known_rates
@@ -278,7 +277,7 @@ def estimate_training(run: PlannedRun) -> Estimate:
         memory=memory,
         is_on_gpu=run.is_on_gpu,
         device_gib=run.hardware.memory_gib,
-        speed=estimate_speed(run, size) if has_speed else None,
+        speed=estimate_speed(run) if has_speed else None,
         peak_tokens_per_second=peak_tokens_per_second(run) if has_speed else None,
         lost=_planned_losses(run) if has_speed else {},
         guessed="" if widths.is_compared else widths.model_type,

@@ -118,11 +118,6 @@ def _memory_notes(facts: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"{verdict}disk: {facts['disk_gib']:.1f} GiB of checkpoints and the result{states}{of}"
     )
-    if (known := facts["deepspeed_states_gib"]) is not None:
-        lines.append(
-            f"DeepSpeed's estimator, with fp32 states, half-precision weights and no activations: "
-            f"{known['gpu']:.1f} GiB per GPU, {known['host']:.1f} per machine"
-        )
     return lines
 
 

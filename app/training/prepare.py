@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 
 from app.model.adapter import group_adapters
 from app.model.architecture import reading_first_forward
@@ -23,15 +30,32 @@ from app.model.attention.exchange import check_exchange
 from app.model.attention.mixer_search import isolate_mixers
 from app.model.classifier import hidden_as_logits
 from app.model.feed_forward import chunk_feed_forwards
-from app.model.fp8 import train_in_fp8
+from app.model.fp8 import (
+    Fp8Linear,
+    Fp8TrainedLinear,
+    quantize_weight,
+    train_in_fp8,
+    without_rounding,
+)
 from app.model.head import check_head_loss, run_probe
 from app.model.kernels import fuse_layers
 from app.model.quantization import quantize_tokens_independently
-from app.training.fp8_check import check_fp8
+from app.process.launch import is_first_rank
 from app.training.resume import check_same_step
+from common.errors import UserError
+from common.text import percent
 
 if TYPE_CHECKING:
     from app.training.module import FinetuneModule
+    from data_modules import Batch
+
+log = logging.getLogger(__name__)
+
+MAX_LOSS_CHANGE, MIN_COSINE = 0.005, 0.99
+"""largest relative change of the loss, and smallest cosine of all gradients, by rounding to FP8"""
+_MIN_TOKENS = 4096
+"""tokens from which on the limits decide: the errors of single tokens average out over many"""
+_TIMED_RUNS = 10
 
 
 def prepare_model(module: FinetuneModule) -> None:
@@ -98,3 +122,134 @@ def verify_attention(module: FinetuneModule, device: torch.device) -> None:
     check_against_eager(model, backend, device, is_packed=is_packed)
     if ranks is not None:
         check_exchange(model, backend, device, ranks)
+
+
+def check_fp8(module: FinetuneModule) -> None:
+    """Compare the first micro-batch in FP8 with the same in bf16; UserError if it does not pay.
+
+    Both draw the same random numbers; gradients, sums and random numbers are then as before. With
+    fewer than `_MIN_TOKENS` tokens it only warns of what the limits would refuse. Does nothing
+    without layers in FP8, on resume, or for a stream, whose rows are not known yet.
+    """
+    layers = [
+        each for each in module.model.modules() if isinstance(each, (Fp8Linear, Fp8TrainedLinear))
+    ]
+    if not layers or module.resume is not None:
+        return
+    data: Any = module.trainer.datamodule
+    if data.is_streamed:
+        return
+    device = module.strategy.root_device
+    batch = module.strategy.shard_batch(data.fullest_batch(1)).to(device)
+    numbers, counts = compare_passes(module, batch), [float(batch.num_tokens)]
+    on_gpu, num_rows = device.type == "cuda", batch.input_ids.numel()
+    counts += time_products(layers, num_rows, device) if on_gpu else [0.0, 0.0]
+    # Summed, so that all ranks decide alike.
+    exact, rounded, product, *squares = module.sum_over_ranks(numbers).tolist()
+    num_tokens, in_fp8, in_bf16 = module.sum_over_ranks(numbers.new_tensor(counts)).tolist()
+    if not (exact and math.isfinite(exact) and all(squares)):
+        return  # there is nothing to learn from this micro-batch, or it fails in bf16, too
+    change, cosine = abs(rounded / exact - 1), product / math.sqrt(squares[0] * squares[1])
+    found = f"the loss changes by {percent(change, 2)}, the gradients' cosine is {cosine:.4f}"
+    key, instead = (
+        ("trainer.precision=fp8", "trainer.precision=bf16")
+        if module.trains_in_fp8
+        else ("quantization=fp8", "quantization=none, or nf4")
+    )
+    limits = f"(limits: {percent(MAX_LOSS_CHANGE, 1)} and {MIN_COSINE})"
+    is_exact = change <= MAX_LOSS_CHANGE and cosine >= MIN_COSINE
+    if (not is_exact and num_tokens >= _MIN_TOKENS) or math.isnan(change + cosine):
+        raise UserError(
+            f"{key} is too coarse for this model: on the first {num_tokens:,.0f} tokens {found} "
+            f"{limits}; type {instead}"
+        )
+    if in_fp8 > in_bf16:
+        raise UserError(
+            f"{key} is slower than bf16 here: the products of a micro-batch take "
+            f"{in_fp8 / in_bf16:.2f} times as long; type {instead}, or a larger "
+            "trainer.micro_batch_size"
+        )
+    if is_first_rank():
+        faster = f"; products take {in_fp8 / in_bf16:.2f} of the time" if in_bf16 else ""
+        compared = f"fp8: against bf16 on the first {num_tokens:,.0f} tokens {found}"
+        if is_exact:
+            log.info("%s%s", compared, faster)
+        else:
+            log.warning("%s %s, but so few tokens do not decide%s", compared, limits, faster)
+
+
+def compare_passes(module: FinetuneModule, batch: Batch) -> Tensor:
+    """Return loss and gradients of `batch` without and with rounding, as numbers; fp64 [5].
+
+    Both losses, and the sums of g h, g g and h h over the gradients g and h: 1 if the strategy
+    keeps none.
+    """
+    strategy, keeps = module.strategy, module.strategy.keeps_gradients
+    weights = [weight for weight in module.model.parameters() if weight.requires_grad]
+    with without_rounding():
+        exact = _run(module, batch)
+    # On the host: no training step needs room for gradients twice.
+    kept = [None if (g := strategy.gradient(w)) is None else g.bfloat16().cpu() for w in weights]
+    module.zero_grad()
+    rounded = _run(module, batch)
+    sums = torch.full((3,), 0.0 if keeps else 1.0, dtype=torch.float64, device=exact.device)
+    for weight, before in zip(weights, kept, strict=True):
+        if before is not None and (gradient := strategy.gradient(weight)) is not None:
+            g, h = before.to(gradient.device).float(), gradient.float()
+            products = [(a * b).sum(dtype=torch.float64) for a, b in ((g, h), (g, g), (h, h))]
+            sums += torch.stack(products).to(sums.device)
+    module.reset_step()
+    return torch.cat([torch.stack([exact, rounded]).double(), sums])
+
+
+def _run(module: FinetuneModule, batch: Batch) -> Tensor:
+    """Run a forward pass, and a backward pass if the strategy keeps gradients; return the loss."""
+    keeps = module.strategy.keeps_gradients
+    with isolate_rng():
+        with torch.set_grad_enabled(keeps), module.trainer.precision_plugin.forward_context():
+            loss = module.loss(batch)
+        if keeps:
+            loss.backward()
+    return loss.detach()
+
+
+def time_products(
+    layers: Sequence[Fp8Linear | Fp8TrainedLinear], num_rows: int, device: torch.device
+) -> list[float]:
+    """Return the seconds of the products of `layers` with `num_rows` rows, in FP8 and in bf16.
+
+    Measured with layers of random weights of the same shapes, forward and backward.
+    """
+    seconds = [0.0, 0.0]
+    shapes = Counter((type(each), each.in_features, each.out_features) for each in layers)
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    with isolate_rng():
+        for (kind, *shape), count in shapes.items():
+            plain = torch.nn.Linear(*shape, bias=False, **options)
+            if kind is Fp8Linear:
+                plain.requires_grad_(False)
+                rounded = Fp8Linear(plain, quantize_weight(plain.weight), torch.bfloat16)
+            else:
+                rounded = Fp8TrainedLinear(*shape, bias=False, **options)
+            rows = torch.randn(num_rows, shape[0], requires_grad=True, **options)
+            for index, layer in enumerate((rounded, plain)):
+                seconds[index] += count * _seconds(partial(_products, layer, rows), device)
+    return seconds
+
+
+def _products(layer: torch.nn.Module, rows: Tensor) -> None:
+    output = layer(rows)
+    trained = [weight for weight in layer.parameters() if weight.requires_grad]
+    torch.autograd.grad(output, [rows, *trained], output.detach())
+
+
+def _seconds(run: Callable[[], None], device: torch.device) -> float:
+    """Return the seconds of one run, of several; a first round compiles and selects kernels."""
+    start = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        for _ in range(_TIMED_RUNS):
+            run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / _TIMED_RUNS

@@ -12,8 +12,8 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from app.model import config_source
-from app.model.config_source import check_type, is_number
+from app.model import config_values
+from app.model.config_values import check_type, is_number
 
 
 def written_configs() -> Iterator[tuple[str, type[PreTrainedConfig], dict[str, Any]]]:
@@ -40,7 +40,7 @@ def test_every_model_type_is_read_as_its_class_says() -> None:
     read = 0
     for model_type, config_class, values in written_configs():
         assert check_type("", values) == [], model_type
-        source = config_source._config_source(model_type)
+        source = config_values._config_source(model_type)
         if source is None:
             continue
         read += 1

@@ -557,7 +557,7 @@ BUGS = [
     ),
     Bug(
         name="a text passes for a number of config.json",
-        file="app/model/config_source.py",
+        file="app/model/config_values.py",
         right="(str, list, dict)",
         wrong="(list, dict)",
         test="tests/model/test_config_source.py::test_what_is_refused",
@@ -867,7 +867,7 @@ BUGS = [
     ),
     Bug(
         name="the check of FP8 leaves sums of its step",
-        file="app/training/fp8_check.py",
+        file="app/training/prepare.py",
         right="    module.reset_step()\n",
         wrong="",
         test="tests/training/test_fp8_check.py::test_the_check_leaves_no_trace",

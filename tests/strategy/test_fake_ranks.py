@@ -232,6 +232,6 @@ def test_memory_of_an_fsdp_rank_equals_the_estimate(
         assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=ROUNDING), part
     if size.head.trained:
         return  # gradients on their way to their ranks are not estimated
-    moments = estimate_moments(run, size)
+    moments = estimate_moments(run)
     in_turn = max(one.total - one.weights - one.trainable - one.optimizer for one in moments)
     assert found.gathered == pytest.approx(in_turn, rel=ROUNDING)

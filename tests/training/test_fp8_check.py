@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from app.model.fp8 import Fp8Linear, Fp8TrainedLinear, quantize_weight
-from app.training import fp8_check, prepare
-from app.training.fp8_check import check_fp8, time_products
+from app.training import prepare
+from app.training.prepare import check_fp8, time_products
 from common.errors import UserError
 from tests.runs import check_same_run
 from tests.tiny import TINY_BASE, train_into
@@ -30,8 +30,8 @@ def check(
     num_tokens: int = 2048,
 ) -> None:
     """Check a model of one layer on a GPU of which these numbers were measured."""
-    monkeypatch.setattr(fp8_check, "compare_passes", lambda *_: torch.tensor(numbers).double())
-    monkeypatch.setattr(fp8_check, "time_products", lambda *_: seconds)
+    monkeypatch.setattr(prepare, "compare_passes", lambda *_: torch.tensor(numbers).double())
+    monkeypatch.setattr(prepare, "time_products", lambda *_: seconds)
     batch = SimpleNamespace(
         input_ids=torch.zeros(2, 8), num_tokens=num_tokens, to=lambda device: batch
     )
