@@ -188,13 +188,25 @@ def without_rounding() -> Iterator[None]:
 
 def linear(rows: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """Return rows @ matrix.T + bias in the dtype of `rows` [tokens, width]."""
-    values, scales = matrix.values, matrix.scales
-    if not matrix.is_transposed:
-        return product(quantize_rows(rows), matrix, bias, rows.dtype)
-    quantized = quantize_rows(rows, scales)
+    if matrix.is_transposed:
+        return input_gradient([rows], [matrix.T])
+    return product(quantize_rows(rows), matrix, bias, rows.dtype)
+
+
+def input_gradient(grads: Sequence[Tensor], matrices: Sequence[Matrix]) -> Tensor:
+    """Return the sum of grad @ matrix over pairs, in one product; grads [tokens, features].
+
+    The gradients of a token share a scale: what that rounds away of small ones is small in the sum.
+    """
+    quantized = quantize_rows(*grads, factors=[matrix.scales for matrix in matrices])
+    width = matrices[0].values.shape[1]
     # Hopper's kernels want the summed dimension contiguous in both matrices.
-    columns = Matrix(values.T.contiguous(), scales.new_ones(values.shape[1]))
-    return product(quantized, columns, bias, rows.dtype)
+    columns = matrices[0].values.new_empty(width, quantized.values.shape[1])
+    parts = columns.split([len(matrix.values) for matrix in matrices], dim=1)
+    for part, matrix in zip(parts, matrices, strict=True):
+        part.copy_(matrix.values.T)
+    scales = matrices[0].scales.new_ones(width)
+    return product(quantized, Matrix(columns, scales), None, grads[0].dtype)
 
 
 def product(rows: Rows, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -217,31 +229,39 @@ def product(rows: Rows, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype)
     return output if bias is None else output.add_(bias.to(dtype))
 
 
-def quantize_rows(rows: Tensor, factors: Tensor | None = None) -> Rows:
-    """Quantize `rows` [n, width], multiplied by `factors` [width] first; by one kernel on a GPU.
+def quantize_rows(*parts: Tensor, factors: Sequence[Tensor] = ()) -> Rows:
+    """Quantize the rows of `parts` [n, width], side by side; by one kernel on a GPU.
 
-    Rows with an inf or nan become nan.
+    factors: one [width] for each part, by which it is multiplied first. Rows with an inf or nan
+    become nan.
     """
+    device = parts[0].device
     if not _Rounding.is_on:
-        exact = rows if factors is None else rows * factors.to(rows.dtype)
-        return Rows(exact, torch.ones(len(rows), device=rows.device))
-    if rows.device.type == "cuda" and (kernel := _proven_kernel(rows.device)) is not None:
-        return Rows(*kernel(rows, factors, largest=LARGEST, smallest=_SMALLEST))
-    return _quantize_rows(rows, factors)
+        return Rows(_side_by_side(parts, factors), torch.ones(len(parts[0]), device=device))
+    if device.type == "cuda" and (kernel := _proven_kernel(device)) is not None:
+        return Rows(*kernel(parts, factors, largest=LARGEST, smallest=_SMALLEST))
+    return _quantize_rows(_side_by_side(parts, factors))
+
+
+def _side_by_side(parts: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
+    if factors:
+        parts = [part * each.to(part.dtype) for part, each in zip(parts, factors, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 @cache
 def _proven_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """Return the kernel that quantizes rows; None, with a warning, if its results differ."""
     rows = torch.linspace(-3, 5, 40 * 160, device=device).view(40, 160).bfloat16()
-    factors = torch.linspace(0.1, 2, 160, device=device)
+    parts = rows.split([64, 96], 1)
+    factors = torch.linspace(0.1, 2, 160, device=device).split([64, 96])
     try:
         from app.model.fp8_kernel import quantize_rows as kernel
 
-        found = kernel(rows, factors, largest=LARGEST, smallest=_SMALLEST)
+        found = kernel(parts, factors, largest=LARGEST, smallest=_SMALLEST)
         both = [
             dequantize(Matrix(*each), torch.float32)
-            for each in (found, _quantize_rows(rows, factors))
+            for each in (found, _quantize_rows(_side_by_side(parts, factors)))
         ]
         # Values next to the middle of two may be rounded to either.
         reason = "" if (both[0] - both[1]).norm() < 0.005 * both[1].norm() else "it differs"
@@ -253,8 +273,7 @@ def _proven_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]
     return kernel
 
 
-def _quantize_rows(rows: Tensor, factors: Tensor | None = None) -> Rows:
-    rows = rows if factors is None else rows * factors.to(rows.dtype)
+def _quantize_rows(rows: Tensor) -> Rows:
     largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
     # In the dtype of the rows, so that no fp32 copy of them is made. Rounded up in bf16, the
     # largest value stays below 464, which still rounds to 448.

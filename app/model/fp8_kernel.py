@@ -6,6 +6,8 @@ each value twice, and write it in half precision in between.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -27,54 +29,66 @@ def _read(rows, factors, columns, width, HAS_FACTORS: tl.constexpr):  # type: ig
 
 @triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    rows,
+    parts,
     factors,
     quantized,
     scales,
-    row_stride,
-    width,
+    strides,
+    widths,
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    rows += row * row_stride
     highest = SMALLEST
-    for start in range(0, width, BLOCK):
-        values = _read(rows, factors, start + tl.arange(0, BLOCK), width, HAS_FACTORS)
-        highest = tl.maximum(highest, tl.max(tl.abs(values)))
+    total = 0
+    for part in tl.static_range(len(parts)):
+        rows, width = parts[part] + row * strides[part], widths[part]
+        total += width
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            values = _read(rows, factors[part], columns, width, HAS_FACTORS)
+            highest = tl.maximum(highest, tl.max(tl.abs(values)))
     scale = highest / LARGEST
     tl.store(scales + row, scale)
-    for start in range(0, width, BLOCK):  # a row of 28 KiB is still in the cache
-        columns = start + tl.arange(0, BLOCK)
-        values = _read(rows, factors, columns, width, HAS_FACTORS) / scale
-        tl.store(
-            quantized + row * width + columns,
-            values.to(tl.float8e4nv, fp_downcast_rounding="rtne"),
-            mask=columns < width,
-        )
+    quantized += row * total
+    for part in tl.static_range(len(parts)):
+        rows, width = parts[part] + row * strides[part], widths[part]
+        for start in range(0, width, BLOCK):  # a row of 56 KiB is still in the cache
+            columns = start + tl.arange(0, BLOCK)
+            values = _read(rows, factors[part], columns, width, HAS_FACTORS) / scale
+            tl.store(
+                quantized + columns,
+                values.to(tl.float8e4nv, fp_downcast_rounding="rtne"),
+                mask=columns < width,
+            )
+        quantized += width
 
 
 def quantize_rows(
-    rows: Tensor, factors: Tensor | None, *, largest: float, smallest: float
+    parts: Sequence[Tensor], factors: Sequence[Tensor], *, largest: float, smallest: float
 ) -> tuple[Tensor, Tensor]:
-    """Return `rows` [n, width] times `factors` [width] in e4m3, and the fp32 scales [n]."""
-    num_rows, width = rows.shape
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    quantized = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
-    scales = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
+    """Return `parts` [n, width], side by side, in e4m3, and the fp32 scales [n].
+
+    factors: one [width] for each part, or none.
+    """
+    rows = tuple(part if part.stride(1) == 1 else part.contiguous() for part in parts)
+    widths = tuple(part.shape[1] for part in rows)
+    num_rows, device = len(rows[0]), rows[0].device
+    quantized = torch.empty(num_rows, sum(widths), dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=device)
     _kernel[(num_rows,)](
         rows,
-        factors,
+        tuple(factors) or rows,
         quantized,
         scales,
-        rows.stride(0),
-        width,
+        tuple(part.stride(0) for part in rows),
+        widths,
         LARGEST=largest,
         SMALLEST=smallest,
-        HAS_FACTORS=factors is not None,
-        BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(width)),
+        HAS_FACTORS=bool(factors),
+        BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(max(widths))),
         num_warps=_WARPS,
     )
     return quantized, scales

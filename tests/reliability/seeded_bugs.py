@@ -709,8 +709,8 @@ BUGS = [
     Bug(
         name="the gradient in FP8 forgets the scales of the weight",
         file="app/model/fp8.py",
-        right="quantized = quantize_rows(rows, scales)",
-        wrong="quantized = quantize_rows(rows)",
+        right="quantize_rows(*grads, factors=[matrix.scales for matrix in matrices])",
+        wrong="quantize_rows(*grads)",
         test="tests/model/test_fp8.py::test_the_gradient_is_that_of_the_rounded_weight_and_gradient",
     ),
     Bug(

@@ -53,8 +53,9 @@ def cross_entropy_gradient(logits: Tensor, labels: Tensor) -> None:
 
 
 @custom_op("standin::quantize_rows", mutates_args=())
-def quantize_rows(rows: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    values = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
+def quantize_rows(parts: list[Tensor], factors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    rows, width = parts[0], sum(part.shape[1] for part in parts)
+    values = rows.new_empty(len(rows), width, dtype=torch.float8_e4m3fn)
     return values, rows.new_empty(len(rows), dtype=torch.float32)
 
 
@@ -153,7 +154,7 @@ def install_kernels() -> None:
     loss: Any = types.ModuleType("app.model.loss_kernel")
     loss.cross_entropy_ = cross_entropy_
     fp8: Any = types.ModuleType("app.model.fp8_kernel")
-    fp8.quantize_rows = lambda rows, factors, **_: quantize_rows(rows, factors)
+    fp8.quantize_rows = lambda parts, factors, **_: quantize_rows(list(parts), list(factors))
     sys.modules.update({module.__name__: module for module in (loss, fp8)})
     _install_flash4()
     for name in ("", ".transformers", ".transformers.functional"):

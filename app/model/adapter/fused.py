@@ -395,12 +395,12 @@ class _GroupedLoraLinear(torch.autograd.Function):
         grad_low = torch.cat(grad_lows, 1)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad_low @ stacked
-            for grad, weight, dequantize in zip(outer, weights, ctx.dequantizes, strict=True):
-                matrix = dequantize(weight)
-                if ctx.is_fp8:
-                    grad_x.add_(fp8.linear(grad, matrix.T))
-                else:
+            matrices = (make(weight) for make, weight in zip(ctx.dequantizes, weights, strict=True))
+            if ctx.is_fp8:
+                grad_x = fp8.input_gradient(outer, list(matrices)).addmm_(grad_low, stacked)
+            else:
+                grad_x = grad_low @ stacked
+                for grad, matrix in zip(outer, matrices, strict=True):
                     grad_x.addmm_(grad, matrix)
         pairs = zip(outer, lows, strict=True)
         grad_bs = [_scaled_product(grad.T, low, ctx.scale) for grad, low in pairs]
