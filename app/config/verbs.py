@@ -65,7 +65,7 @@ class SweepConfig:
     trials: int | None = setting(None, ge=1)
     """number of trials of an optuna search; null = 20"""
     prune: str = setting("none", choices=("none", "median", "halving"))
-    """stop a trial of an optuna search early: median = if its validation loss is above the median
+    """stop a trial of an optuna search early: median = if its validation is worse than the median
     of the others at the same step, halving = if it is not among the best (successive halving)"""
     parallel: int = setting(1, ge=1, le=1024)
     """trials that run at the same time, each on its own trainer.devices GPUs; with

@@ -110,7 +110,14 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
     cells = [["data set", *headings], *([name] for name in names)]
     for row in cells[1:]:
         for measure, spec in shown.items():
-            row += _cells_of(f"{measure}/{row[0]}", spec.number_format, metrics)
+            ends = [
+                _cells_of(f"{measure}{end}/{row[0]}", spec.number_format, metrics)
+                for end in ("", "_low", "_high")
+            ]
+            row += [
+                value if low == "-" else f"{value} ({low} to {high})"
+                for value, low, high in zip(*ends, strict=True)
+            ]
     return text_table(cells, "base vs tuned")
 
 

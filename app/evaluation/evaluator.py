@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 from app.evaluation.generation import EvaluationConfig, answer_batches
 from app.evaluation.metrics import Answer, Metric, build_metrics
 from app.evaluation.row_runner import RowRunner
-from app.evaluation.significance import VARIANTS, Change, RowScores, compare_rows, scores_in_lines
+from app.evaluation.significance import (
+    VARIANTS,
+    Change,
+    RowScores,
+    compare_rows,
+    scores_in_lines,
+    wilson_interval,
+)
 from app.evaluation.tasks.harness import Harness
 from app.evaluation.tasks.measure import TaskRunner
 from app.evaluation.tasks.questions import Task
@@ -304,8 +311,25 @@ class Evaluator:
         return metrics
 
     def prefixed(self, variant: str, losses: dict[str, float]) -> dict[str, float]:
-        """Return the losses of a variant as metrics, with the perplexity of likelihoods."""
+        """Return the losses of a variant as metrics, with the perplexity of likelihoods.
+
+        An accuracy has an interval if its rows are known.
+        """
+        losses = losses | self._accuracy_intervals(variant, losses)
         return prefix_metrics(variant, losses, has_perplexity=self.objective.is_likelihood)
+
+    def _accuracy_intervals(self, variant: str, losses: dict[str, float]) -> dict[str, float]:
+        """Return `val/accuracy_low` and `val/accuracy_high`, of all rows and by data set."""
+        if variant not in self.row_losses or "val/accuracy" not in losses:
+            return {}
+        weights, datasets = self.row_losses[variant][1].numpy(), self.data.val_examples.datasets
+        of = {f"/{name}": datasets == n for n, name in enumerate(self.data.dataset_names)}
+        intervals: dict[str, float] = {}
+        for name, own in ({"": datasets >= 0} | of).items():
+            if (share := losses.get(f"val/accuracy{name}")) is not None:
+                low, high = wilson_interval(share, weights[own])
+                intervals |= {f"val/accuracy_low{name}": low, f"val/accuracy_high{name}": high}
+        return intervals
 
     def measure_answers(self, variant: str, model: Any) -> dict[str, float]:
         """Return the metrics of answers and tasks, prefixed with `variant`."""

@@ -256,6 +256,19 @@ def paired_bootstrap(
     return float(low), float(high)
 
 
+def wilson_interval(share: float, weights: Floats) -> tuple[float, float]:
+    """Return Wilson's score interval of a share of rows (J. Am. Stat. Assoc. 22, 1927).
+
+    Rows of different `weights` count as (sum of weights)^2 / sum of squares (Kish's effective
+    size).
+    """
+    normal = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
+    ratio = normal**2 * float((weights**2).sum() / weights.sum() ** 2)
+    center = (share + ratio / 2) / (1 + ratio)
+    half = math.sqrt(ratio * (share * (1 - share) + ratio / 4)) / (1 + ratio)
+    return center - half, center + half
+
+
 def change_metrics(changes: Iterable[Change]) -> dict[str, float]:
     """Return the metrics of all changes by their names in metrics.json."""
     return {name: value for change in changes for name, value in change.metrics().items()}

@@ -9,6 +9,7 @@ from typing import Any
 
 from app.report.chart import frame_around
 from app.report.template import render_template
+from app.training.run_documents import is_lower_better
 
 WIDTH, HEIGHT, MARGIN = 900.0, 340.0, 70.0
 """size of a chart and its margin, in SVG units"""
@@ -26,7 +27,7 @@ class TrialView:
     values: Mapping[str, str]
     """value of each varied setting"""
     curve: Mapping[int, float]
-    """step -> validation loss"""
+    """step -> metric by which trials are ranked"""
     objective: float | None
     outcome: str
     """how the trial ended, in words"""
@@ -47,6 +48,7 @@ def render_sweep_page(
         "sweep",
         title=title,
         objective=objective,
+        better="lower" if is_lower_better(objective) else "higher",
         full_run=full_run,
         trials=trials,
         keys=list(trials[0].values) if trials else [],
@@ -103,7 +105,7 @@ def _label_place(x: float, y: float) -> tuple[float, float]:
 def _curve_lines(
     trials: Sequence[TrialView],
 ) -> tuple[list[tuple[float, float, str]], list[dict[str, Any]]]:
-    """Return the labels (x, y, text) of the axes, and the validation loss of each trial by step."""
+    """Return the labels (x, y, text) of the axes, and the metric of each trial by step."""
     drawn = [
         [point for point in sorted(trial.curve.items()) if math.isfinite(point[1])]
         for trial in trials

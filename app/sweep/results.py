@@ -16,8 +16,9 @@ from urllib.parse import quote
 from app.process.logs import show, text_table
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep.parameters import Parameter, format_overrides, varied
-from app.sweep.trials import OBJECTIVE, Trial, read_curve
-from app.training.run_documents import TRIALS, read_document
+from app.sweep.trials import Trial, read_curve
+from app.training.run_documents import TRIALS, is_lower_better, read_document
+from app.training.trainer import DEFAULT_MONITOR
 from common.errors import DONE
 from common.files import write_atomically
 from common.installation import verb_command
@@ -31,9 +32,9 @@ def describe_outcome(trial: Trial) -> str:
     """Return the result of a trial in words."""
     if trial.error is not None:
         return f"{trial.error[:200]} (exit {trial.exit_code}; {trial.number}.log)"
-    loss = "no validation loss" if trial.objective is None else f"{trial.objective:.4f}"
+    value = "not measured" if trial.objective is None else f"{trial.objective:.4f}"
     pruned = "" if trial.stopped_at is None else f", pruned at step {trial.stopped_at}"
-    return f"{OBJECTIVE} {loss}{pruned}"
+    return f"{trial.metric} {value}{pruned}"
 
 
 def write_page(trials: Sequence[Trial], folder: Path, parameters: Sequence[Parameter]) -> None:
@@ -46,7 +47,7 @@ def write_page(trials: Sequence[Trial], folder: Path, parameters: Sequence[Param
             TrialView(
                 number=trial.number,
                 values={key: printable(values[key]) for key in keys},
-                curve=read_curve(Path(trial.folder)),
+                curve=read_curve(Path(trial.folder), trial.metric),
                 objective=trial.objective,
                 outcome=printable(redact(describe_outcome(trial))),
                 page=quote(os.path.relpath(own_page, folder)) if own_page.is_file() else "",
@@ -54,7 +55,7 @@ def write_page(trials: Sequence[Trial], folder: Path, parameters: Sequence[Param
         )
     best = next(iter(_completed(trials)), None)
     full_run = "" if best is None else printable(_full_run(best, parameters))
-    page = render_sweep_page(printable(str(folder)), views, OBJECTIVE, full_run)
+    page = render_sweep_page(printable(str(folder)), views, _metric_of(trials), full_run)
     write_atomically(folder / PAGE_FILE, page)
 
 
@@ -91,7 +92,7 @@ def print_results(
     best_first = _sort_best_first(trials)
     keys = [parameter.key for parameter in varied(parameters)]
     error_column = ["error"] if any(trial.error for trial in trials) else []
-    cells = [["trial", *keys, OBJECTIVE, "time", "exit", *error_column]]
+    cells = [["trial", *keys, _metric_of(trials), "time", "exit", *error_column]]
     for trial in best_first:
         values = _values_of(trial)
         objective = "-" if trial.objective is None else f"{trial.objective:.4f}"
@@ -101,7 +102,7 @@ def print_results(
         errors = [(trial.error or "")[:100]] * len(error_column)
         figures = [objective, duration(trial.seconds), ended]
         cells.append([str(trial.number), *varying, *figures, *errors])
-    title = f"{counted(len(trials), 'trial')} by {OBJECTIVE}"
+    title = f"{counted(len(trials), 'trial')} by {_metric_of(trials)}"
     show(text_table(cells, title, (*keys, "exit", "error")))
     if not (completed := _completed(trials)):
         return
@@ -123,7 +124,8 @@ def explain_best(
     """
     best = completed[0]
     num_pruned = sum(trial.stopped_at is not None for trial in trials)
-    reason = f"lowest {OBJECTIVE} ({best.objective:.4f}) of {len(completed)} completed trials"
+    kind = "lowest" if is_lower_better(best.metric) else "highest"
+    reason = f"{kind} {best.metric} ({best.objective:.4f}) of {len(completed)} completed trials"
     if num_pruned:
         reason += f"; {num_pruned} pruned, because others were better at the same step"
     keys = {parameter.key for parameter in parameters}
@@ -155,6 +157,10 @@ def _full_run(best: Trial, parameters: Sequence[Parameter]) -> str:
     only_in_sweep = {each.key for each in parameters if each.is_from_file and not each.varies}
     words = [word for word in best.overrides if word.partition("=")[0] not in only_in_sweep]
     return f"{verb_command('train')} {shlex.join(words)}"
+
+
+def _metric_of(trials: Sequence[Trial]) -> str:
+    return trials[0].metric if trials else DEFAULT_MONITOR
 
 
 def _sort_best_first(trials: Sequence[Trial]) -> list[Trial]:

@@ -51,6 +51,7 @@ from app.sweep.results import (
 from app.sweep.search import Grid, OptunaSearch, Search
 from app.sweep.slurm import SlurmLauncher, check_jobs, check_slurm
 from app.sweep.trials import Launcher, LocalLauncher, RunningTrial, Trial, read_curve
+from app.training.trainer import DEFAULT_MONITOR
 from common.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from common.facts import as_typed
 from common.installation import verb_command
@@ -84,17 +85,21 @@ def run_sweep(overrides: list[str]) -> int:
     lock_run(folder)
     separate_files(folder)
     finished = load_results(folder)
-    search = _build_search(parameters, config, folder, [trial.number for trial in finished])
+    metric = _metric_of(config, parameters)
+    numbers = [trial.number for trial in finished]
+    search = _build_search(parameters, config, folder, numbers, metric)
     print(f"{counted(search.num_trials, 'trial')} in {printable(str(folder))}:", end=" ")
     searched = "; ".join(f"{parameter.key} {parameter}" for parameter in varied(parameters))
     print(redact(searched), flush=True)
+    if metric != DEFAULT_MONITOR:
+        print(f"ranked by {metric}: settings of the objective change what {DEFAULT_MONITOR} means")
     launcher: Launcher = LocalLauncher(slots)
     if config.launcher.name == "slurm":
         launcher = SlurmLauncher(
             config.launcher, config.trainer.devices, folder, config.sweep.parallel
         )
     resume = quote_words(f"resume={folder}", *_typed_again(granting, parameters))
-    runner = _TrialRunner(search, shared, folder, launcher, finished, resume=resume)
+    runner = _TrialRunner(search, shared, folder, launcher, finished, metric, resume=resume)
     code = runner.run()
     print_results(runner.finished, parameters, shared)
     write_page(runner.finished, folder, parameters)
@@ -146,6 +151,12 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
     }
     shared |= {each.key: quote_value(as_typed(each.default)) for each in resets}
     return config, shared, granting
+
+
+def _metric_of(config: TrainConfig, parameters: Sequence[Parameter]) -> str:
+    """Return the metric by which trials are ranked: the loss, unless it is another in each."""
+    keys = [parameter.key.partition(".")[0] for parameter in varied(parameters)]
+    return config.objective.compared_by if "objective" in keys else DEFAULT_MONITOR
 
 
 def _typed_again(granting: Sequence[Granting], parameters: Sequence[Parameter]) -> list[str]:
@@ -222,7 +233,11 @@ def check_search(search: str, parameters: Sequence[Parameter]) -> list[str]:
 
 
 def _build_search(
-    parameters: Sequence[Parameter], config: TrainConfig, folder: Path, finished: Sequence[int]
+    parameters: Sequence[Parameter],
+    config: TrainConfig,
+    folder: Path,
+    finished: Sequence[int],
+    metric: str,
 ) -> Search:
     if config.sweep.search == "grid":
         return Grid(parameters, finished)
@@ -233,6 +248,7 @@ def _build_search(
         finished,
         seed=config.seed,
         start=_default_values(parameters),
+        metric=metric,
     )
 
 
@@ -298,13 +314,14 @@ class _TrialRunner:
         folder: Path,
         launcher: Launcher,
         finished: Sequence[Trial],
+        metric: str,
         *,
         resume: str,
     ) -> None:
         """`resume`: the words that resume the sweep, quoted for a shell."""
         self.finished = list(finished)
         self._search, self._shared, self._folder = search, dict(shared), folder
-        self._launcher, self._resume = launcher, resume
+        self._launcher, self._resume, self._metric = launcher, resume, metric
         self._running: dict[int, RunningTrial] = {}
         self._signal: signal.Signals | None = None
 
@@ -352,7 +369,7 @@ class _TrialRunner:
             number, values = proposal
             overrides = format_overrides(self._shared | values)
             self._running[slot] = RunningTrial(
-                number, overrides, self._folder, slot, self._launcher
+                number, overrides, self._folder, slot, self._launcher, self._metric
             )
             started = True
         return started
@@ -363,7 +380,8 @@ class _TrialRunner:
         # Checked before the curve is read, which then is complete.
         has_ended = running.job.poll() is not None
         if running.stopped_at is None:
-            step = self._search.find_prune_step(running.number, read_curve(running.folder))
+            curve = read_curve(running.folder, self._metric)
+            step = self._search.find_prune_step(running.number, curve)
             if step is not None:
                 running.prune(step)
         if not has_ended:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config import SweepConfig
 from app.sweep.parameters import Parameter, varied
+from app.training.run_documents import is_lower_better
 from common.installation import install_extra
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Search:
     def find_prune_step(self, number: int, curve: Mapping[int, float]) -> int | None:
         """Return the step at which to prune a trial, None to continue it.
 
-        `curve` is the trial's validation losses by step.
+        `curve` is the metric of the trial's validations by step.
         """
         return None
 
@@ -79,6 +80,7 @@ class OptunaSearch(Search):
         *,
         seed: int,
         start: Mapping[str, Any],
+        metric: str,
     ) -> None:
         try:
             import optuna
@@ -103,6 +105,7 @@ class OptunaSearch(Search):
             storage=storage,
             study_name="sweep",
             load_if_exists=True,
+            direction="minimize" if is_lower_better(metric) else "maximize",
             pruner=_build_pruner(optuna, settings.prune),
         )
         if not self.study.trials and start:
@@ -135,7 +138,7 @@ class OptunaSearch(Search):
         }
 
     def find_prune_step(self, number: int, curve: Mapping[int, float]) -> int | None:
-        """Report new validation losses; return the first step at which to prune, or None."""
+        """Report new validations; return the first step at which to prune, or None."""
         if (trial := self._open_trial(number)) is None:
             return None
         last = self.study.trials[number].last_step

@@ -16,13 +16,19 @@ from typing import Protocol
 from app.config.overrides import quote_value
 from app.process.launch import PARENT_VARIABLE, RANK_VARIABLES
 from app.run.folder import CONFIG_FILE, METRICS_FILE
-from app.training.run_documents import CSV_FILE, METRICS, read_curves, read_document
+from app.training.run_documents import (
+    CSV_FILE,
+    METRICS,
+    is_lower_better,
+    read_curves,
+    read_document,
+)
+from app.training.trainer import DEFAULT_MONITOR
 from common.errors import DONE, TERMINATED
 from common.files import open_no_follow
 from common.installation import child_command
 from common.redaction import redacted
 
-OBJECTIVE = "val/loss"
 TRAIN = tuple(child_command("app.train")[1:])
 """Python arguments that start a trial"""
 _MAX_ERROR_LINES = 200
@@ -40,18 +46,20 @@ class Trial:
     exit_code: int
     seconds: float
     objective: float | None
-    """final validation loss; None if there is none"""
+    """final value of `metric`; None if there is none"""
     error: str | None
     """error message of a failed trial"""
     stopped_at: int | None = None
     """step of the validation after which the trial was pruned; None if it was not"""
+    metric: str = DEFAULT_MONITOR
+    """metric of the validation by which trials are ranked"""
 
     @property
     def sort_key(self) -> tuple[bool, float, int]:
         """Key that sorts by objective, trials without a finite one last."""
         known = self.objective is not None and math.isfinite(self.objective)
         value = self.objective if known and self.objective is not None else 0.0
-        return not known, value, self.number
+        return not known, value if is_lower_better(self.metric) else -value, self.number
 
     @property
     def has_failed(self) -> bool:
@@ -167,12 +175,19 @@ class RunningTrial:
     Args:
         overrides: overrides of the trial, except for output.dir.
         folder: the sweep's folder.
+        metric: what trials are ranked by.
     """
 
     def __init__(
-        self, number: int, overrides: list[str], folder: Path, slot: int, launcher: Launcher
+        self,
+        number: int,
+        overrides: list[str],
+        folder: Path,
+        slot: int,
+        launcher: Launcher,
+        metric: str,
     ) -> None:
-        self.number, self.overrides = number, overrides
+        self.number, self.overrides, self.metric = number, overrides, metric
         self.folder = folder / str(number)
         self.log = folder / f"{number}.log"
         self.stopped_at: int | None = None
@@ -197,12 +212,12 @@ class RunningTrial:
         assert code is not None, "the trial is still running"
         if self.stopped_at is not None and code in (DONE, TERMINATED):
             # Later steps are ignored: how many there are depends on the speed of the machine.
-            until_pruned = [
-                value for step, value in read_curve(self.folder).items() if step <= self.stopped_at
-            ]
-            objective, error, code = min(until_pruned, default=None), None, TERMINATED
+            curve = read_curve(self.folder, self.metric)
+            until_pruned = [value for step, value in curve.items() if step <= self.stopped_at]
+            best = min if is_lower_better(self.metric) else max
+            objective, error, code = best(until_pruned, default=None), None, TERMINATED
         else:
-            objective = read_objective(self.folder) if code == DONE else None
+            objective = _read_final(self.folder, self.metric) if code == DONE else None
             reason = self.job.problem or _find_error(self.log) or f"exit code {code}"
             error = None if code == DONE else reason
         return Trial(
@@ -214,21 +229,22 @@ class RunningTrial:
             objective=objective,
             error=error,
             stopped_at=self.stopped_at,
+            metric=self.metric,
         )
 
 
-def read_curve(folder: Path) -> dict[int, float]:
-    """Return a run's validation losses by step, without step 0."""
+def read_curve(folder: Path, metric: str) -> dict[int, float]:
+    """Return a metric of a run's validations by step, without step 0."""
     rows = read_curves(folder / CSV_FILE)
-    return {step: row[OBJECTIVE] for step, row in rows if OBJECTIVE in row and step > 0}
+    return {step: row[metric] for step, row in rows if metric in row and step > 0}
 
 
-def read_objective(folder: Path) -> float | None:
-    """Return a finished run's validation loss; None if it has none."""
+def _read_final(folder: Path, metric: str) -> float | None:
+    """Return a metric of a finished run; None if it was not measured."""
     file = folder / METRICS_FILE
     if not file.exists():
         return None
-    value: float | None = read_document(file, METRICS).get(OBJECTIVE)
+    value: float | None = read_document(file, METRICS).get(metric)
     return value
 
 

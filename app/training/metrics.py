@@ -19,6 +19,7 @@ from app.training.nonfinite import StepWatch, nonfinite_metrics
 from app.training.objective.pairs import find_warning
 from app.training.objective.sums import losses_by_dataset
 from app.training.routing import ExpertLoad
+from app.training.run_documents import is_lower_better
 from common.errors import TrainingFault, UserError
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,6 @@ _STATE_KEYS = (
     "train_seconds",
 )
 """attributes of `Metrics` that are saved in checkpoints"""
-_LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
-"""metrics of which lower values are better; for all others, higher values are"""
 _MAX_KEPT_ROWS = 100_000
 """most validation rows whose losses are saved in checkpoints; with more rows, a resumed run reports
 no confidence intervals"""
@@ -295,7 +294,7 @@ class Metrics:
 
     def as_measured(self, value: float) -> float:
         """Negate a value of the monitored metric if higher is better; undoes itself."""
-        return value if self.monitor.split("/")[1] in _LOWER_IS_BETTER else -value
+        return value if is_lower_better(self.monitor) else -value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON; RuntimeError if steps are not written yet."""

@@ -125,6 +125,8 @@ MEASURES = {
     "val/loss": MeasureSpec(heading="loss", number_format=".4f", is_lower_better=True),
     "val/perplexity": MeasureSpec(heading="perplexity", number_format=".4g", is_lower_better=True),
     "val/accuracy": MeasureSpec(heading="accuracy", number_format=".1%", max_difference=1.0),
+    "val/accuracy_low": MeasureSpec(heading="accuracy, at least", number_format=".1%"),
+    "val/accuracy_high": MeasureSpec(heading="accuracy, at most", number_format=".1%"),
     "val/f1": MeasureSpec(heading="F1", number_format=".1%", max_difference=1.0),
     "val/auc": MeasureSpec(heading="AUC", number_format=".3f", max_difference=1.0),
     "exact_match": MeasureSpec(heading="exact match", number_format=".1%", max_difference=1.0),
@@ -163,6 +165,17 @@ def measure_of(metric: str) -> tuple[str, str]:
     return measure, metric[len(measure) + 1 :]
 
 
+_LOWER_IS_BETTER = (
+    *("loss", "perplexity", "bits_per_byte", "cross_entropy", "kl", "absolute_error"),
+)
+"""metrics of which lower values are better; for all others, higher values are"""
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether lower values of a metric of validations are better, such as `val/loss/a`."""
+    return metric.split("/")[1] in _LOWER_IS_BETTER
+
+
 TRIALS = ListOf(
     Keys(
         {
@@ -174,7 +187,7 @@ TRIALS = ListOf(
             "objective": or_null(_FIGURE),
             "error": NULLABLE_TEXT,
         },
-        {"stopped_at": NULLABLE_COUNT},
+        {"stopped_at": NULLABLE_COUNT, "metric": TEXT},
     )
 )
 """sweep.json"""

@@ -50,9 +50,10 @@ class CheckpointConfig:
     monitor: str = setting(
         DEFAULT_MONITOR, resume="fixed", aliases=("metric_for_best_model",), grants="nothing"
     )
-    """metric that `keep_best` ranks by: val/loss, val/loss/DATA_SET, or with evaluation.every_steps
-    a metric of a task or data set, such as val/accuracy/mmlu. Lower is better for losses,
-    perplexities and bits per byte, higher for all others"""
+    """metric that `keep_best` ranks by: val/loss, val/loss/DATA_SET, a figure of the objective such
+    as val/accuracy, or with evaluation.every_steps a metric of a task or data set, such as
+    val/accuracy/mmlu. Lower is better for losses, perplexities, bits per byte, KL, cross-entropies
+    and absolute errors, higher for all others"""
     asynchronous: bool = setting(False, typed="async")
     """write checkpoints in the background while training continues; needs host memory for one more
     copy of the trainable parameters"""

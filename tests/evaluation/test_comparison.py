@@ -63,6 +63,15 @@ def test_the_table_of_a_base_alone() -> None:
     ]
 
 
+def test_an_accuracy_is_shown_with_its_interval() -> None:
+    accuracy = {"": 0.8, "_low": 0.6269, "_high": 0.9049}
+    metrics = {f"tuned/val/accuracy{end}/pairs": value for end, value in accuracy.items()}
+    assert drawn({"tuned/val/loss/pairs": 0.5} | metrics, ["pairs"]) == [
+        ["data set", "loss: base", "tuned", "accuracy: base", "tuned"],
+        ["pairs", "-", "0.5000", "-", "80.0 % (62.7 % to 90.5 %)"],
+    ]
+
+
 def test_separate_held_out_files_come_last() -> None:
     metrics = METRICS | {"base/exact_match/held_out": 0.0, "tuned/exact_match/held_out": 0.5}
     table = drawn(metrics, ["lists", "people"])

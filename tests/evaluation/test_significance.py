@@ -23,6 +23,7 @@ from app.evaluation.significance import (
     report_changes,
     scores_in_lines,
     verdict_line,
+    wilson_interval,
 )
 from common.errors import TrainingFault, exit_code
 from tests.evaluation.test_comparison import cells
@@ -224,3 +225,13 @@ def test_the_table_has_signs_and_escaped_names(
     assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
     report_changes([LOSS], [], tmp_path)
     assert "verdict: forgot orders (loss), not trained on" in capsys.readouterr().out
+
+
+def test_the_interval_of_a_share_is_wilsons() -> None:
+    # Its ends p solve (p - share)^2 = z^2 p (1 - p) / n.
+    for share in (0.0, 0.5, 0.8, 1.0):
+        for end in wilson_interval(share, np.ones(30)):
+            assert (end - share) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / 30, abs=1e-9)
+    assert wilson_interval(0.8, np.ones(30)) == pytest.approx((0.6269, 0.9049), abs=1e-4)
+    uneven = np.array([2.0] * 15 + [0.0] * 40)  # rows without a weight say nothing
+    assert wilson_interval(0.8, uneven) == pytest.approx(wilson_interval(0.8, np.ones(15)))

@@ -109,6 +109,8 @@ CONFLICTS = [
      "evaluation.metrics=[f1] trainer.compile=true", ["compiled for one size of batch"]),
     (0, "trainer.checkpoint.monitor=val/loss/listz", "trainer.checkpoint.monitor=val/loss/lists",
      ["monitor=val/loss/listz is not measured; did you mean val/loss/lists?"]),
+    (0, "trainer.checkpoint.monitor=val/accuracy",
+     "data=pairs objective=dpo trainer.checkpoint.monitor=val/accuracy", ["is not measured"]),
     (0, "trainer.checkpoint.monitor=val/loss/lists data.val_set_size=0",
      "trainer.checkpoint.monitor=val/loss/lists", ["needs validation rows, but there are none"]),
     (0, "trainer.checkpoint.monitor=val/exact_match/lists evaluation.exact_match=true",

@@ -24,6 +24,7 @@ from common.errors import UserError
 from common.installation import verb_command
 from tests.in_process import CommandResult, make_words, run_command
 from tests.sweep.short_trials import short_trials
+from tests.tiny import SAMPLES
 
 
 @pytest.fixture
@@ -174,6 +175,42 @@ def test_the_best_trial_is_explained() -> None:
     assert first.endswith("next best: 0.7500 with optimizer.lr=0.001")
     assert second.startswith("optimizer.lr=0.009 is at the edge of 1e-05 to 0.01, log scale")
     assert len(list(explain_best(trials[1:2], trials, parameters))) == 1
+
+
+PAIRS = [
+    "objective=dpo",
+    f"data.datasets=[{{path: {SAMPLES / 'pairs.json'}}}]",
+    "data.sequence_len=256",
+    "adapter.r=4",
+]
+RATED = """
+import json, pathlib, sys
+values = dict(word.split("=", 1) for word in sys.argv[1:])
+folder, beta = pathlib.Path(values["output.dir"]), float(values["objective.beta"])
+folder.mkdir(parents=True)
+rows = [f"{step},{beta},{0.4 + beta * step / 10}" for step in (1, 2)]
+(folder / "metrics.csv").write_text("\\n".join(["step,val/loss,val/accuracy", *rows]))
+(folder / "metrics.json").write_text(json.dumps({"val/loss": beta, "val/accuracy": 0.4 + beta / 5}))
+"""
+
+
+def test_settings_that_rescale_the_loss_are_ranked_by_accuracy(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    with short_trials(RATED):
+        result = sweep(
+            *overrides, *PAIRS, "objective.beta=0.1,0.5,0.3", f"output.dir={tmp_path / 's'}"
+        )
+    assert result.code == 0, result.stderr
+    rows = json.loads((tmp_path / "s" / "sweep.json").read_text())
+    assert [(row["number"], row["metric"]) for row in rows] == [
+        (number, "val/accuracy") for number in (1, 2, 0)
+    ]
+    assert rows[0]["objective"] == pytest.approx(0.5)
+    assert "ranked by val/accuracy" in result.stdout
+    assert "highest val/accuracy (0.5000) of 3 completed trials" in result.stdout
+    page = (tmp_path / "s" / "sweep.html").read_text()
+    assert "have a higher val/accuracy" in page and "val/loss" not in page
 
 
 def test_the_printed_command_leaves_out_settings_of_the_sweep_file(

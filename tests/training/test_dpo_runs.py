@@ -180,6 +180,8 @@ def test_a_model_trained_whole_is_evaluated_against_its_base(
     shell.train_into(tmp_path / "found", *words, module="app.evaluate")
     found = json.loads((tmp_path / "found" / "metrics.json").read_text())
     assert found["base/val/loss"] == pytest.approx(0.693147, abs=1e-6)
+    low, high = (found[f"tuned/val/accuracy_{end}/pairs"] for end in ("low", "high"))
+    assert low < found["tuned/val/accuracy/pairs"] < high < low + 0.5  # of 20 pairs
     for figure in ("loss", "margin", "chosen_reward"):
         expected = read_column(full, f"val/{figure}")[3]
         assert found[f"tuned/val/{figure}"] == pytest.approx(expected, rel=1e-5), figure

@@ -105,7 +105,8 @@ def test_a_new_adapter_has_the_loss_that_the_first_step_is_checked_for(model: An
     (batch,) = batches(make_rows(), [4], packed=True, has_verdicts=True)
     objective.begin(model, [batch], "sdpa", CPU)
     batch_loss(objective, model, batch, "sdpa", sums)
-    found = losses_by_dataset(sums.take()[:3], ["a", "b"], "train")
+    found = losses_by_dataset(sums.take(), ["a", "b"], "train", objective.figures)
+    assert found["train/accuracy"] == 0.5
     assert KtoConfig().first_loss == 0.5 == pytest.approx(found["train/loss"], rel=1e-6)
     assert KtoConfig(desirable_weight=2.0).first_loss is None
 

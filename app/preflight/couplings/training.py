@@ -272,7 +272,9 @@ GROUPS = (
                  "{name} needs validation rows, but there are none",
                  "data.val_set_size=0.05"),
         Conflict(lambda c, d: c.trainer.checkpoint.monitor not in _losses(c)
-                 and not _is_measured(c) and _known_metrics(c),
+                 and not _is_measured(c)
+                 # Figures of other objectives are known when these are built.
+                 and c.objective.name == "sft" and _known_metrics(c),
                  "{name} is not measured{found[0]}; measured are {found[1]}",
                  "one of them; evaluation.every_steps=N measures evaluation.tasks, too"),
         Conflict(lambda c, d: c.trainer.checkpoint.monitor not in _losses(c)

@@ -21,6 +21,7 @@ from app.training.objective.objective import (
     Objective,
     labels_of_units,
     losses_of_units,
+    wins,
 )
 from app.training.objective.settings import ClassifyConfig, RewardConfig
 from data_modules import Batch
@@ -108,7 +109,7 @@ class Reward(Objective):
         losses = -logsigmoid(margins - labels.nan_to_num())
         losses = losses + self.centering * (chosen + rejected).square()
         figures = [each.detach() for each in (margins, chosen, rejected)]
-        figures.insert(0, (figures[0] > 0).float())
+        figures.insert(0, wins(figures[0]))
         return losses_of_units(losses, weights, batch, figures)
 
 

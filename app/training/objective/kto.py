@@ -14,6 +14,7 @@ from app.training.objective.objective import (
     Objective,
     labels_of_units,
     losses_of_units,
+    wins,
 )
 from app.training.objective.pairs import document_log_probs, reference_log_probs
 from app.training.objective.settings import KtoConfig
@@ -93,5 +94,5 @@ class Kto(Objective):
             for values in detached
             for wanted in (True, False)
         ]
-        figures = [(advantage.detach() > 0).to(gains), self.beta * kl.expand_as(gains), *of_kind]
+        figures = [wins(advantage.detach()), self.beta * kl.expand_as(gains), *of_kind]
         return losses_of_units(losses, weights, batch, figures, tokens=num_tokens.long())

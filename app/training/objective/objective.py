@@ -69,6 +69,11 @@ def losses_of_units(
     )
 
 
+def wins(margins: Tensor) -> Tensor:
+    """Return the accuracy of each unit: 1 if its margin is positive, a half if it is exactly 0."""
+    return torch.heaviside(margins, torch.full_like(margins, 0.5))
+
+
 def labels_of_units(batch: Batch, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return labels and weights [units], empty and `like` another for a micro-batch without any."""
     nothing = like.new_zeros(0)

@@ -19,6 +19,7 @@ from app.training.objective.objective import (
     Objective,
     labels_of_units,
     losses_of_units,
+    wins,
 )
 from app.training.objective.settings import ObjectiveConfig
 from data_modules import Batch
@@ -106,7 +107,7 @@ class PairObjective(Objective):
         _, weights = labels_of_units(batch, losses)
         chosen, rejected = rewards.detach().unbind(1)
         margins = chosen - rejected
-        figures = [(margins > 0).to(margins), margins, chosen, rejected]
+        figures = [wins(margins), margins, chosen, rejected]
         figures += [*pairs.log_probs.detach().unbind(1), *pairs.num_tokens.unbind(1)]
         if self.config.compares_with_base:
             figures += pairs.gains_per_token.detach().unbind(1)

@@ -23,6 +23,8 @@ class ObjectiveConfig:
     """ratio of its usual learning rate to that of sft"""
     has_own_head: ClassVar[bool] = False
     """whether the model has a head of its own in place of the language model's"""
+    compared_by: ClassVar[str] = "val/loss"
+    """metric by which runs with different settings of the objective are compared"""
 
     @property
     def reference_source(self) -> str:
@@ -51,6 +53,7 @@ class PairConfig(ObjectiveConfig):
 
     row_format: ClassVar[str | None] = "preference"
     lr_ratio: ClassVar[float] = 0.1  # a sum over an answer has larger gradients than a token mean
+    compared_by: ClassVar[str] = "val/accuracy"  # the loss depends on beta and its like
 
 
 @dataclass(kw_only=True, slots=True)
@@ -174,6 +177,7 @@ class ClassifyConfig(ObjectiveConfig):
     class_weights: list[float] = setting(default_factory=list)
     """weights of the losses of each class, in the order of model.labels; none = 1 for all"""
     row_format: ClassVar[str | None] = "classification"
+    compared_by: ClassVar[str] = "val/accuracy"
     has_own_head: ClassVar[bool] = True
 
 
@@ -184,6 +188,7 @@ class DistillConfig(ObjectiveConfig):
     """
 
     name: str = "distill"
+    compared_by: ClassVar[str] = "val/cross_entropy"
     teacher: str | None = setting(None, is_path=True)
     """folder or hub id of the teacher, which has the vocabulary of the base"""
     teacher_quantization: str = setting("none", choices=("none", "nf4"))
