@@ -131,7 +131,6 @@ def _measure_models(
     from app.evaluation.tasks.questions import build_tasks
     from app.model.adapter import saves_whole_model
     from app.training.objective.build import build_objective
-    from app.training.objective.cached import reference_identity
 
     adapter, source = adapter_of(config), config.objective.reference_source
     # A model whose weights were all trained does not contain its base.
@@ -155,7 +154,7 @@ def _measure_models(
             placed = place_as_trained(model, adapter, env)
             with env.autocast():
                 if variant == "base" and is_stored:
-                    evaluator.measure_references(placed, reference_identity(base, env.precision))
+                    evaluator.measure_references(placed)
                 if bench is not None and is_first_rank():
                     one_rank = replace(runner, rank=0, num_ranks=1, gather=lambda own: [own])
                     stops = evaluator.stop_ids

@@ -77,7 +77,7 @@ class Facts:
     aliases: tuple[str, ...] = ()
     """names in other tools; `name=value` if that name corresponds to one value of this setting"""
     option_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """other tools' name of an option of this group -> our option, with further overrides to type"""
+    """other tools' name of a value -> ours; of a group's option, with further overrides to type"""
     instead_of: str = ""
     """the setting of the same group that expresses the same thing differently"""
     typed: str = ""

@@ -134,6 +134,8 @@ class Settings:
         facts, hint = facts_of(field), hints_of(leaf.owner)[leaf.field]
         if facts.bounds or takes(facts, hint, leaf.value):
             return None  # bounds are checked together with combinations, in preflight/couplings
+        if (ours := facts.option_aliases.get(typed.lower())) is not None:
+            return f"{leaf.key}={typed}: expected {expected(facts, hint)}; type {leaf.key}={ours}"
         guess = nearest(typed, [str(choice) for choice in facts.choices])
         return f"{leaf.key}={typed}: expected {expected(facts, hint)}{guess}"
 

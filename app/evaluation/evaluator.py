@@ -237,13 +237,16 @@ class Evaluator:
         """Whether answers are for a reader, and nothing is measured by them."""
         return not (self.predictions.is_measured or self.tasks.tasks or self.harness)
 
-    def measure_references(self, base: Any, identity: str) -> None:
-        """Give each validation pair the log-probabilities of `base`, stored or computed now."""
+    def measure_references(self, base: Any) -> None:
+        """Give each validation pair the log-probabilities of `base`.
+
+        Those that a run stored are not read: they have the rounding of training's kernels.
+        """
         from app.training.objective.cached import measure_references
         from app.training.objective.pairs import base_log_probs
 
         examples, ranks = self.data.val_examples, self.runner.num_ranks
-        if self.data.read_references(identity) or not len(examples):
+        if not len(examples):
             return
         loader, order = self.data.ordered_loader(examples, ranks, self.runner.rank)
         examples.references = measure_references(

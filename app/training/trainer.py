@@ -108,6 +108,12 @@ class TrainerConfig:
         resume="content",
         shown=("train",),
         aliases=("bf16=bf16", "fp16=fp16"),
+        option_aliases={
+            **dict.fromkeys(("32", "32-true", "float32"), "fp32"),
+            **dict.fromkeys(("16", "16-mixed", "16-true", "float16"), "fp16"),
+            **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
+            "bf16-true": "bf16-pure",
+        },
     )
     """auto, fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (scaled
     loss), fp8 (bf16 with FP8 products, of adapter=full)"""

@@ -133,6 +133,19 @@ def test_a_stored_reference_trains_as_the_base_does_and_is_found_again(
 
 
 @pytest.mark.slow
+def test_in_bf16_the_stored_base_rounds_as_a_training_step_does(
+    shell: Shell, tmp_path: Path
+) -> None:
+    words = [word for word in RUN if not word.startswith(("trainer.precision", "trainer.max"))]
+    words += ["trainer.precision=bf16", "trainer.max_steps=1", CACHED[0]]
+    shell.train_into(tmp_path / "run", *words, *ONE, f"data.cache_dir={tmp_path / 'cache'}")
+    assert read_column(tmp_path / "run", "train/margin")[1] == 0.0
+    assert read_column(tmp_path / "run", "train/accuracy")[1] == 0.5
+    # A validation runs the layers' own forward, which rounds otherwise.
+    assert read_column(tmp_path / "run", "val/loss")[0] == pytest.approx(0.693147, abs=1e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "packs"), [("ddp", 2), ("fsdp", 2), ("zero3", 2), ("tp", 4)])
 def test_ranks_share_the_pass_of_the_base(
     strategy: str, packs: int, full: Path, shell: Shell, tmp_path: Path

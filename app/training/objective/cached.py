@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def reference_identity(base: Base, precision: str) -> str:
+def _reference_identity(base: Base, precision: str) -> str:
     """Return a hash of everything besides the tokens that determines log-probabilities of a base.
 
     Its files or commit, its settings, quantization, and the precision in which it computes.
@@ -53,7 +53,7 @@ def open_references(
         return store_references
     if config.reference_source != "cached":
         return None
-    is_found = data.read_references(reference_identity(base, precision))
+    is_found = data.read_references(_reference_identity(base, precision))
     if not is_found and data.first_step:
         raise UserError(
             "objective.reference=cached: the log-probabilities of the base, which the run computed "
