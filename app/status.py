@@ -18,7 +18,15 @@ from typing import Any
 
 from app.config.plain import run_plain_verb
 from app.process.environment import run_program
-from app.process.status import FAILED, FINISHED, STATUS_FILE, STOPPED, TRAINING
+from app.process.status import (
+    FAILED,
+    FINISHED,
+    NO_NEWS,
+    RUNNING,
+    STATUS_FILE,
+    STOPPED,
+    TRAINING,
+)
 from app.run.folder import OUTPUTS, expand_home, refuse_special_entries
 from app.run.remote import is_url, open_store, working_folder
 from app.training.run_documents import STATUS, read_document
@@ -28,8 +36,6 @@ from common.installation import verb_command
 from common.redaction import redact
 from common.text import duration, printable
 
-RUNNING, NO_NEWS = 75, 76
-"""exit codes of this verb for a run that has not ended"""
 _SILENT_SECONDS = {TRAINING: 600.0}
 """time without news after which a run counts as stalled; in another state _OTHERWISE_SILENT"""
 _OTHERWISE_SILENT = 3600.0

@@ -81,7 +81,7 @@ class LauncherConfig:
 
     name: str = setting("local", choices=("local", "slurm", "kubernetes", "sky", "ray"))
     """local = processes on this machine; slurm = a job of sbatch, for a sweep one single-node job
-    per trial, through submitit; kubernetes = a JobSet; sky = a managed job of SkyPilot; ray = Ray
+    per trial; kubernetes = a JobSet; sky = a managed job of SkyPilot; ray = Ray
     Train"""
     partition: str | None = setting(None, grants="nothing")
     """SLURM partition of a job; null = the cluster's default"""
@@ -89,12 +89,12 @@ class LauncherConfig:
     """SLURM account that is billed; null = the cluster's default"""
     minutes: int = setting(1440, ge=10)
     """time limit of a SLURM job, in minutes; a run that reaches it saves a checkpoint and is
-    requeued, a trial up to three times"""
+    requeued"""
     gpus: int | None = setting(None, ge=0, le=64)
     """GPUs of a trial's job; null = trainer.devices if that is a number, else 1"""
     cpus: int | None = setting(None, ge=1)
-    """CPU cores of a trial's job, of a rank of a SLURM job, or of a pod or machine; null = the
-    cluster's default, for a rank 8"""
+    """CPU cores of a rank of a SLURM job, or of a pod or machine; null = 8 a rank, else the
+    cluster's default"""
     memory_gib: int | None = setting(None, ge=1)
     """host memory of a job, pod or machine, in GiB; null = the cluster's default"""
 

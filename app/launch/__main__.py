@@ -16,15 +16,15 @@ from typing import Any
 
 from app.config import LaunchConfig, load_run_config, run_verb
 from app.config.verbs import LauncherConfig, TrainConfig
-from app.launch.jobs import SHARED, Job, job_name
+from app.launch.jobs import SHARED
 from app.launch.schedulers import SCHEDULERS, Scheduler, Submission, missing_program, submit, watch
 from app.plan import make_plan
 from app.preflight import check_compatibility, check_files
 from app.process.environment import configure_libraries, run_program
 from app.run import AUTO, compare_existing
 from app.run.folder import CONFIG_FILE, OUTPUTS, into_folder
+from app.run.job import Job, check_names, job_name
 from app.run.remote import is_url, url_of
-from app.sweep.slurm import check_names
 from common.errors import DONE, UserError
 from common.files import write_atomically
 from common.installation import ROOT, is_checkout, verb_command
@@ -194,7 +194,7 @@ def _build_job(
     return Job(
         name=name,
         folder=folder,
-        here=here,
+        log=str(here / "slurm-%j.txt"),
         words=typed,
         nodes=nodes,
         ranks_per_node=devices,

@@ -1,4 +1,4 @@
-"""The job file of each launcher: a batch script, a JobSet, a SkyPilot task, an environment of Ray.
+"""The job file of each launcher but SLURM: a JobSet, a SkyPilot task, an environment of Ray.
 
 Each number stands once, in the scheduler's own request; the overrides of the run read it back.
 """
@@ -6,32 +6,19 @@ Each number stands once, in the scheduler's own request; the overrides of the ru
 from __future__ import annotations
 
 import json
-import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from app.run.job import IMAGE_HOME, LAST_LINES, Job
 from app.run.ranks import RENDEZVOUS_PORT, RENDEZVOUS_SECONDS
 from app.run.remote import is_url
-from app.status import NO_NEWS, RUNNING
-from common.installation import child_command
 
-if TYPE_CHECKING:
-    from app.config.verbs import LauncherConfig
-
-IMAGE_HOME = "/loft"
-"""the checkout in an image, with its environment in .venv"""
 SHARED = "/shared"
 """where the machines of Kubernetes and SkyPilot mount the volume that all of them share"""
 SHUTDOWN_SECONDS, GRACE_SECONDS = 170, 200
 """time of the ranks to save after a signal, and of a pod to end, which is longer"""
-SIGNAL_SECONDS = 180
-"""time before the limit of a SLURM job at which its ranks are told to save"""
-_CPUS_PER_RANK = 8
 _MAX_RESTARTS = 3
 RAY_VARIABLE = "LOFT_RAY_JOB"
 """variable in which the driver on Ray finds what to train"""
@@ -43,109 +30,6 @@ _CLOUD_NAMES = {
     "rtx4090": "RTX4090",
 }
 """option of conf/hardware -> SkyPilot's name of the card, if it is not the same in capitals"""
-_LAST_LINES = (
-    "said=$?",
-    f'case "$said" in 0|{RUNNING}|{NO_NEWS}) said=${{code:-0}};; esac',
-    'exit "$said"',
-)
-"""after app.status: a job ends with the exit code of its run, if that has ended"""
-_NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """A run on a cluster."""
-
-    name: str
-    folder: str
-    """the run's folder, as the machines of the cluster see it, or its URL"""
-    here: Path
-    """folder of the job's files on the machine that submits it"""
-    words: Sequence[str]
-    """overrides of the run, without devices, nodes and folder"""
-    nodes: int
-    ranks_per_node: int
-    card: str | None
-    """option of conf/hardware; None for a run on CPUs"""
-    launcher: LauncherConfig
-    image: str | None = None
-    volume: str = "shared"
-
-    @property
-    def train_words(self) -> str:
-        """The overrides that stand in every job, quoted for a shell."""
-        return shlex.join([*self.words, f"output.dir={self.folder}"])
-
-
-def job_name(name: str) -> str:
-    """Return the name of a run as a DNS label: letters, digits and dashes, at most 40."""
-    return _NOT_IN_NAMES.sub("-", name.lower()).strip("-")[:40].strip("-") or "train"
-
-
-def slurm_script(job: Job) -> str:
-    """Return the batch script of a job: one task a rank; it saves and requeues at its limit."""
-    config, gpus = job.launcher, job.ranks_per_node if job.card else None
-    options: dict[str, Any] = {
-        "job-name": job.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": job.ranks_per_node,
-        "gpus-per-node": gpus,
-        "cpus-per-task": config.cpus or _CPUS_PER_RANK,
-        "mem": None if config.memory_gib is None else f"{config.memory_gib}G",
-        "time": config.minutes,
-        "partition": config.partition,
-        "account": config.account,
-        "signal": f"USR1@{SIGNAL_SECONDS}",
-        "open-mode": "append",
-        "chdir": Path.cwd(),
-        "output": job.here / "slurm-%j.txt",
-    }
-    requests = [
-        f"#SBATCH --{key}={shlex.quote(str(value))}"
-        for key, value in options.items()
-        if value is not None
-    ]
-    lines = [
-        "#!/bin/bash",
-        f"# Before its time limit the job saves a checkpoint ({SIGNAL_SECONDS} s are left) and",
-        "# requeues itself; after a preemption or the loss of a node SLURM does. It then resumes.",
-        *requests,
-        "#SBATCH --requeue",
-        "",
-        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # two jobs may share a node",
-        "export MASTER_ADDR MASTER_PORT",
-        "",
-        "# A failed rank ends the others. Since 22.05 srun does not inherit --cpus-per-task.",
-        'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\',
-        f"    {_verb_words(job, 'train')} {job.train_words} \\",
-        '    trainer.num_nodes="$SLURM_JOB_NUM_NODES" trainer.devices="$SLURM_NTASKS_PER_NODE" \\',
-        "    supervise.requeue=true",
-        "code=$?",
-        # Its own code: that of srun may be of the ranks that were ended with the one that failed.
-        "srun --nodes=1 --ntasks=1 "
-        f"{_verb_words(job, 'status')} {shlex.quote(f'run={job.folder}')}",
-        *_LAST_LINES,
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _verb_words(job: Job, verb: str) -> str:
-    """Return what srun gets before the overrides: the container of pyxis or apptainer, the verb."""
-    if job.image is None:
-        return shlex.join(child_command(f"app.{verb}"))
-    loft, cwd = f"{IMAGE_HOME}/.venv/bin/loft {verb}", str(Path.cwd())
-    folders = [cwd] if is_url(job.folder) else [cwd, job.folder]
-    if job.image.startswith("docker://") or job.image.endswith(".sif"):
-        bind = shlex.join(["--bind", ",".join(folders), "--pwd", cwd, job.image])
-        return f"apptainer exec {'--nv ' if job.card else ''}{bind} {loft}"
-    mounts = ",".join(f"{folder}:{folder}" for folder in folders)
-    options = [
-        f"--container-image={job.image}",
-        f"--container-mounts={mounts}",
-        f"--container-workdir={cwd}",
-    ]
-    return f"{shlex.join(options)} {loft}"
 
 
 def kubernetes_file(job: Job) -> str:
@@ -280,7 +164,7 @@ def _train_script(job: Job, programs: str, first: str) -> str:
             # A signal ends `wait` before torchrun has ended.
             'until wait "$child"; do code=$?; kill -0 "$child" 2>/dev/null || break; code=0; done',
             f"{programs}/python -m app.status {shlex.quote(f'run={job.folder}')}",
-            *_LAST_LINES,
+            *LAST_LINES,
             "",
         ]
     )

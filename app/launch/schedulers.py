@@ -12,29 +12,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from app.launch.jobs import Job, kubernetes_file, ray_file, sky_file, slurm_script
+from app.launch.jobs import kubernetes_file, ray_file, sky_file
 from app.process.status import STATUS_FILE
+from app.run.job import (
+    ENDED,
+    FORGOTTEN,
+    SETTLED_POLLS,
+    SUBMITTED,
+    Job,
+    run_scheduler,
+    slurm_script,
+    submit_job,
+)
 from app.run.remote import is_url
 from app.status import fetch_status, read_status
 from common.errors import DONE, ENVIRONMENT_ERROR
 from common.files import open_no_follow
-from common.redaction import redact
 from common.text import printable
 
 POLL_SECONDS = 5.0
-_FORGOTTEN = "Invalid job id"
-"""words of SLURM for a job that ended minutes ago"""
 COLORS = re.compile(r"\x1b\[[\d;]*m")
 """codes of a terminal, which Ray writes into its log"""
-_SETTLED_POLLS = 2
-"""polls in a row that must see the end of a job, which may be about to be requeued"""
 ENDED_RUN = re.compile(r"\b(finished|stopped|failed)  step .*exit code (\d+)\s*$", re.MULTILINE)
 """the line of app.status at the end of every job; a scheduler may write the pod before it"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduler:
-    """How one launcher is talked to; {name}, {id}, {file} and {here} stand for the job's."""
+    """How one launcher is talked to; {name}, {id}, {file} and {log} stand for the job's."""
 
     write: Callable[[Job], str]
     file: str
@@ -67,11 +72,11 @@ SCHEDULERS = {
         programs=("sbatch", "scontrol", "scancel"),
         install="start it on a login node, where SLURM jobs can be submitted",
         submit="sbatch {file}",
-        job_id=re.compile(r"Submitted batch job (\d+)"),
-        state="scontrol --oneliner show job {id}",  # sacct needs a database
-        ended="JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_ME|BOOT_FAIL|DEADLINE)",
+        job_id=SUBMITTED,
+        state="scontrol --oneliner show job {id}",
+        ended=ENDED.pattern,
         succeeded="JobState=COMPLETED",
-        log="tail --lines=+1 --follow=name --retry {here}/slurm-{id}.txt",
+        log="tail --lines=+1 --follow=name --retry {log}",
         stop="scancel {id}",
         shares_folder=True,
     ),
@@ -135,7 +140,7 @@ class Submission:
     def command(self, template: str) -> list[str]:
         """Return a command of this job."""
         names = {"name": self.job.name, "id": self.id or self.job.name}
-        places = {"file": str(self.file), "here": str(self.job.here)}
+        places = {"file": str(self.file), "log": self.job.log.replace("%j", names["id"])}
         return [word.format(**names, **places) for word in template.split()]
 
     def show(self, template: str) -> str:
@@ -156,7 +161,7 @@ def submit(submission: Submission, previous: str | None) -> str:
     """
     scheduler, earlier = submission.scheduler, replace(submission, id=previous)
     may_run = scheduler.forget if scheduler.job_id is None else previous
-    if may_run is not None and _run(earlier.command(scheduler.state))[0] == DONE:
+    if may_run is not None and run_scheduler(earlier.command(scheduler.state))[0] == DONE:
         if _ended(earlier) is None:
             other = "output.dir" if scheduler.forget is None else "output.name"
             raise OSError(
@@ -164,16 +169,9 @@ def submit(submission: Submission, previous: str | None) -> str:
                 f"{earlier.show(scheduler.stop)}; another {other} starts a second one"
             )
         if scheduler.forget is not None:
-            _run(submission.command(scheduler.forget))
+            run_scheduler(submission.command(scheduler.forget))
     command = submission.command(scheduler.submit)
-    code, output = _run(command)
-    if code != DONE:
-        raise OSError(f"{command[0]} ended with {code}: {redact(output.strip())}")
-    if scheduler.job_id is None:
-        return submission.job.name
-    if (found := scheduler.job_id.search(output)) is None:
-        raise OSError(f"{command[0]} printed no id of a job: {redact(output.strip())}")
-    return found[1]
+    return submit_job(command, scheduler.job_id) or submission.job.name
 
 
 def watch(submission: Submission, log: Path) -> tuple[int, str]:
@@ -186,7 +184,7 @@ def watch(submission: Submission, log: Path) -> tuple[int, str]:
         reader = _start_log(submission, written.fileno())
         printed = 0
         try:
-            while ended_polls < _SETTLED_POLLS:
+            while ended_polls < SETTLED_POLLS:
                 time.sleep(POLL_SECONDS)
                 ended = _ended(submission)
                 ended_polls = ended_polls + 1 if ended else 0
@@ -216,10 +214,10 @@ def watch(submission: Submission, log: Path) -> tuple[int, str]:
 
 def _ended(submission: Submission) -> str | None:
     """Return what the scheduler says of a job that has ended; None while it may still run."""
-    code, output = _run(submission.command(submission.scheduler.state))
+    code, output = run_scheduler(submission.command(submission.scheduler.state))
     is_over = re.search(_filled(submission, submission.scheduler.ended), output, re.MULTILINE)
-    if _FORGOTTEN in output:
-        return _FORGOTTEN
+    if FORGOTTEN in output:
+        return FORGOTTEN
     return is_over[0] if code == DONE and is_over else None
 
 
@@ -243,10 +241,3 @@ def _print_from(log: Path, start: int) -> int:
     sys.stdout.write(printable(text, keep="\n"))
     sys.stdout.flush()
     return start + len(whole)
-
-
-def _run(command: list[str]) -> tuple[int, str]:
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    return done.returncode, done.stdout

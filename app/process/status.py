@@ -21,6 +21,8 @@ STATUS_FILE = "status.json"
 STARTING, TRAINING, EVALUATING, FINISHED = "starting", "training", "evaluating", "finished"
 STOPPED, FAILED = "stopped", "failed"
 """states of a run that has ended before its last step: by a signal, or by an error"""
+RUNNING, NO_NEWS = 75, 76
+"""exit codes of `loft status` for a run that has not ended"""
 _FIELDS = {
     "step": None,
     "steps": None,

@@ -71,8 +71,8 @@ WRITTEN_AT_START = re.compile(
     r"report\.html|training_curves\.png|start_adapter"
 )
 """files that a training run writes before its first step, or when it fails before it"""
-_NEVER_FOLLOWED = re.compile(r"\.submission_file_[0-9a-f]{32}\.sh|optuna\.log\.lock")
-"""links that submitit and the lock of Optuna leave in a sweep's folder; nothing opens them"""
+_NEVER_FOLLOWED = "optuna.log.lock"
+"""link that the lock of Optuna leaves in a sweep's folder; nothing opens it"""
 _MAX_NAMED = 5
 """maximum number of a folder's entries listed in a message"""
 _URL_BEGINS = re.compile(r"[A-Za-z][\w+.-]+:/")
@@ -250,9 +250,7 @@ def _check_entries(folder: Path) -> list[str]:
 
     The folder itself may be a link, since the user named it.
     """
-    found = (
-        each for each in special_entries(folder) if not _NEVER_FOLLOWED.fullmatch(each[0].name)
-    )
+    found = (each for each in special_entries(folder) if each[0].name != _NEVER_FOLLOWED)
     special = itertools.islice(found, _MAX_NAMED)
     return [
         f"{folder}: {entry.relative_to(folder)} is {what}, which runs neither create nor follow: "

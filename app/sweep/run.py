@@ -95,9 +95,7 @@ def run_sweep(overrides: list[str]) -> int:
         print(f"ranked by {metric}: settings of the objective change what {DEFAULT_MONITOR} means")
     launcher: Launcher = LocalLauncher(slots)
     if config.launcher.name == "slurm":
-        launcher = SlurmLauncher(
-            config.launcher, config.trainer.devices, folder, config.sweep.parallel
-        )
+        launcher = SlurmLauncher(config, folder)
     resume = quote_words(f"resume={folder}", *_typed_again(granting, parameters))
     runner = _TrialRunner(search, shared, folder, launcher, finished, metric, resume=resume)
     code = runner.run()

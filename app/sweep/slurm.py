@@ -1,130 +1,138 @@
-"""Trials as single-node SLURM jobs, submitted with submitit.
+"""Trials as single-node SLURM jobs, by the batch script of `loft launch`.
 
-Jobs outlive the sweep's process. submitit's files in the sweep's folder record what was submitted,
-so that a resumed sweep waits for the existing job of a trial and does not start it twice.
+Jobs outlive the sweep's process. Their ids are kept in the sweep's folder, so that a resumed sweep
+waits for the existing job of a trial and does not start it twice.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shlex
 import shutil
 import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from app.process.status import STATUS_FILE
+from app.run.job import (
+    ENDED,
+    FORGOTTEN,
+    SETTLED_POLLS,
+    SUBMITTED,
+    Job,
+    check_names,
+    job_name,
+    run_scheduler,
+    slurm_script,
+    submit_job,
+)
 from app.sweep.parameters import Parameter
-from app.sweep.trials import exit_code, start_process
-from app.training.run_documents import END, read_document
-from common.errors import ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED, UserError
+from app.training.run_documents import STATUS, read_document
+from common.errors import DONE, ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED, UserError
 from common.files import open_no_follow, write_atomically
-from common.installation import CHILD, install_extra
 from common.redaction import redacted
 
 if TYPE_CHECKING:
-    from app.config import LauncherConfig
+    from app.config import LauncherConfig, TrainConfig
 
 _JOBS_FOLDER = "slurm"
-"""folder in a sweep's folder with submitit's files, in a folder per trial"""
-_END_FILE = "end.json"
-_NOT_IN_NAMES = re.compile(r"[^\w.-]+")
-_SUBMITTED = re.compile(r"(\d+)_submitted\.pkl")
-_SLURM_NAME = re.compile(r"[\w.,:@+-]+")
-"""names that sbatch reads as one word: a line break would begin a line of the job's script"""
+"""folder in a sweep's folder with the script of each trial's job, and its id"""
 _USER_ID = re.compile(r"UserId=\S*\((\d+)\)")
-_COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
-_STEP_VARIABLES = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID")
-"""environment variables that mark a process as a rank started by srun; a trial starts its own"""
-
-
-class TrialJob:
-    """The function that a job runs: it runs one trial and writes its exit code to a file.
-
-    submitit calls `checkpoint` shortly before the job's time limit, and at a preemption if the
-    cluster then sends the job's signal (PreemptParameters=send_user_signal). It requeues the job,
-    and the trial resumes. A trial that was cancelled by scancel resumes when its sweep is resumed.
-    """
-
-    def __init__(self, command: Sequence[str], folder: Path, log: Path, end: Path) -> None:
-        self._command, self._folder, self._log, self._end = command, folder, log, end
-
-    def __call__(self) -> int:
-        """Run the trial until it ends; return its exit code."""
-        started = time.time()
-        for name in _STEP_VARIABLES:
-            os.environ.pop(name, None)
-        with open_no_follow(self._log, "ab") as output:
-            self._process = start_process(self._command, self._folder, output.fileno())
-        # submitit ignores SIGTERM, but scancel sends it, and it is how the sweep prunes a trial.
-        signal.signal(signal.SIGTERM, lambda *_: self._process.send_signal(signal.SIGTERM))
-        # In a thread, because the signal handler `checkpoint` interrupts this wait and waits too.
-        self._waiter = threading.Thread(target=self._process.wait)
-        self._waiter.start()
-        self._waiter.join()
-        code = exit_code(self._process.returncode)
-        outcome = {"exit_code": code, "seconds": time.time() - started}
-        write_atomically(self._end, json.dumps(outcome) + "\n")
-        return code
-
-    def checkpoint(self) -> Any:
-        """Let the trial save a checkpoint; return the submission that resumes it."""
-        from submitit.helpers import DelayedSubmission
-
-        self._process.send_signal(signal.SIGTERM)
-        self._waiter.join()
-        return DelayedSubmission(TrialJob(self._command, self._folder, self._log, self._end))
+_OUTPUT = re.compile(r"^\s*StdOut=(.*)$", re.MULTILINE)
+_STATE = re.compile(r"JobState=(\w+)")
+_EXIT_CODE = re.compile(r"ExitCode=(\d+):")
+_RUN_TIME = re.compile(r"RunTime=(?:(\d+)-)?(\d+):(\d+):(\d+)")
+_MAX_ID = 30
+"""bytes that are read of the file of an id"""
+_COMMANDS = ("sbatch", "srun", "scancel", "scontrol")
+_SIGNALLED = 128
+"""exit code to which shells add the number of the signal that ended a process"""
+_DECIDED = ("trainer.devices", "trainer.num_nodes")
+"""overrides that the job's script states itself"""
 
 
 class SlurmJob:
-    """A queued, running or finished job of a trial.
+    """A queued, running or ended job of a trial.
 
     Args:
-        job: submitit's job.
-        end: file to which the job writes the trial's exit code and run time.
+        number: its id.
+        file: file with that id, written when the job was submitted.
+        folder: the trial's.
+        log: file of its output.
     """
 
-    def __init__(self, job: Any, end: Path) -> None:
-        self.id, self._job, self._end = str(job.job_id), job, end
+    def __init__(self, number: str, file: Path, folder: Path, log: Path) -> None:
+        self.id, self._file, self._folder, self._log = number, file, folder, log
         self.seconds = 0.0
         self.problem: str | None = None
         self._code: int | None = None
+        self._ended_polls = 0
 
     def poll(self) -> int | None:
         """Return the trial's exit code; 3 (environment) if the job died, None until it ends."""
-        if self._code is None and (self._end.exists() or self._job.done()):
-            if self._end.exists():
-                self._code, self.seconds = _read_end(self._end)
-            else:
-                self._code = ENVIRONMENT_ERROR
-                self.problem = f"job {self.id} ended as {self._job.state}: {self._job.paths.stderr}"
+        if self._code is None:
+            shown = _show(self.id)
+            self._ended_polls = self._ended_polls + 1 if _has_ended(shown) else 0
+            if self._ended_polls == SETTLED_POLLS:
+                self._code = self._read_end(shown)
         return self._code
 
+    def finds_result(self, shown: str) -> bool:
+        """Return whether the job, of which scontrol says `shown`, need not be submitted again."""
+        if not _has_ended(shown):
+            return True
+        code = self._read_end(shown)
+        return self.problem is None and code not in (INTERRUPTED, TERMINATED)
+
+    def _read_end(self, shown: str) -> int:
+        if FORGOTTEN in shown:
+            code, state = self._code_in_status(), "unknown to SLURM"
+        else:
+            (state,), (exit_code,) = _STATE.findall(shown), _EXIT_CODE.findall(shown)
+            code = TERMINATED if state == "CANCELLED" else int(exit_code)
+            if code == DONE and state != "COMPLETED":  # SLURM has ended it
+                code = None
+            days, hours, minutes, seconds = (int(each or 0) for each in _RUN_TIME.findall(shown)[0])
+            self.seconds = float(((24 * days + hours) * 60 + minutes) * 60 + seconds)
+        if code is None or (code > _SIGNALLED and code not in (INTERRUPTED, TERMINATED)):
+            self.problem = f"job {self.id} ended as {state}: {self._log}"
+        return ENVIRONMENT_ERROR if code is None else code
+
+    def _code_in_status(self) -> int | None:
+        """Return the exit code that the run wrote into its status after the job was submitted."""
+        file = self._folder / STATUS_FILE
+        if not file.exists():
+            return None
+        status = read_document(file, STATUS)
+        code: int | None = status.get("exit_code")
+        return code if status["written"] > self._file.stat().st_mtime else None
+
     def send_signal(self, signum: signal.Signals) -> None:
-        """Send a signal to the processes of the job's steps, if it has not ended."""
-        if self.poll() is not None:
-            return
-        command = ["scancel", f"--signal={signum.name.removeprefix('SIG')}", self.id]
-        subprocess.run(command, check=False, capture_output=True)
+        """Send a signal to the trial's ranks; nothing if the job has ended."""
+        run_scheduler(["scancel", f"--signal={signum.name.removeprefix('SIG')}", self.id])
 
 
-def _read_end(file: Path) -> tuple[int, float]:
-    """Return a trial's exit code and run time in seconds."""
-    end = read_document(file, END)
-    return end["exit_code"], float(end["seconds"])
+def _read_id(file: Path) -> str:
+    """Return the id of a job; UserError if the file holds something else, for scontrol to read."""
+    with open_no_follow(file, "rb") as stream:
+        number = stream.read(_MAX_ID).decode(errors="replace").strip()
+    if not number.isdecimal():
+        raise UserError(f"{file}: {number!r} is not the id of a job; remove {file.parent}")
+    return number
+
+
+def _show(number: str) -> str:
+    """Return what scontrol says of a job."""
+    return run_scheduler(["scontrol", "show", "job", number])[1]
+
+
+def _has_ended(shown: str) -> bool:
+    return FORGOTTEN in shown or ENDED.search(shown) is not None
 
 
 def check_slurm() -> None:
-    """Raise ImportError or OSError, with the fix, if jobs cannot be submitted from here."""
-    if find_spec("submitit") is None:
-        raise ImportError(f"launcher=slurm needs submitit: {install_extra('slurm')}")
+    """Raise OSError, with the fix, if jobs cannot be submitted from here."""
     if missing := [name for name in _COMMANDS if shutil.which(name) is None]:
         raise OSError(
             f"launcher=slurm: {missing[0]} was not found; start the sweep on a machine from which "
@@ -132,42 +140,29 @@ def check_slurm() -> None:
         )
 
 
-def check_names(config: LauncherConfig) -> list[str]:
-    """List the names of SLURM that cannot be written into a job's script."""
-    names = {"partition": config.partition, "account": config.account}
-    return [
-        f"launcher.{key}={name!r}: expected a name of SLURM: letters, digits, and any of _.,:@+-"
-        for key, name in names.items()
-        if name is not None and not _SLURM_NAME.fullmatch(name)
-    ]
-
-
 def check_jobs(config: LauncherConfig, parameters: Sequence[Parameter]) -> list[str]:
     """List the settings that cannot be written into the files of a job."""
     return check_names(config) + [
-        f"{parameter.key}: contains a secret, and submitit writes the settings of a job to a file; "
+        f"{parameter.key}: contains a secret, and the script of a job states its settings; "
         "use launcher=local, or data that needs no secret"
         for parameter in parameters
         if redacted(parameter.values) != list(parameter.values)
     ]
 
 
-def check_job_folder(job: str, folder: Path) -> None:
-    """Raise UserError unless SLURM says that a job of this user writes its output into `folder`.
+def check_own_job(number: str, shown: str, log: Path) -> None:
+    """Raise UserError unless SLURM says that a job of this user writes its output into `log`.
 
-    The folder may be somebody else's, and the number in it that of any job of this user, which the
-    sweep would wait for and could cancel.
+    The sweep's folder may be somebody else's, and the number in it that of any job of this user,
+    which the sweep would wait for and could cancel.
     """
-    shown = subprocess.run(
-        ["scontrol", "show", "job", job], check=False, capture_output=True, text=True
-    ).stdout
-    values = dict(line.strip().split("=", 1) for line in shown.splitlines() if "=" in line)
-    user = _USER_ID.search(shown)
+    user, output = _USER_ID.search(shown), _OUTPUT.search(shown)
     is_own = user is not None and int(user[1]) == os.getuid()
-    if not is_own or Path(values.get("StdOut", "")).parent != folder:
+    if not is_own or output is None or Path(output[1].replace("%%", "%")) != log:
         raise UserError(
-            f"{folder}: SLURM does not list job {job} as a job of yours that writes into this "
-            f"folder (scontrol show job {job}); remove {folder} to submit the trial again"
+            f"{log}: SLURM does not list job {number} as a job of yours that writes into this file "
+            f"(scontrol show job {number}); remove {log.parent / _JOBS_FOLDER} to submit the "
+            "trials again"
         )
 
 
@@ -175,65 +170,55 @@ class SlurmLauncher:
     """Submits trials as jobs; reuses the job of a trial that was submitted before.
 
     Args:
-        devices: value of trainer.devices.
+        config: settings of the first trial.
         folder: the sweep's folder.
-        num_slots: number of jobs in the queue at the same time.
     """
 
-    cluster = "slurm"
-    """submitit's name of the scheduler"""
-    poll_seconds = 1.0
+    poll_seconds = 2.0
     jobs_outlive_sweep = True
 
-    def __init__(
-        self, config: LauncherConfig, devices: int | str, folder: Path, num_slots: int
-    ) -> None:
-        import submitit
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        self.num_slots = config.sweep.parallel
+        self._config, self._folder = config, (folder / _JOBS_FOLDER).absolute()
 
-        self.num_slots = num_slots
-        self._submitit, self._config = submitit, config
-        self._folder = (folder / _JOBS_FOLDER).absolute()
-        num_devices = devices if isinstance(devices, int) else 1
-        self._gpus = num_devices if config.gpus is None else config.gpus
-
-    def start(self, slot: int, command: Sequence[str], folder: Path, log: Path) -> SlurmJob:
+    def start(self, slot: int, overrides: Sequence[str], folder: Path, log: Path) -> SlurmJob:
         """Submit a trial, or return its existing job if that did not die and was not cancelled."""
-        job_folder = self._folder / folder.name
-        end = job_folder / _END_FILE
-        if end.exists() and _read_end(end)[0] in (INTERRUPTED, TERMINATED):
-            end.unlink()
-            existing = None
-        else:
-            existing = self._find_job(job_folder)
-        if existing is not None and (end.exists() or not existing.done(True)):
-            if not end.exists():
-                check_job_folder(str(existing.job_id), job_folder)
-            return SlurmJob(existing, end)
-        config = self._config
-        # submitit loads the job, and this module with it, by `python -u -m`.
-        python = {f"{self.cluster}_python": shlex.join([sys.executable, CHILD])}
-        executor = self._submitit.AutoExecutor(job_folder, cluster=self.cluster, **python)
-        executor.update_parameters(
-            name=f"loft-{_NOT_IN_NAMES.sub('-', self._folder.parent.name)}-{folder.name}",
-            timeout_min=config.minutes,
-            cpus_per_task=config.cpus,
-            mem_gb=config.memory_gib,
-            gpus_per_node=self._gpus or None,
-            slurm_partition=config.partition,
-            slurm_account=config.account,
+        file, log, folder = self._folder / f"{folder.name}.id", log.absolute(), folder.absolute()
+        if file.exists():
+            number = _read_id(file)
+            job, shown = SlurmJob(number, file, folder, log), _show(number)
+            if FORGOTTEN not in shown:
+                check_own_job(number, shown, log)
+            if job.finds_result(shown):
+                _release(number)
+                return job
+        open_no_follow(log, "ab").close()  # not through a link, as SLURM would
+        self._folder.mkdir(parents=True, exist_ok=True)
+        script = file.with_suffix(".sbatch")
+        write_atomically(script, slurm_script(self._build_job(overrides, folder, log)))
+        # Held until its id is kept: a sweep that is killed in between has started nothing.
+        number = submit_job(["sbatch", "--hold", str(script)], SUBMITTED)
+        write_atomically(file, f"{number}\n")
+        _release(number)
+        return SlurmJob(number, file, folder, log)
+
+    def _build_job(self, overrides: Sequence[str], folder: Path, log: Path) -> Job:
+        values = dict(word.partition("=")[::2] for word in overrides)
+        devices = values.get("trainer.devices", str(self._config.trainer.devices))
+        launcher = self._config.launcher
+        return Job(
+            name=f"{job_name(folder.parent.name)}-{folder.name}",
+            folder=str(folder),
+            log=str(log).replace("%", "%%"),
+            words=[f"{key}={value}" for key, value in values.items() if key not in _DECIDED]
+            + ["resume=auto"],
+            nodes=1,
+            ranks_per_node=int(devices) if devices.isdecimal() else launcher.gpus or 1,
+            card=None if self._config.trainer.accelerator == "cpu" else "auto",
+            launcher=launcher,
         )
-        job_folder.mkdir(parents=True, exist_ok=True)
-        trial = TrialJob(command, folder.absolute(), log.absolute(), end)
-        try:
-            return SlurmJob(executor.submit(trial), end)
-        except self._submitit.core.utils.FailedJobError as error:  # the output of sbatch
-            raise OSError(f"launcher=slurm: trial {folder.name}: {error}") from error
 
-    def _find_job(self, folder: Path) -> Any:
-        """Return the newest job of a trial, or None.
 
-        submitit names a job's file by the id that sbatch prints, and a job without that file exits
-        at once. So no running trial is missed here.
-        """
-        ids = [int(match[1]) for file in folder.glob("*") if (match := _SUBMITTED.match(file.name))]
-        return self._submitit.SlurmJob(folder, str(max(ids))) if ids else None
+def _release(number: str) -> None:
+    """Let a job start that was submitted on hold; nothing if it was let already."""
+    run_scheduler(["scontrol", "release", number])

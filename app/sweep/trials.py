@@ -86,7 +86,7 @@ class Job(Protocol):
         """Send a signal to the trial."""
 
 
-def start_process(
+def _start_process(
     command: Sequence[str], folder: Path, output: int, **environment: str
 ) -> subprocess.Popen[bytes]:
     """Start or resume the run of a trial; `environment` is added to that of this process.
@@ -107,11 +107,6 @@ def start_process(
     )
 
 
-def exit_code(returncode: int) -> int:
-    """Return a process's exit code as shells count it: 128 + N if signal N ended it."""
-    return returncode if returncode >= 0 else 128 - returncode
-
-
 class LocalJob:
     """A trial's process on this machine; `gpus` is its CUDA_VISIBLE_DEVICES, None to inherit it."""
 
@@ -121,7 +116,7 @@ class LocalJob:
         self._started = time.monotonic()
         environment = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         with open_no_follow(log, "ab") as output:
-            self._process = start_process(command, folder, output.fileno(), **environment)
+            self._process = _start_process(command, folder, output.fileno(), **environment)
         self.id = str(self._process.pid)
 
     @property
@@ -130,7 +125,7 @@ class LocalJob:
 
     def poll(self) -> int | None:
         code = self._process.poll()
-        return None if code is None else exit_code(code)
+        return 128 - code if code is not None and code < 0 else code  # as shells count a signal
 
     def send_signal(self, signum: signal.Signals) -> None:
         self._process.send_signal(signum)
@@ -146,7 +141,7 @@ class Launcher(Protocol):
     jobs_outlive_sweep: bool
     """whether running trials continue after the sweep's process has ended"""
 
-    def start(self, slot: int, command: Sequence[str], folder: Path, log: Path) -> Job:
+    def start(self, slot: int, overrides: Sequence[str], folder: Path, log: Path) -> Job:
         """Start a trial in a free slot."""
 
 
@@ -164,8 +159,9 @@ class LocalLauncher:
         self._slots = slots
         self.num_slots = len(slots)
 
-    def start(self, slot: int, command: Sequence[str], folder: Path, log: Path) -> LocalJob:
+    def start(self, slot: int, overrides: Sequence[str], folder: Path, log: Path) -> LocalJob:
         """Start a process that sees only the GPUs of its slot."""
+        command = [sys.executable, *TRAIN, *overrides]
         return LocalJob(command, folder, log, self._slots[slot])
 
 
@@ -192,8 +188,7 @@ class RunningTrial:
         self.log = folder / f"{number}.log"
         self.stopped_at: int | None = None
         self._is_signalled = False
-        command = [sys.executable, *TRAIN, *overrides]
-        self.job = launcher.start(slot, command, self.folder, self.log)
+        self.job = launcher.start(slot, overrides, self.folder, self.log)
 
     def prune(self, step: int) -> None:
         """Stop the trial, which saves a checkpoint, because others are better at `step`."""

@@ -191,8 +191,6 @@ TRIALS = ListOf(
     )
 )
 """sweep.json"""
-END = Keys({"exit_code": COUNT, "seconds": _FIGURE}, {}, allows_others=True)
-"""end.json, which the job of a trial leaves"""
 
 STATUS = Keys(
     {"state": TEXT, "step": COUNT, "written": _FIGURE, "host": TEXT, "pid": COUNT},

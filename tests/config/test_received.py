@@ -20,8 +20,8 @@ from app.config.schema import Setting, list_settings
 from app.config.verbs import GRANTING, PARTS, VERBS, TrainConfig
 from app.process.launch import quote_words, resume_words
 from app.sweep import run_sweep
-from app.sweep.slurm import TrialJob
-from app.sweep.trials import LocalJob
+from app.sweep.slurm import SlurmLauncher
+from app.sweep.trials import LocalLauncher
 from common.facts import default_of
 from common.installation import ROOT
 from tests.in_process import make_adapter, make_words, run_command
@@ -208,11 +208,13 @@ def test_a_sweep_does_not_write_into_hard_links(
         run_command("-m", f"resume={folder}", sweep=run_sweep)
     assert len(commands) == 2 and "to the log" in (folder / "0.log").read_text()
     assert victim.read_text() == "[]"
-    for launcher in (LocalJob, TrialJob):  # a link that came later
-        (folder / "1.log").unlink()
-        (folder / "1.log").symlink_to(victim)
+    (folder / "1.log").unlink()
+    (folder / "1.log").symlink_to(victim)  # a link that came later
+    config = load_config("train", words)
+    assert isinstance(config, TrainConfig)
+    for launcher in (LocalLauncher([None]), SlurmLauncher(config, folder)):
         with pytest.raises(OSError, match=r"1\.log"):
-            launcher(["true"], folder, folder / "1.log", None)()  # type: ignore[operator,arg-type]
+            launcher.start(0, [], folder / "1", folder / "1.log")
     assert victim.read_text() == "[]"
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from app.config import LauncherConfig
-from app.launch import jobs as launch
 from app.process.peers import REPORT_SECONDS
+from app.run import job as launched
 from app.run.ranks import OWN_STORE_VARIABLE
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
@@ -343,10 +343,10 @@ class Job:
 
     def run(self) -> tuple[int, str]:
         """Run the script as SLURM does; return its exit code and output."""
-        job = launch.Job(
+        job = launched.Job(
             name="run",
             folder=str(self.folder / "run"),
-            here=self.folder,
+            log=str(self.folder / "slurm-%j.txt"),
             words=[*self.words, "resume=auto"],
             nodes=2,
             ranks_per_node=1,
@@ -355,7 +355,7 @@ class Job:
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "executable", str(self.python))  # forks of the warm process
-            (self.folder / "script").write_text(launch.slurm_script(job))
+            (self.folder / "script").write_text(launched.slurm_script(job))
         own = {
             "SLURM_JOB_ID": "77",
             "SLURM_JOB_NODELIST": "node[1-2]",

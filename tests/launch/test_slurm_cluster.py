@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from app.launch.__main__ import JOB_FILE
-from app.launch.jobs import SIGNAL_SECONDS
 from app.process.status import STATUS_FILE
+from app.run.job import SIGNAL_SECONDS
 from app.training.checkpoint.store import CheckpointStore
 from tests.hosts import Host, hosts_error, two_hosts
 from tests.processes import LONGEST, RUN

@@ -5,46 +5,41 @@ case "$(basename "$0")" in
 sbatch)
   id=1
   until mkdir "$LOFT_JOBS/$id" 2>/dev/null; do id=$((id + 1)); done
-  cp "$1" "$LOFT_JOBS/$id/script"
-  echo RUNNING >"$LOFT_JOBS/$id/state"
-  (
-    export SLURM_JOB_ID=$id SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_JOB_NUM_NODES=1
-    while :; do
-      if bash "$LOFT_JOBS/$id/script"; then state=COMPLETED; else state=FAILED; fi
-      rm "$LOFT_JOBS/$id/requeued" 2>/dev/null || break
-    done
-    echo $state >"$LOFT_JOBS/$id/state"
-  ) >/dev/null 2>&1 &
+  cp "$2" "$LOFT_JOBS/$id/script"
+  echo PENDING >"$LOFT_JOBS/$id/state"
+  echo 0 >"$LOFT_JOBS/$id/code"
   echo "Submitted batch job $id"
   ;;
 srun)
-  out=/dev/null err=/dev/null
-  while [[ $1 == --* ]]; do
-    case "$1" in
-    --output) out=${2//%j/$SLURM_JOB_ID}; shift ;;
-    --error) err=${2//%j/$SLURM_JOB_ID}; shift ;;
-    esac
-    shift
-  done
+  while [[ $1 == --* ]]; do shift; done
   echo $$ >"$LOFT_JOBS/$SLURM_JOB_ID/step"
-  exec setsid "$@" >>"${out//%t/0}" 2>>"${err//%t/0}"
-  ;;
-sacct)
-  echo "JobID|State|NodeList"
-  for id in $(ls "$LOFT_JOBS"); do echo "$id|$(cat "$LOFT_JOBS/$id/state")|here"; done
+  exec setsid "$@"
   ;;
 scancel)
   name=${1#--signal=}
   kill -s "$name" -- "-$(cat "$LOFT_JOBS/$2/step")"  # signals the processes of the step, as SLURM does
   ;;
 scontrol)
-  if [[ $1 == show ]]; then
-    test -d "$LOFT_JOBS/$3" || exit 1
+  if [[ "$1 $2" == "show job" ]]; then
+    test -d "$LOFT_JOBS/$3" || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
     echo "JobId=$3 JobName=loft"
     echo "   UserId=me($(id -u)) GroupId=us(7) MCS_label=N/A"
+    echo "   JobState=$(cat "$LOFT_JOBS/$3/state") Reason=None Dependency=(null)"
+    echo "   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=$(cat "$LOFT_JOBS/$3/code"):0"
+    echo "   RunTime=1-00:00:07 TimeLimit=01:30:00 TimeMin=N/A"
     echo "   StdOut=$(sed -n 's/^#SBATCH --output=//p' "$LOFT_JOBS/$3/script")"
-  else
-    touch "$LOFT_JOBS/$2/requeued"
+  elif [[ $1 == release && $(cat "$LOFT_JOBS/$2/state") == PENDING ]]; then
+    id=$2
+    echo RUNNING >"$LOFT_JOBS/$id/state"
+    (
+      export SLURM_JOB_ID=$id SLURM_JOB_NUM_NODES=1 SLURM_CPUS_PER_TASK=8
+      SLURM_NTASKS_PER_NODE=$(sed -n 's/^#SBATCH --ntasks-per-node=//p' "$LOFT_JOBS/$id/script")
+      export SLURM_NTASKS_PER_NODE
+      bash "$LOFT_JOBS/$id/script"
+      code=$?
+      echo $code >"$LOFT_JOBS/$id/code"
+      if ((code)); then echo FAILED; else echo COMPLETED; fi >"$LOFT_JOBS/$id/state"
+    ) >>"$(sed -n 's/^#SBATCH --output=//p' "$LOFT_JOBS/$id/script")" 2>&1 </dev/null &
   fi
   ;;
 esac

@@ -1,4 +1,4 @@
-"""Trials as jobs of a scheduler simulated by a script, and of submitit's local executor."""
+"""Trials as jobs of a scheduler that is simulated by a script."""
 
 from __future__ import annotations
 
@@ -11,45 +11,42 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from app.process.status import RUNNING, begin_status, end_status
+from app.run import job
 from app.sweep import run_sweep, slurm, trials
 from common.errors import UserError
 from common.installation import ROOT
 from tests.in_process import CommandResult, make_words, run_command
 from tests.sweep.short_trials import TRIAL
 
-pytest.importorskip("submitit")
 URL = "http://me:Zq7password@127.0.0.1:9/rows.jsonl"
-COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
+COMMANDS = ("sbatch", "srun", "scancel", "scontrol")
 SLOW_TRIAL = f"""
-import signal, time
-signal.signal(signal.SIGTERM, lambda *_: exit(143))
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 {TRIAL}
 (folder / "config.yaml").write_text("")
 time.sleep(0.5)
 """
-RESUMABLE_TRIAL = """
-import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-(folder,) = (word.split("=", 1)[1] for word in sys.argv if word.startswith("output.dir="))
-folder = pathlib.Path(folder.strip("'"))
-folder.mkdir(exist_ok=True)
-(folder / "config.yaml").write_text("")
-if "resume=auto" not in sys.argv:
-    try:
-        (folder / "started").touch()
-        time.sleep(60)
-    finally:
-        (folder / "saved").touch()
-"""
 RUN_SWEEP = """
 import sys
-from app.sweep import run_sweep, trials
-trials.TRAIN = ("-S", "-c", sys.argv[1])
-run_sweep(sys.argv[2:])
+from app.run import job
+from app.sweep import run_sweep, slurm
+from tests.sweep.test_slurm import fake_command
+job.child_command = fake_command
+slurm.SlurmLauncher.poll_seconds = 0.1
+run_sweep(sys.argv[1:])
 """
+
+
+def fake_command(module: str) -> list[str]:
+    """Replace training by a short trial, which writes no status: then srun's exit code counts."""
+    fakes = {"app.train": SLOW_TRIAL, "app.status": f"raise SystemExit({RUNNING})"}
+    return [sys.executable, "-S", "-c", fakes[module]]
 
 
 @pytest.fixture
@@ -66,6 +63,7 @@ def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm.SlurmLauncher, "poll_seconds", 0.1)
+    monkeypatch.setattr(job, "child_command", fake_command)
     monkeypatch.setattr(trials, "TRAIN", ("-S", "-c", SLOW_TRIAL))
     return [*make_words(tmp_path), "launcher=slurm"]
 
@@ -96,9 +94,9 @@ def test_a_resumed_sweep_finds_its_running_jobs(
     start = slurm.SlurmLauncher.start
 
     def interrupt(self: slurm.SlurmLauncher, *args: Any) -> slurm.SlurmJob:
-        job = start(self, *args)
+        started = start(self, *args)
         os.kill(os.getpid(), signal.SIGINT)
-        return job
+        return started
 
     job_settings = ["launcher.partition=gpu", "launcher.minutes=90", "launcher.memory_gib=64"]
     with monkeypatch.context() as patch:
@@ -114,46 +112,67 @@ def test_a_resumed_sweep_finds_its_running_jobs(
     assert results_in("s")[1]["error"] == "error: loss is nan at step 3"
     assert len(list((tmp_path / "jobs").iterdir())) == 2
     batch_script = (tmp_path / "jobs/1/script").read_text()
-    for flag in ("partition=gpu", "time=90", "mem=64GB", "gpus-per-node=2", "job-name=loft-s-0"):
+    flags = ("partition=gpu", "time=90", "mem=64G", "gpus-per-node=2", "job-name=s-0", "requeue")
+    for flag in (*flags, f"signal=USR1@{job.SIGNAL_SECONDS}", "ntasks-per-node=2"):
         assert f"#SBATCH --{flag}\n" in batch_script
+    assert {row["seconds"] for row in json.loads(Path("s/sweep.json").read_text())} == {86407.0}
 
 
 def test_jobs_that_a_folder_names_are_not_cancelled_nor_waited_for(
-    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], tmp_path: Path
 ) -> None:
     """A received folder names job 1, which is another one of this user, and job 9 of nobody."""
     (tmp_path / "jobs/1").mkdir()
-    (tmp_path / "jobs/1/script").write_text(f"#SBATCH --output={tmp_path}/mine/%j_%t_log.out\n")
-    (tmp_path / "jobs/1/state").write_text("RUNNING")
-    (tmp_path / "jobs/1/step").write_text("1")
+    script = f"#SBATCH --output={tmp_path}/mine/0.log\n"
+    for name, text in (("script", script), ("state", "RUNNING"), ("step", "1"), ("code", "0")):
+        (tmp_path / "jobs/1" / name).write_text(text)
     (tmp_path / "bin/scancel").write_text(f"#!/bin/bash\ntouch {tmp_path}/cancelled\n")
-    (tmp_path / "s").mkdir()
+    (tmp_path / "s/slurm").mkdir(parents=True)
     words = [*overrides, "adapter.r=2,4"]
     (tmp_path / "s/sweep.yaml").write_text(f"words: {words}\n")
-    for number in (1, 9):
-        named = tmp_path / f"s/slurm/0/{number}_submitted.pkl"
-        named.parent.mkdir(parents=True, exist_ok=True)
-        named.write_bytes(b"never read")
-        result = sweep("resume=s")
-        assert result.code == 2, result.stderr
-        assert f"does not list job {number} as a job of yours that writes" in result.stderr
-        named.unlink()
-    submitted = subprocess.run(["id", "-u"], capture_output=True, text=True, check=True).stdout
-    script = tmp_path / "bin/scontrol"
-    script.write_text(script.read_text().replace("$(id -u)", str(int(submitted) + 1)))
+    named = tmp_path / "s/slurm/0.id"
+    named.write_text("1\n")
+    result = sweep("resume=s")
+    assert result.code == 2, result.stderr
+    assert "does not list job 1 as a job of yours that writes" in result.stderr
+    shown = slurm._show("1")
+    slurm.check_own_job("1", shown, tmp_path / "mine/0.log")
     with pytest.raises(UserError, match="job 1 as a job of yours"):
-        slurm.check_job_folder("1", tmp_path / "mine")
-    script.write_text(script.read_text().replace(f"me({int(submitted) + 1})", "me($(id -u))"))
-    slurm.check_job_folder("1", tmp_path / "mine")
+        slurm.check_own_job("1", shown.replace("me(", "me(1"), tmp_path / "mine/0.log")
+    named.write_text("9\n")  # which SLURM has forgotten, if it ever was
+    assert sweep("resume=s").code == 0
+    assert [row["exit_code"] for row in results_in("s")] == [0, 0]
     assert not (tmp_path / "cancelled").exists()
+
+
+@pytest.mark.parametrize("name", ["../../1", "all", ""])
+def test_an_id_that_is_none_of_a_job_is_not_used(
+    name: str, overrides: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "s/slurm").mkdir(parents=True)
+    (tmp_path / "s/sweep.yaml").write_text(f"words: {[*overrides, 'adapter.r=2,4']}\n")
+    (tmp_path / "s/slurm/0.id").write_text(f"{name}\n")
+    result = sweep("resume=s")
+    assert result.code == 2 and "0.id" in result.stderr, result.stderr
+
+
+def test_a_job_that_was_kept_on_hold_is_let_go(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A sweep that is killed after its job is kept, and before it may start."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(slurm, "_release", lambda number: (_ for _ in ()).throw(KeyboardInterrupt))
+        run_sweep([*overrides, "adapter.r=2,4", "output.dir=s"])
+    assert (tmp_path / "jobs/1/state").read_text() == "PENDING\n"
+    assert sweep("resume=s").code == 0
+    assert len(list((tmp_path / "jobs").iterdir())) == 2
 
 
 @pytest.mark.slow
 def test_a_cancelled_trial_is_submitted_again(overrides: list[str], tmp_path: Path) -> None:
     result = sweep(*overrides, "adapter.r=2,4", "output.dir=s")
     assert result.code == 0, result.stderr
-    end = tmp_path / "s/slurm/1/end.json"
-    end.write_text(json.dumps({"exit_code": 143, "seconds": 1.0}))
+    (tmp_path / "jobs/2/state").write_text("CANCELLED")
     results = json.loads((tmp_path / "s/sweep.json").read_text())
     (tmp_path / "s/sweep.json").write_text(
         json.dumps([row for row in results if row["number"] == 0])
@@ -171,13 +190,12 @@ def test_a_killed_search_with_jobs_equals_one_with_processes(
     space += ["sweep.search=optuna", "sweep.trials=10", "sweep.prune=median"]
     result = sweep(*overrides[:2], *space, "output.dir=local")
     assert result.code == 0, result.stderr
-    command = [sys.executable, "-c", RUN_SWEEP, SLOW_TRIAL, *overrides, *space, "output.dir=killed"]
+    command = [sys.executable, "-c", RUN_SWEEP, *overrides, *space, "output.dir=killed"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(b"[6/10]"):
-                # Wait until submitit has written its file: a job without that file exits.
-                wait_for(lambda: len([*tmp_path.glob("killed/slurm/*/*_submitted.pkl")]) > 6)
+                wait_for(lambda: len([*tmp_path.glob("killed/slurm/*.id")]) > 6)
                 process.send_signal(signal.SIGKILL)
                 break
     result = sweep("resume=killed")
@@ -190,49 +208,61 @@ def test_a_killed_search_with_jobs_equals_one_with_processes(
     assert stopped[0] == stopped[1] and any(stopped[0])
 
 
-@pytest.mark.slow
-def test_a_job_resumes_after_its_time_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Uses submitit's local executor and SIGUSR2, which SLURM sends before the time limit."""
-    import psutil
-
-    from app.config import LauncherConfig
-
-    monkeypatch.setattr(slurm.SlurmLauncher, "cluster", "local")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    launcher = slurm.SlurmLauncher(LauncherConfig(gpus=0), "auto", tmp_path / "sweep", 1)
-    folder = tmp_path / "sweep" / "0"
-    folder.mkdir(parents=True)
-    command = [sys.executable, "-S", "-c", RESUMABLE_TRIAL]
-    job = launcher.start(0, command, folder, tmp_path / "sweep" / "0.log")
-    wait_for((folder / "started").exists)
-    psutil.Process(int(job.id)).children()[0].send_signal(signal.SIGUSR2)
-    wait_for(lambda: job.poll() is not None)
-    assert job.poll() == 0, job.problem
-    assert (folder / "saved").exists() and job.seconds < 60
-
-
 def test_a_trial_that_a_signal_ends_can_be_read(tmp_path: Path) -> None:
     """The kernel kills a trial that is out of memory, and -9 would not be an exit code."""
-    folder, log, end = tmp_path / "0", tmp_path / "0.log", tmp_path / "end.json"
+    folder, log = tmp_path / "0", tmp_path / "0.log"
     command = [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"]
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        assert slurm.TrialJob(command, folder, log, end)() == 137
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    assert slurm._read_end(end)[0] == 137
-    job = trials.LocalJob(command, folder, log, None)
-    wait_for(lambda: job.poll() is not None)
-    assert job.poll() == 137
+    local = trials.LocalJob(command, folder, log, None)
+    wait_for(lambda: local.poll() is not None)
+    assert local.poll() == 137
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code", "code", "is_kept"),
+    [
+        ("COMPLETED", "0:0", 0, True),
+        ("FAILED", "4:0", 4, True),
+        ("FAILED", "143:0", 143, False),
+        ("CANCELLED", "0:15", 143, False),
+        ("FAILED", "137:0", 137, False),
+        ("TIMEOUT", "0:0", 3, False),
+        ("NODE_FAIL", "0:0", 3, False),
+        ("OUT_OF_MEMORY", "0:125", 3, False),
+        ("RUNNING", "0:0", None, True),
+    ],
+)
+def test_what_is_made_of_the_end_of_a_job(
+    state: str, exit_code: str, code: int | None, is_kept: bool, tmp_path: Path
+) -> None:
+    shown = f"   JobState={state} Reason=None\n   ExitCode={exit_code}\n   RunTime=00:01:02 T=1\n"
+    names = (tmp_path / "0.id", tmp_path / "0", tmp_path / "0.log")
+    assert slurm.SlurmJob("7", *names).finds_result(shown) == is_kept
+    with mock.patch.object(slurm, "_show", lambda _: shown):
+        polled = slurm.SlurmJob("7", *names)
+        assert [polled.poll(), polled.poll()] == [None, code]
+    assert polled.seconds == (0.0 if code is None else 62.0)
+    assert (polled.problem is not None) == (code in (3, 137))
+
+
+def test_a_trial_whose_job_slurm_has_forgotten_has_the_code_of_its_status(tmp_path: Path) -> None:
+    names = (tmp_path / "0.id", tmp_path / "0", tmp_path / "0.log")
+    names[0].write_text("7\n")
+    forgotten = "slurm_load_jobs error: Invalid job id specified"
+    assert not slurm.SlurmJob("7", *names).finds_result(forgotten)
+    names[1].mkdir()
+    begin_status(names[1], 0)
+    assert not slurm.SlurmJob("7", *names).finds_result(forgotten)
+    end_status(names[1], "finished", 0)
+    assert slurm.SlurmJob("7", *names).finds_result(forgotten)
+    os.utime(names[0], (time.time() + 60,) * 2)  # the status is of an earlier job
+    assert not slurm.SlurmJob("7", *names).finds_result(forgotten)
 
 
 @pytest.mark.slow
 def test_a_dead_job_is_a_failed_trial(overrides: list[str], tmp_path: Path) -> None:
-    (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexit 1\n")
+    (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nkill -9 $$\n")
     result = sweep(*overrides, "adapter.r=2,4", "sweep.parallel=2", "output.dir=s")
-    assert result.code == 3
+    assert result.code == 137
     assert [row["error"][:26] for row in results_in("s")] == [
         f"job {number} ended as FAILED: {tmp_path}"[:26] for number in (1, 2)
     ]
@@ -261,6 +291,4 @@ def test_invalid_job_settings_are_refused(
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     result = sweep(*overrides, "adapter.r=2,4")
     assert result.code == 3 and "sbatch was not found" in result.stderr
-    monkeypatch.setattr(slurm, "find_spec", lambda _: None)
-    assert "pip install -e '.[slurm]'" in sweep(*overrides, "adapter.r=2,4").stderr
     assert not (tmp_path / "outputs").exists()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app.launch.jobs import IMAGE_HOME, SHARED
+from app.launch.jobs import SHARED
+from app.run.job import IMAGE_HOME
 from tests.conftest import ROOT
 
 DOCKERFILE = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text())

@@ -22,7 +22,6 @@ from app.run.changes import compare_facts
 from app.run.manifest import read_manifest
 from app.sweep.parameters import load_words
 from app.sweep.results import load_results
-from app.sweep.slurm import _read_end
 from app.sweep.trials import Trial, read_curve, read_objective
 from common.errors import UserError
 from tests.report.test_run_page import write_run
@@ -108,11 +107,6 @@ READERS: dict[str, tuple[str, Any, list[Callable[[Path], object]]]] = {
     "manifest": ("manifest.json", MANIFEST, [read_resumed, read_pages, read_merged]),
     "metrics": ("metrics.json", METRICS, [read_objective, read_pages, read_merged]),
     "trials": ("sweep.json", [asdict(TRIAL)], [load_results]),
-    "end": (
-        "end.json",
-        {"exit_code": 0, "seconds": 1.5},
-        [lambda folder: _read_end(folder / "end.json")],
-    ),
     "mixture": ("mixture.json", [{"name": "a", "rows": 1}], [read_pages]),
     "audit": (
         "audit.json",
