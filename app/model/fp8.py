@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -238,8 +239,8 @@ def quantize_rows(*parts: Tensor, factors: Sequence[Tensor] = ()) -> Rows:
     device = parts[0].device
     if not _Rounding.is_on:
         return Rows(_side_by_side(parts, factors), torch.ones(len(parts[0]), device=device))
-    if device.type == "cuda" and (kernel := _proven_kernel(device)) is not None:
-        return Rows(*kernel(parts, factors, largest=LARGEST, smallest=_SMALLEST))
+    if (kernels := _proven_kernels(device)) is not None:
+        return Rows(*kernels.quantize_rows(parts, factors, largest=LARGEST, smallest=_SMALLEST))
     return _quantize_rows(_side_by_side(parts, factors))
 
 
@@ -250,27 +251,34 @@ def _side_by_side(parts: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
 
 
 @cache
-def _proven_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return the kernel that quantizes rows; None, with a warning, if its results differ."""
+def _proven_kernels(device: torch.device) -> ModuleType | None:
+    """Return the kernels that quantize on a GPU; None, with a warning, if their results differ."""
+    if device.type != "cuda":
+        return None
     rows = torch.linspace(-3, 5, 40 * 160, device=device).view(40, 160).bfloat16()
     parts = rows.split([64, 96], 1)
     factors = torch.linspace(0.1, 2, 160, device=device).split([64, 96])
+    bounds = {"largest": LARGEST, "smallest": _SMALLEST}
     try:
-        from app.model.fp8_kernel import quantize_rows as kernel
+        from app.model import fp8_kernel
 
-        found = kernel(parts, factors, largest=LARGEST, smallest=_SMALLEST)
-        both = [
-            dequantize(Matrix(*each), torch.float32)
-            for each in (found, _quantize_rows(_side_by_side(parts, factors)))
-        ]
+        pairs = (
+            (fp8_kernel.quantize_rows(parts, factors, **bounds), _side_by_side(parts, factors)),
+            (fp8_kernel.quantize_columns(rows, 48, **bounds), _filled_columns(rows)),
+        )
+        dequantized = (
+            [dequantize(Matrix(*each), torch.float32) for each in (found, _quantize_rows(values))]
+            for found, values in pairs
+        )
         # Values next to the middle of two may be rounded to either.
-        reason = "" if (both[0] - both[1]).norm() < 0.005 * both[1].norm() else "it differs"
+        are_equal = [(one - two).norm() < 0.005 * two.norm() for one, two in dequantized]
+        reason = "" if all(are_equal) else "they differ"
     except Exception as error:  # noqa: BLE001  kernel compilers raise any type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     if reason:
-        log.warning("fp8: quantized by PyTorch's operators, not by one kernel (%s)", reason)
+        log.warning("fp8: quantized by PyTorch's operators, not by kernels of its own (%s)", reason)
         return None
-    return kernel
+    return fp8_kernel
 
 
 def _quantize_rows(rows: Tensor) -> Rows:
@@ -283,9 +291,15 @@ def _quantize_rows(rows: Tensor) -> Rows:
 
 def _quantize_columns(tensor: Tensor) -> Rows:
     """Quantize the transpose of `tensor` [n, width] by row; n is filled up with zeros."""
-    if missing := -len(tensor) % _MULTIPLE:
-        tensor = torch.nn.functional.pad(tensor, (0, 0, 0, missing))
-    return quantize_rows(tensor.T.contiguous())
+    if not _Rounding.is_on or (kernels := _proven_kernels(tensor.device)) is None:
+        return quantize_rows(_filled_columns(tensor))
+    length = len(tensor) + -len(tensor) % _MULTIPLE
+    return Rows(*kernels.quantize_columns(tensor, length, largest=LARGEST, smallest=_SMALLEST))
+
+
+def _filled_columns(tensor: Tensor) -> Tensor:
+    missing = -len(tensor) % _MULTIPLE
+    return torch.nn.functional.pad(tensor, (0, 0, 0, missing)).T.contiguous()
 
 
 def dequantize(matrix: Matrix, dtype: torch.dtype) -> Tensor:

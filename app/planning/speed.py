@@ -70,8 +70,8 @@ are published for an H100; not measured"""
 _FP8_INPUTS = 3.0
 """bytes read and written to quantize one value of an activation or a gradient in bf16, by one
 kernel"""
-_FP8_COLUMNS = 4.0
-"""bytes read and written to transpose one value in bf16 before it is quantized"""
+_FP8_COLUMNS = 5.0
+"""bytes to quantize one value along its column, which reads it twice"""
 _FP8_TRANSPOSED = 2.0
 """bytes read and written to transpose one weight for the gradient of the input"""
 _OPTIMIZER_PASSES = 7
@@ -393,10 +393,9 @@ def _quantized_in_training(run: PlannedRun) -> float:
     Inputs and gradients of every matrix, and the matrices, are quantized by row and by column.
     """
     by_row = _FP8_INPUTS * (2 if run.recompute in ("full", "offload") else 1)
-    by_column = _FP8_INPUTS + _FP8_COLUMNS
     widths, matrices = run.model.widths, run.model.multiplied(trained=True)
-    values = (by_row + by_column) * widths.inputs + (_FP8_INPUTS + by_column) * widths.outputs
-    return values * run.model.num_layers * run.tokens + (by_row + by_column) * matrices
+    values = (by_row + _FP8_COLUMNS) * widths.inputs + (_FP8_INPUTS + _FP8_COLUMNS) * widths.outputs
+    return values * run.model.num_layers * run.tokens + (by_row + _FP8_COLUMNS) * matrices
 
 
 def _host_copies(run: PlannedRun) -> float:

@@ -140,6 +140,8 @@ def open_run(
     architecture_file.write_text(json.dumps(architecture | {"num_hidden_layers": num_layers}))
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     model = module.model = module.build(on_meta=True)
+    if config.trainer.precision == "fp8":
+        model.bfloat16()  # as FSDP gathers them: fp32 weights and states of an 8B need several GPUs
     with fakes, OperatorCounter(num_pairs=0):  # answers queries of device values
         place(model)
         start_fit(module)

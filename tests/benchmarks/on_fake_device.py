@@ -18,9 +18,10 @@ METHODS = {
     "lora fp8": [*words_of("lora fp8"), "recompute=none"],
     "qlora": [*words_of("qlora"), "recompute=none"],
     "full": [*words_of("full"), "recompute=none"],
+    "full fp8": [*words_of("full fp8"), "recompute=none", "trainer.micro_batch_size=1"],
     "selective": [*words_of("lora"), "recompute=selective"],
 }
-FEWER = {"lora": 2, "lora fp8": 2, "qlora": 2, "selective": 2}
+FEWER = {"lora": 2, "lora fp8": 2, "qlora": 2, "full fp8": 3, "selective": 2}
 """layers of methods whose other layers would take the test's time and show nothing new"""
 DEPTHS = (1, 2)
 

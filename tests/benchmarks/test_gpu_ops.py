@@ -14,7 +14,14 @@ from benchmarks.fake_device.trace import extrapolate
 from tests.benchmarks.on_fake_device import DEPTHS, FEWER, LAYERS, METHODS
 from tools.simulate.device import find_obstacle
 
-BUDGETS_GIB = {"lora": 3.7, "lora fp8": 3.7, "qlora": 3.7, "full": 5.0, "selective": 2.3}
+BUDGETS_GIB = {
+    "lora": 3.7,
+    "lora fp8": 3.7,
+    "qlora": 3.7,
+    "full": 5.0,
+    "full fp8": 3.9,
+    "selective": 2.3,
+}
 """activations of a micro-batch of 8,192 tokens, full 4,096, in four layers of an 8B or `FEWER`"""
 
 
@@ -112,7 +119,7 @@ def test_activations_stay_within_their_budget(found: Any, method: str) -> None:
 
 @pytest.mark.versions
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "lora fp8", "qlora", "full"])
+@pytest.mark.parametrize("method", ["lora", "lora fp8", "qlora", "full", "full fp8"])
 def test_no_product_is_computed_twice(found: Any, method: str) -> None:
     numbers = found["traced"][method]
     # Below 1: nothing needs the gradient of the first layer's input.
@@ -150,10 +157,14 @@ def test_the_fastest_that_fits_gives_the_figure() -> None:
         "lora, recompute full, ours": numbers(17_000, 20),
         "qlora, recompute none, ours": numbers(16_000, 40, syncs=2),
         "lora, plain": numbers(8_500, 70),
+        "lora, real lengths, recompute none, ours": numbers(18_000, 50),
+        "full on eight, recompute none, ours": numbers(11_000, 90),
     }
     figures = {one.figure.removeprefix("gpu_ops/"): one for one in bench.figures_of(found)}
     assert figures["lora_tokens_per_second"].value == pytest.approx(17_000)
     assert figures["lora_tokens_per_second"].ok
+    assert figures["lora_real_lengths_tokens_per_second"].value == pytest.approx(18_000)
+    assert figures["full_on_eight_tokens_per_second"].value == pytest.approx(11_000)  # sharded
     assert figures["qlora_against_lora"].value == pytest.approx(16 / 17)
     assert not figures["qlora_against_lora"].ok
     assert figures["lora_against_plain"].value == pytest.approx(2)

@@ -229,15 +229,15 @@ def test_a_frozen_layer_without_rounding_is_that_of_its_rounded_weights() -> Non
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_kernel_quantizes_as_pytorch_does_and_products_run() -> None:
-    from app.model.fp8_kernel import quantize_rows as kernel
+def test_the_kernels_quantize_as_pytorch_does_and_products_run() -> None:
+    from app.model import fp8_kernel
 
     torch.manual_seed(0)
     layer = torch.nn.Linear(4096, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
     rows = torch.randn(512, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     quantized = fp8.Fp8Linear(layer, fp8.quantize_weight(layer.weight.data), torch.bfloat16)
     outer = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
-    assert fp8._proven_kernel(rows.device) is kernel
+    assert fp8._proven_kernels(rows.device) is fp8_kernel
     for found, exact in ((quantized(rows), layer(rows)),):
         assert (found - exact).norm() < 0.06 * exact.norm()
     grads = [torch.autograd.grad(each(rows), rows, outer)[0] for each in (quantized, layer)]

@@ -59,7 +59,14 @@ def quantize_rows(parts: list[Tensor], factors: list[Tensor]) -> tuple[Tensor, T
     return values, rows.new_empty(len(rows), dtype=torch.float32)
 
 
-for _operator in (rms_norm, rms_norm_backward, gate, quantize_rows):
+@custom_op("standin::quantize_columns", mutates_args=())
+def quantize_columns(first: Tensor, second: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Read the same tensor twice: its columns together are larger than a GPU's cache."""
+    values = first.new_empty(first.shape[1], length, dtype=torch.float8_e4m3fn)
+    return values, first.new_empty(first.shape[1], dtype=torch.float32)
+
+
+for _operator in (rms_norm, rms_norm_backward, gate, quantize_rows, quantize_columns):
     _operator.register_fake(_operator._init_fn)
 for _operator in (gate_backward, rope, cross_entropy, cross_entropy_gradient):
     _operator.register_fake(lambda *_: None)
@@ -155,6 +162,7 @@ def install_kernels() -> None:
     loss.cross_entropy_ = cross_entropy_
     fp8: Any = types.ModuleType("app.model.fp8_kernel")
     fp8.quantize_rows = lambda parts, factors, **_: quantize_rows(list(parts), list(factors))
+    fp8.quantize_columns = lambda tensor, length, **_: quantize_columns(tensor, tensor, length)
     sys.modules.update({module.__name__: module for module in (loss, fp8)})
     _install_flash4()
     for name in ("", ".transformers", ".transformers.functional"):
