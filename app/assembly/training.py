@@ -92,6 +92,7 @@ def build_trainer(
             accelerator=env.accelerator,
             num_ranks=env.num_ranks,
             accumulation=env.accumulation,
+            stages=() if estimate is None else estimate.stages,
         ),
         total_steps=data.total_steps,
         loggers=loggers,

@@ -6,6 +6,7 @@ from typing import Any
 
 from app.planning.advice import Candidate
 from app.planning.communication import list_collectives
+from app.planning.flops import estimate_flops
 from app.planning.host import estimate_disk, estimate_host_memory
 from app.planning.memory import (
     GIB,
@@ -15,7 +16,7 @@ from app.planning.memory import (
     fits_host,
     usable_bytes,
 )
-from app.planning.speed import describe_batch, describe_range, estimate_flops, estimate_speed
+from app.planning.speed import describe_batch, describe_range, estimate_speed
 
 
 def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> dict[str, Any]:

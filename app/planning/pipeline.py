@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from app.planning.flops import estimate_flops
 from app.strategy.settings import PipelineConfig, cut_layers, num_stages
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def stages_of(run: PlannedRun) -> list[PlannedRun]:
     ranks = max(1, run.num_ranks // size)
     nodes = max(1, ranks // card.gpus_per_node)
     hardware = replace(card, gpus_per_node=ranks // nodes, num_nodes=nodes)
-    bounds = cut_layers(run.model.costs_of_layers(), num_stages(strategy))
+    bounds = bounds_of_stages(run)
     lowest = run.model.num_layers - run.model.trained_layers
     # Gradients come back over the boundary behind a stage if it, or one before it, trains.
     trains = [run.model.trains_embedding or stop > lowest for _, stop in bounds]
@@ -54,6 +55,25 @@ def stages_of(run: PlannedRun) -> list[PlannedRun]:
         model = run.model.part([bounds[number] for number in own])
         found.append(replace(run, model=model, hardware=hardware, stage=stage))
     return found
+
+
+def bounds_of_stages(run: PlannedRun) -> list[tuple[int, int]]:
+    """Return the layers [first, stop) of each stage of a pipeline, of nearly equal FLOPs.
+
+    Not of seconds, so that they do not depend on a rank's GPU.
+    """
+    model = run.model
+    lowest, last = model.num_layers - model.trained_layers, model.num_layers - 1
+    kinds = [kind for kind, (_, count) in enumerate(model.layers) for _ in range(count)]
+    known: dict[tuple[int, bool, bool], float] = {}
+    costs = []
+    for number, kind in enumerate(kinds):
+        key = kind, number >= lowest, number == last
+        if key not in known:
+            layer = replace(run, model=model.part([(number, number + 1)]))
+            known[key] = estimate_flops(layer).total
+        costs.append(known[key])
+    return cut_layers(costs, num_stages(run.strategy))
 
 
 def micro_batches_in_flight(strategy: PipelineConfig, rank: int, num_batches: int) -> float:

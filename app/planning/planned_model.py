@@ -96,11 +96,10 @@ class PlannedModel:
         """Number of layers."""
         return sum(count for _, count in self.layers)
 
-    def costs_of_layers(self) -> list[float]:
-        """Return the number of weights of each layer; that of the last includes the head."""
-        costs = [float(sum(w.numel() for w in weights.values())) for weights in self._each_layer()]
-        costs[-1] += self.head_weights
-        return costs
+    @property
+    def reached(self) -> float:
+        """Share of the layers that have a backward pass."""
+        return self.trained_layers / max(1, self.num_layers)
 
     def part(self, bounds: Sequence[tuple[int, int]]) -> PlannedModel:
         """Return the layers [first, stop) of `bounds`, with the ends before and behind them.

@@ -1,8 +1,4 @@
-"""Estimate the time of an optimizer step from FLOPs, memory traffic and collectives.
-
-Model FLOPs as in arXiv 2204.02311 (PaLM, appendix B), with half of the FLOPs of full attention for
-causal attention.
-"""
+"""Estimate the time of an optimizer step from FLOPs, memory traffic and collectives."""
 
 from __future__ import annotations
 
@@ -21,6 +17,7 @@ from app.planning.communication import (
     exposed_seconds,
     list_collectives,
 )
+from app.planning.flops import Flops, estimate_flops
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import STREAMED_LAYERS, PlannedRun
 from app.planning.pipeline import stages_of
@@ -49,9 +46,6 @@ _FASTEST_ATTENTION = 443e12
 """FLOP/s of cuDNN's attention on an H100, same source; on newer cards none was measured. It runs
 for documents of equal lengths, which estimate_flops assumes. Others get FlashAttention 2, which
 needs about twice the time per FLOP, but they have fewer FLOPs"""
-_ATTENTION_BACKWARD = 2.5
-"""FLOPs of attention's backward pass, which computes the scores again, relative to the forward pass
-(arXiv 2307.08691, section 4)"""
 _FUSED = {"norm": 31.9, "rope": 8.2, "gate": 16.0, "adds": 12.0, "layout": 5.0, "lora": 9.8}
 _PLAIN = {"norm": 253.0, "rope": 36.0, "gate": 28.0, "adds": 182.0, "layout": 20.0, "lora": 38.0}
 """bytes of memory traffic per token, layer and feature outside of products; features are hidden
@@ -60,8 +54,8 @@ outputs of matrices with LoRA for lora. Counted for an 8B model by `make bench O
 (results/2026-11-23_gpu-modelled.md), for our fused kernels and for plain transformers + peft"""
 _LOSS_TRAFFIC = 6.8
 """bytes of memory traffic per token and logit, same source"""
-_RECOMPUTED_TRAFFIC = 0.38
-"""share of a layer's memory traffic that recomputing it adds, same source"""
+_FORWARD_TRAFFIC = 0.38
+"""share of the forward pass in a layer's memory traffic, which recomputing it adds, same source"""
 _DEQUANTIZED = {"nf4": 0.53 + 2.0, "int8": 1.0 + 2.0}
 """bytes read and written to dequantize one weight"""
 _FP8_PRODUCTS = 0.6
@@ -81,76 +75,6 @@ _LINK_PASSES = {"none": 0, "cpu": 3, "disk": 4}
 states to the device and back with disk"""
 _ACCUMULATION_PASSES = 3
 """elements read and written per trainable weight to add a micro-batch's gradient to the sum"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flops:
-    """FLOPs per token, by operation."""
-
-    products: float
-    attention: float
-    recomputed_products: float
-    """those of recompute, and of forward passes of the base or a teacher for an objective"""
-    recomputed_attention: float
-    frozen: float
-    """products with frozen matrices of layers, recomputed ones included; also part of the above"""
-    forward: float
-    """those of the forward pass, and of the base's own or a teacher's; also part of the above"""
-    recomputed_scores: float
-    """scores that the kernels of attention's backward pass compute again"""
-
-    @property
-    def model(self) -> float:
-        """FLOPs without recompute, as MFU counts them."""
-        return self.products + self.attention
-
-    @property
-    def total(self) -> float:
-        """All FLOPs, including recompute, but not what attention's kernels compute again."""
-        return self.model + self.recomputed_products + self.recomputed_attention
-
-
-def estimate_flops(run: PlannedRun) -> Flops:
-    """Estimate the FLOPs per token if each sequence is one document, which is the upper bound."""
-    model, widths = run.model, run.model.widths
-    frozen, trained = model.multiplied(trained=False), model.multiplied(trained=True)
-    if model.is_pair:  # a token passes through either the encoder or the decoder
-        frozen, trained = frozen / 2, trained / 2
-    layers = model.num_layers / (2 if model.is_pair else 1)
-    attention = 2.0 * layers * (1 - model.recurrent_share) * widths.query * run.sequence_len
-    head = 2.0 * model.head_weights
-    forward = 2.0 * (frozen + trained)
-    # The backward pass ends at the lowest trainable layer.
-    reached = model.trained_layers / max(1, model.num_layers)
-    products = forward + reached * forward + 2.0 * trained + 2 * head
-    products += head if model.trains_head else 0.0
-    every = 1 / run.recompute_every
-    again = again_attention = 0.0
-    if run.recompute in WHOLE_LAYERS:
-        again, again_attention = forward * every, attention * every
-    elif run.recompute == "selective":
-        wide = 2.0 * widths.hidden * widths.feed_forward * layers
-        again = 2.0 * wide * every
-    of_base = 2.0 * frozen if run.runs_base else 0.0
-    # Of ranks that share rows, each computes the recurrences of whole ones.
-    passes = 1 + reached + (run.recompute in WHOLE_LAYERS)
-    again += 2.0 * (run.context_size - 1) * passes * model.recurrent_weights
-    others, others_attention = of_base + head * run.runs_base, attention * run.runs_base
-    if (teacher := run.teacher) is not None:
-        sides = 2 if teacher.is_pair else 1
-        others += 2.0 * (teacher.multiplied(trained=False) / sides + teacher.head_weights)
-        others_attention += (
-            2.0 * teacher.num_layers / sides * teacher.widths.query * run.sequence_len
-        )
-    return Flops(
-        forward=forward + head + attention + others + others_attention,
-        products=products,
-        attention=attention * (1 + 2 * reached),
-        recomputed_products=again + others,
-        recomputed_attention=again_attention + others_attention,
-        frozen=of_base + (forward * (1 + reached) + again) * frozen / max(1.0, frozen + trained),
-        recomputed_scores=attention * reached * (_ATTENTION_BACKWARD - 2),
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -361,7 +285,9 @@ def _traffic(run: PlannedRun) -> float:
     # Tensor parallelism leaves the hidden states whole on each rank.
     layer = layer / split + (rates["norm"] + rates["adds"]) * widths.hidden
     again = 0.0 if run.recompute == "none" else 1 / run.recompute_every
-    layer *= 1 + _RECOMPUTED_TRAFFIC * (again + run.runs_base)
+    # Layers below the lowest trainable one have a forward pass only.
+    forwards = 1 + run.runs_base + again * model.reached
+    layer *= _FORWARD_TRAFFIC * forwards + (1 - _FORWARD_TRAFFIC) * model.reached
     layers = model.num_layers / (2 if model.is_pair else 1)
     return layer * layers + _LOSS_TRAFFIC * widths.vocabulary * model.has_head / split
 

@@ -37,12 +37,13 @@ from app.planning.memory import (
     fits,
     usable_bytes,
 )
+from app.planning.pipeline import bounds_of_stages
 from app.planning.planned import build_planned_run, is_stored_quantized
 from app.planning.planned_model import model_from_config_json, model_from_meta, model_from_modules
 from app.planning.speed import Speed, estimate_speed, peak_tokens_per_second
 from app.process.environment import host_bytes
 from app.process.launch import is_first_rank
-from app.strategy.settings import StrategyConfig
+from app.strategy.settings import PipelineConfig, StrategyConfig
 from app.training.checkpoint.disk import free_bytes
 from app.training.machine import LOST, UTILIZATION
 from common.errors import DiskError, UserError
@@ -123,7 +124,8 @@ def plan_training(
 ) -> PlannedRun | None:
     """Return the planned run, before `auto` is resolved.
 
-    None if the sizes of its layers are unknown or, on a CPU, can be read only from its modules.
+    None if the sizes of its layers are unknown or, on a CPU and without a pipeline, can be read
+    only from its modules.
     `whole`: the base's config.json. `backend`: the attention backend. `build_on_meta`: builds the
     model on the meta device; None if the base's files are quantized.
     """
@@ -132,9 +134,10 @@ def plan_training(
     is_on_gpu, config_json = env.accelerator == "gpu", text_numbers(whole)
     name = config.model.path or "model.architecture"
     model = model_from_config_json(name, config_json, config.adapter, env.precision)
-    if model is None and is_on_gpu and build_on_meta is not None:
+    reads_modules = is_on_gpu or isinstance(config.strategy, PipelineConfig)  # cut by its layers
+    if model is None and reads_modules and build_on_meta is not None:
         model = model_from_modules(name, build_on_meta(), config_json)
-    elif model is None and is_on_gpu:
+    elif model is None and reads_modules:
         plain = {key: value for key, value in config_json.items() if key != "quantization_config"}
         model = model_from_meta(config.model, plain, config.adapter, env.precision)
     if model is None:
@@ -173,6 +176,8 @@ class Estimate:
     """tokens per second of all GPUs at an MFU of 1"""
     lost: dict[str, float] = field(default_factory=dict)
     """shares of a step that other settings would save, by metric"""
+    stages: list[tuple[int, int]] = field(default_factory=list)
+    """layers [first, stop) of each stage of a pipeline"""
     guessed: str = ""
     """the model type, if the activations of its layers have not been checked by a simulation"""
 
@@ -280,6 +285,7 @@ def estimate_training(run: PlannedRun) -> Estimate:
         speed=estimate_speed(run) if has_speed else None,
         peak_tokens_per_second=peak_tokens_per_second(run) if has_speed else None,
         lost=_planned_losses(run) if has_speed else {},
+        stages=bounds_of_stages(run) if isinstance(run.strategy, PipelineConfig) else [],
         guessed="" if widths.is_compared else widths.model_type,
     )
 

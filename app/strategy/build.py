@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from app.strategy.rendezvous import use_separate_store
@@ -20,13 +21,23 @@ if TYPE_CHECKING:
 
 
 def build_strategy(
-    config: StrategyConfig, *, accelerator: str, num_ranks: int, accumulation: int = 1
+    config: StrategyConfig,
+    *,
+    accelerator: str,
+    num_ranks: int,
+    accumulation: int = 1,
+    stages: Sequence[tuple[int, int]] = (),
 ) -> StrategyMixin:
     """Build the strategy for `num_ranks` processes; `auto` must already be resolved.
 
-    `accumulation`: micro-batches of a rank's optimizer step.
+    `accumulation`: micro-batches of a rank's optimizer step. `stages`: layers [first, stop) of each
+    stage of a pipeline.
     """
     use_separate_store()
+    if isinstance(config, PipelineConfig):
+        from app.strategy.pipeline import Pipeline
+
+        return Pipeline(config, stages)
     strategy = _build_family(config, accelerator, num_ranks, accumulation)
     strategy.context_size = context_parallel_size(config)
     return strategy
@@ -41,10 +52,6 @@ def _build_family(
         from app.strategy.deepspeed import build_zero
 
         return build_zero(config, accelerator=accelerator, accumulation=accumulation)
-    if isinstance(config, PipelineConfig):
-        from app.strategy.pipeline import Pipeline
-
-        return Pipeline(config)
     if isinstance(config, LocalSgdConfig):
         from app.strategy.local_sgd import LocalSgd
 

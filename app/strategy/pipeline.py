@@ -36,10 +36,10 @@ class Pipeline(Fsdp):
     parameter groups and checkpoints are therefore those of one process.
     """
 
-    def __init__(self, config: PipelineConfig) -> None:
+    def __init__(self, config: PipelineConfig, bounds: Sequence[tuple[int, int]]) -> None:
         super().__init__(config)
         self.pipeline_size = config.pipeline_parallel_size
-        self._stages_per_rank = config.stages_of_rank
+        self._bounds = bounds
         self._is_interleaved = config.schedule == "interleaved"
         self.stages: Stages
         self._sources: dict[torch.nn.Parameter, int] = {}
@@ -73,7 +73,7 @@ class Pipeline(Fsdp):
             # Layers add to the hidden states of the embedding, in its dtype.
             casts = self._shards_stages and self._computes_in_bf16(embedding)
             dtype = torch.bfloat16 if casts else embedding.weight.dtype
-            self.stages = Stages(model, self._group, self._stages_per_rank, dtype)
+            self.stages = Stages(model, self._group, self._bounds, dtype)
             return model
 
         model = super().build_model(build_stages)

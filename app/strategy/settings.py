@@ -251,14 +251,29 @@ def divisors(number: int, least: int = 1) -> list[int]:
 
 
 def cut_layers(costs: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
-    """Return the layers [first, stop) of each stage, of nearly equal costs; none is empty."""
-    ends, last = [0], 0
-    for stage in range(1, num_stages):
-        share = sum(costs) * stage / num_stages
-        possible = range(last + 1, len(costs) - (num_stages - stage) + 1)
-        last = min(possible, key=lambda end: abs(sum(costs[:end]) - share))
-        ends.append(last)
-    return list(zip(ends, [*ends[1:], len(costs)], strict=True))
+    """Return the layers [first, stop) of each stage, so that the largest cost is the least.
+
+    None is empty. If several cuts are equal, earlier stages, which hold more micro-batches, get
+    fewer layers.
+    """
+
+    def fill(most: float) -> list[int]:
+        """Return the first layer of each stage, the last first; they cost at most `most`."""
+        firsts, first = [], len(costs)
+        for before in reversed(range(num_stages)):
+            first, total = first - 1, costs[first - 1]
+            while first > before and total + costs[first - 1] <= most:
+                first -= 1
+                total += costs[first]
+            firsts.append(first)
+        return firsts
+
+    low, high = max(costs), sum(costs)
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fill(middle)[-1] == 0 else (middle, high)
+    firsts = fill(high)[::-1]
+    return list(zip(firsts, [*firsts[1:], len(costs)], strict=True))
 
 
 def describe_split(config: StrategyConfig, ranks_per_node: int) -> str:

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from app.model.head import LossHead
 from app.model.layers import decoder_layers
-from app.model.quantization import storage_of
-from app.strategy.settings import cut_layers
 from common.errors import UserError
 
 
@@ -41,22 +39,25 @@ class Section:
 class Stages:
     """The sections of a model on this rank of a pipeline, whose other modules it replaces.
 
-    `group`: the ranks of the pipeline, in the order of their first stages. `dtype`: that of the
-    hidden states between two stages.
+    `group`: the ranks of the pipeline, in the order of their first stages. `bounds`: the layers
+    [first, stop) of each stage. `dtype`: that of the hidden states between two stages.
     """
 
     def __init__(
-        self, model: Any, group: dist.ProcessGroup, stages_per_rank: int, dtype: torch.dtype
+        self,
+        model: Any,
+        group: dist.ProcessGroup,
+        bounds: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
     ) -> None:
         self.model, self.dtype = model, dtype
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.group, self.rank = group, group.rank()
         names = decoder_layers(model, "model.wrap_class=NAME")
         self.layers = [model.get_submodule(name) for name in names]
         self._slots = [model.get_submodule(name.rpartition(".")[0]) for name in names]
         self.first_ends, self.last_ends = _ends(model, names)
-        bounds = cut_layers(self._costs(), self.size * stages_per_rank)
         self.sections = [
-            Section(number, *bound, number % self.size) for number, bound in enumerate(bounds)
+            Section(number, *bound, number % group.size()) for number, bound in enumerate(bounds)
         ]
         self.own = [section for section in self.sections if section.rank == self.rank]
         self.active: Section | None = None
@@ -165,17 +166,6 @@ class Stages:
         """Return the last stage's `tensor` on all ranks; others pass an empty one of its shape."""
         dist.broadcast(tensor, group=self.group, group_src=self.sections[-1].rank)
         return tensor
-
-    def _costs(self) -> list[float]:
-        """Return the products of each layer with a token; those of the head are the last one's."""
-
-        def count(module: torch.nn.Module) -> float:
-            # Not elements: only the ranks that read 4-bit weights have packed them by now.
-            return float(sum(storage_of(weight).num_weights for weight in module.parameters()))
-
-        costs = [count(layer) for layer in self.layers]
-        costs[-1] += sum(map(count, self.last_ends))
-        return costs
 
     def _put(self, number: int, module: torch.nn.Module) -> None:
         # Not with `setattr`, which would look for it among parameters and buffers as well.

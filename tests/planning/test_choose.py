@@ -23,10 +23,11 @@ from app.planning.choose import (
     recompute_modes,
 )
 from app.planning.communication import ALL_GATHER, ALL_TO_ALL, list_collectives
+from app.planning.flops import estimate_flops
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun, estimate_gpu_memory, fits
 from app.planning.planned import on_hardware, plan_run
-from app.planning.speed import estimate_flops, estimate_speed
+from app.planning.speed import estimate_speed
 from app.planning.training import detect_hardware
 from app.preflight import check_compatibility
 from app.run import describe_global_batch, global_batch_of

@@ -11,6 +11,7 @@ from app.config import conf_files, load_config, settings_of
 from app.model.build import build_model
 from app.model.families import LayerKind, family_of
 from app.planning.activations import LayerExecution
+from app.planning.flops import estimate_flops
 from app.planning.memory import estimate_gpu_memory
 from app.planning.planned import plan_run
 from app.planning.planned_model import (
@@ -19,7 +20,6 @@ from app.planning.planned_model import (
     model_from_config_json,
     model_from_meta,
 )
-from app.planning.speed import estimate_flops
 from app.planning.states import WeightBytes, size_for
 from app.strategy.settings import DdpConfig
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
+from app.planning import pipeline
 from app.planning.communication import SEND, list_collectives
+from app.planning.flops import estimate_flops
 from app.planning.memory import PlannedRun, estimate_gpu_memory, estimate_moments
-from app.planning.pipeline import micro_batches_in_flight, stages_of
+from app.planning.pipeline import bounds_of_stages, micro_batches_in_flight, stages_of
 from app.planning.planned_model import model_from_modules
-from app.planning.speed import estimate_flops, estimate_speed
-from app.strategy.settings import PipelineConfig, cut_layers
+from app.planning.speed import estimate_speed
+from app.strategy.settings import PipelineConfig
 from app.strategy.stages import Stages
 from common.text import percent
 from tests.planning.test_planned import run_of
@@ -63,12 +65,11 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(
 def test_a_rank_is_planned_with_the_weights_that_it_holds(family: str, adapter: str) -> None:
     whole = model_from_modules("", builder((family, adapter, "none"))(), {})
     assert whole is not None
-    bounds = cut_layers(whole.costs_of_layers(), 2)
+    bounds = [(0, 1), (1, 4)]
     for rank, own in enumerate(bounds):
         model = builder((family, adapter, "none"))()
         group: Any = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2)
-        stages = Stages(model, group, 1, torch.float32)
-        assert [(section.first, section.stop) for section in stages.sections] == bounds
+        stages = Stages(model, group, bounds, torch.float32)
         held = {w for part in stages.modules_of(stages.own[0]) for w in part.parameters()}
         planned = whole.part([own])
         # Norms behind the layers count as the first rank's.
@@ -92,6 +93,35 @@ def test_a_rank_waits_for_its_published_share_of_a_step(stages: int) -> None:
     assert f"waiting for other stages takes {percent(speed.idle / speed.step, 0)}" in speed.verdict
 
 
+@pytest.mark.parametrize("name", ["llama70b_3d", "llama8b"])
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (["recompute=full"], 0.001),
+        (["recompute=none"], 0.001),
+        (["adapter=full", "recompute=none"], 0.001),
+        (
+            ["adapter.layers='top 10'", "recompute=full"],
+            0.04,
+        ),  # other kernels than products count, too
+    ],
+)
+def test_no_other_cut_is_planned_faster(
+    name: str, words: list[str], most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*words, "strategy=fsdp_pp", "strategy.tensor_parallel_size=1"]
+    run, _ = run_of(f"+experiment={name}", *words, "strategy.schedule=1f1b", "hardware=8xh100",
+                    "trainer.global_batch_size=128", "trainer.micro_batch_size=1")  # fmt: skip
+    run = replace(run, strategy=replace(run.strategy, pipeline_parallel_size=2))
+    ((_, chosen), _), layers = bounds_of_stages(run), run.model.num_layers
+    steps = {}
+    for cut in range(1, layers):
+        bounds = [(0, cut), (cut, layers)]
+        monkeypatch.setattr(pipeline, "bounds_of_stages", lambda _, bounds=bounds: bounds)
+        steps[cut] = estimate_speed(run).step
+    assert steps[chosen] <= (1 + most) * min(steps.values())
+
+
 def test_stages_are_the_whole_model() -> None:
     run, stages = parts_of()
     assert sum(stage.model.num_weights for stage in stages) == run.model.num_weights
@@ -110,7 +140,7 @@ def test_hidden_states_are_sent_and_received_by_all_micro_batches() -> None:
     assert [stage.stage.received for stage in stages if stage.stage] == [1, 2, 2, 1]
     assert estimate_gpu_memory(run).received in (32 * sent.num_bytes, 64 * sent.num_bytes)
     # Layers below the lowest adapter send no gradients back.
-    _, top = parts_of("strategy.schedule=1f1b", "adapter.layers='top 10'")
+    _, top = parts_of("strategy.schedule=1f1b", "adapter.layers='top 4'")
     assert [stage.stage.sent for stage in top if stage.stage] == [1, 1, 1, 0]
     slow, _ = run_of("+experiment=llama405b_3d", "hardware=4x8xh100", "recompute=full")
     (sent,) = [each for each in list_collectives(slow) if each.kind == SEND]

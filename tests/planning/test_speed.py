@@ -21,11 +21,12 @@ from app.planning.communication import (
     exposed_seconds,
     list_collectives,
 )
+from app.planning.flops import estimate_flops
 from app.planning.hardware import HardwareConfig
 from app.planning.host import estimate_disk, estimate_host_memory
 from app.planning.memory import PlannedRun, estimate_gpu_memory, estimate_moments, fits
 from app.planning.planned_model import PlannedModel, build_planned_model
-from app.planning.speed import describe_range, estimate_flops, estimate_speed
+from app.planning.speed import describe_range, estimate_speed
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig
 
 # GFLOP a token of a Llama 3.1 8B, at 2,048, 4,096 and 8,192 tokens.
@@ -108,6 +109,9 @@ def test_layers_below_the_lowest_adapter_get_no_gradients() -> None:
     forward = 2 * (6.979e9 + 0.525e9)
     assert top.products == pytest.approx(forward + 2 * 0.525e9 + 4 * 6.979e9 / 4, rel=0.01)
     assert top.total < 0.6 * whole.total
+    words = ("adapter=freeze", "adapter.layers=top 8")
+    again = estimate_flops(run_of("llama8b", *words, recompute="full"))
+    assert again.total - top.total == pytest.approx((top.forward - 2 * 0.525e9) / 4, rel=0.01)
 
 
 def test_the_base_s_own_pass_is_a_forward_pass_of_the_frozen_products() -> None:

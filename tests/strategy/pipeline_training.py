@@ -23,7 +23,7 @@ from app.model.kernels import fuse_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.strategy.build import build_strategy
-from app.strategy.settings import PipelineConfig
+from app.strategy.settings import PipelineConfig, cut_layers, num_stages
 from app.strategy.state import local
 from app.training.checkpoint.optimizer_state import optimizer_state
 from app.training.checkpoint.state import model_state, trainable_parameters
@@ -278,7 +278,8 @@ def train_cases(config: PipelineConfig, cases: list[tuple[Case, int]]) -> list[d
     num_ranks = int(os.environ["WORLD_SIZE"])
     sent, results = _count_sent(), []
     for case, count in cases:
-        strategy = build_strategy(config, accelerator="cpu", num_ranks=num_ranks)
+        bounds = cut_layers([1.0] * LLAMA["num_hidden_layers"], num_stages(config))
+        strategy = build_strategy(config, accelerator="cpu", num_ranks=num_ranks, stages=bounds)
         results.append(_train(prepare_strategy(strategy), case, count, sent))
     return results
 

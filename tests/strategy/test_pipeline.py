@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +11,12 @@ from torch import Tensor
 from app.model.description import BaseDescription
 from app.preflight.files import check_pipeline
 from app.strategy.settings import PIPELINED, DdpConfig, PipelineConfig, cut_layers
-from app.strategy.stages import Stages
 from tests.ranks import on_ranks
 from tests.strategy.pipeline_training import (
     FAMILIES,
     LLAMA,
     TOKENS,
     Case,
-    builder,
     train_alone,
     train_cases,
 )
@@ -167,18 +164,6 @@ def test_three_dimensions() -> None:
     check_split([("llama", "full", "none"), ("qwen3", "lora", "full")], 8)
 
 
-def test_a_packed_base_is_cut_as_the_same_one_on_meta() -> None:
-    """Ranks that read 4-bit weights have packed them when they cut; by elements the head weighs."""
-    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    bounds = []
-    for on_meta in (False, True):
-        model = builder(("llama", "nf4", "none"))(on_meta=on_meta)
-        stages = Stages(model, group, 1, torch.float32)
-        bounds.append([(section.first, section.stop) for section in stages.sections])
-    elements = [float(sum(w.numel() for w in layer.parameters())) for layer in stages.layers]
-    assert bounds[0] == bounds[1] == cut_layers([*elements[:3], elements[3] + 128 * 32], 2)
-
-
 @pytest.mark.parametrize("head", [0.0, 1.0, 3.0, 40.0])
 @pytest.mark.parametrize(("layers", "stages"), [(2, 2), (7, 3), (32, 4), (80, 16)])
 def test_stages_cost_nearly_the_same(layers: int, stages: int, head: float) -> None:
@@ -186,8 +171,12 @@ def test_stages_cost_nearly_the_same(layers: int, stages: int, head: float) -> N
     bounds = cut_layers(costs, stages)
     assert [first for first, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
     assert bounds[-1][1] == layers and all(first < stop for first, stop in bounds)
-    own = [sum(costs[first:stop]) for first, stop in bounds]
-    assert max(own) <= max(sum(costs) / stages + 1, costs[-1])
+    # No cut can be better: by it, stages of a smaller cost would be more than there are.
+    slowest = max(sum(costs[first:stop]) for first, stop in bounds)
+    needed, total = 1, 0.0
+    for cost in costs:
+        needed, total = (needed, total + cost) if total + cost < slowest else (needed + 1, cost)
+    assert needed > stages or slowest == costs[-1]
 
 
 def test_bases_whose_layers_cannot_be_divided_are_refused() -> None:
