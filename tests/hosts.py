@@ -77,7 +77,7 @@ class Host:
         return self.start(
             *(python, "-m", "torch.distributed.run"),
             *("--nnodes=2", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"),
-            *(f"--rdzv-endpoint={first}:{PORT}", "--monitor-interval=0.1"),
+            *(f"--rdzv-endpoint={first}:{PORT}", "--monitor-interval=0.5"),
             *options,
             *words,
             environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | dict(environment or {}),

@@ -150,14 +150,16 @@ def exit_after_grace() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process with `code`; after a signal, and in a rank, without finalizing Python.
+    """End this process with `code`; if it handles signals, without finalizing Python.
 
-    Finalizing takes seconds, in which no thread can enforce the deadline. With the threads of a
-    process group it may abort (torch 2.13, gloo: "terminate called without an active exception"),
+    Finalizing takes up to seconds, in which no thread can enforce the deadline. With the threads of
+    a process group it may abort (torch 2.13, gloo: "terminate called without an active exception"),
     which would replace the exit code.
     """
-    if _state is None or (_state.signum is None and not _has_process_group()):
+    if _state is None:
         sys.exit(code)
+    if _state.signum is None and not _has_process_group():
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stdout.flush()

@@ -1,7 +1,8 @@
 """Run a verb in which one function stalls: `VERB MODULE:NAME HOW FOLDER CALLS WORDS...`.
 
-It stalls after `CALLS` calls: in a system call that a signal interrupts (HOW=sleeps), or in library
-code that no signal interrupts (HOW=hangs). The file `stalls` in FOLDER is created at that moment.
+It stalls after `CALLS` calls: in a system call that a signal interrupts (HOW=sleeps), in library
+code that no signal interrupts (HOW=hangs), or until a signal has been received (HOW=waits). The
+file `stalls` in FOLDER is created at that moment.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from app.process.signals import signal_received
 
 
 def stall(place: str, how: str, folder: str, calls: int) -> None:
@@ -28,6 +31,10 @@ def stall(place: str, how: str, folder: str, calls: int) -> None:
         if next(left, None) is not None:
             return plain(*args, **kwargs)
         (Path(folder) / "stalls").touch()
+        if how == "waits":
+            while signal_received() is None:
+                time.sleep(0.05)
+            return plain(*args, **kwargs)
         time.sleep(300) if how == "sleeps" else hang()
 
     setattr(owner, name, stalling)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ LAST_CALL_SECONDS = 5
 """seconds that torchrun waits for more machines than the fewest it may run with"""
 NUM_KILLS = int(os.environ.get("LOFT_KILLS", "1"))
 """number of times that a host is killed at a random moment; each takes the time of a start"""
-STEPS_OF_A_CUT, STEPS_OF_KILLS = 20, 20 * NUM_KILLS
+MANY_STEPS = 20 * NUM_KILLS
 """more steps than a fast machine takes before the connection is cut, or the hosts are killed"""
 TWO_HOSTS = (
     "trainer.num_nodes=2",
@@ -63,6 +64,7 @@ class Training:
     nodes: str = "2"
     """what torchrun's --nnodes gets"""
     environment: dict[str, str] = field(default_factory=dict)
+    program: tuple[str, ...] = ("app.train",)
     torchruns: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
     def start(self, *some: Host) -> None:
@@ -70,7 +72,7 @@ class Training:
         for host in some or self.pair:
             with self._log(host).open("a") as log:
                 self.torchruns[host.name] = host.torchrun(
-                    *("-m", "app.train", *self.words, f"output.dir={self.run}"),
+                    *("-m", *self.program, *self.words, f"output.dir={self.run}"),
                     first=self.pair[0].name,
                     options=(
                         *(f"--max-restarts={self.max_restarts}", f"--nnodes={self.nodes}"),
@@ -139,17 +141,14 @@ Start = Callable[..., Training]
 def start(hosts: tuple[Host, Host], shell: Shell, tmp_path: Path) -> Start:
     """Start a run and wait for its first checkpoint."""
 
-    def start_training(
-        *words: str, max_restarts: int = 0, has_own_store: bool = True, nodes: str = "2"
-    ) -> Training:
+    def start_training(*words: str, has_own_store: bool = True, **options: Any) -> Training:
         training = Training(
             pair=hosts,
             run=tmp_path / "run",
             words=small_run(*RUN, *TWO_HOSTS, *words),
             python=shell.python,
-            max_restarts=max_restarts,
-            nodes=nodes,
             environment={OWN_STORE_VARIABLE: "1"} if has_own_store else {},
+            **options,
         )
         training.start()
         training.wait_for_step(2)
@@ -208,19 +207,25 @@ def uninterrupted(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return run
 
 
+@pytest.fixture(scope="module")
+def long_uninterrupted(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of MANY_STEPS."""
+    run = tmp_path_factory.mktemp("two") / "long"
+    shell.train_into(run, *small_run(*RUN, *TWO_RANKS, f"trainer.max_steps={MANY_STEPS}"))
+    return run
+
+
 def test_a_connection_lost_for_20_seconds_does_not_end_the_run(
-    hosts: tuple[Host, Host], start: Start, shell: Shell, tmp_path: Path
+    hosts: tuple[Host, Host], start: Start, long_uninterrupted: Path
 ) -> None:
-    steps = f"trainer.max_steps={STEPS_OF_A_CUT}"
-    training = start("supervise.hang_minutes=2", steps)
+    training = start("supervise.hang_minutes=2", f"trainer.max_steps={MANY_STEPS}")
     hosts[1].cut()
     time.sleep(20)
-    assert training.steps()[-1] < STEPS_OF_A_CUT, "the run was done before the link was cut"
+    assert training.steps()[-1] < MANY_STEPS, "the run was done before the link was cut"
     assert not training.has_ended()
     hosts[1].restore()
     training.wait_until_done()
-    shell.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, steps))
-    check_same_run(training.run, tmp_path / "whole")
+    check_same_run(training.run, long_uninterrupted)
 
 
 def test_torchrun_restarts_both_hosts_after_a_killed_rank(
@@ -236,15 +241,14 @@ def test_torchrun_restarts_both_hosts_after_a_killed_rank(
 
 
 def test_killed_hosts_rejoin_and_the_run_is_unchanged(
-    hosts: tuple[Host, Host], start: Start, shell: Shell, tmp_path: Path
+    hosts: tuple[Host, Host], start: Start, long_uninterrupted: Path
 ) -> None:
     """Hosts are killed in turn at random moments, as by a power failure, and torchrun is restarted.
 
     If the first host was killed, the rendezvous is gone and both torchruns are restarted.
     """
-    steps = f"trainer.max_steps={STEPS_OF_KILLS}"
     draw = random.Random(NUM_KILLS)
-    training = start(steps, max_restarts=NUM_KILLS)
+    training = start(f"trainer.max_steps={MANY_STEPS}", max_restarts=NUM_KILLS)
     killed = []
     for kill in range(NUM_KILLS):
         training.wait_for_step((training.steps() or [0])[-1] + draw.randint(1, 6))
@@ -257,44 +261,54 @@ def test_killed_hosts_rejoin_and_the_run_is_unchanged(
             hosts[1].send(signal.SIGKILL)
         for host in hosts:
             training.wait_until(lambda host=host: not training.ranks_of(host), NOTICED_WITHIN)
-        assert training.steps()[-1] < STEPS_OF_KILLS, (
-            "the run was done before its hosts were killed"
-        )
+        assert training.steps()[-1] < MANY_STEPS, "the run was done before its hosts were killed"
         training.start(*(hosts if dies == 0 else hosts[1:]))
     training.wait_until_done()
     print(json.dumps({"kills": killed, "steps": training.steps()}))
-    shell.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, steps))
-    check_same_run(training.run, tmp_path / "whole")
+    check_same_run(training.run, long_uninterrupted)
 
 
 def test_a_run_goes_on_with_the_hosts_that_are_there(
     hosts: tuple[Host, Host], start: Start, shell: Shell, tmp_path: Path
 ) -> None:
-    """The second host is lost and comes back; nobody types anything on the first."""
+    """The second host is lost and comes back; nobody types anything on the first.
+
+    In its third step alone, the first waits until torchrun restarts it for the second.
+    """
     words = (
-        *("trainer.max_steps=60", "trainer.gradient_accumulation_steps=auto"),
-        *("trainer.global_batch_size=16", "adapter.dropout=0", "trainer.checkpoint.every_steps=1"),
+        *("trainer.max_steps=20", "trainer.gradient_accumulation_steps=auto"),
+        *("trainer.global_batch_size=4", "adapter.dropout=0", "trainer.checkpoint.every_steps=1"),
+        *("trainer.validate_every_steps=null", "data.sequence_len=128"),
     )
-    training = start(*words, "trainer.num_nodes=auto", max_restarts=9, nodes="1:2")
-    hosts[1].send(signal.SIGKILL)
+    alone = "app.strategy.ddp:SingleDevice.run_micro_batches"
+    training = start(
+        *(*words, "trainer.num_nodes=auto", "supervise.hang_minutes=2"),
+        program=("tests.end_to_end.stalling", "train", alone, "waits", str(tmp_path), "2"),
+        max_restarts=9,
+        nodes="1:2",
+    )
 
     def number_of_ranks() -> int:
         found = CheckpointStore(training.run / "checkpoints").checkpoints()
         return int(found[-1].details["num_ranks"])
 
-    training.wait_until(lambda: number_of_ranks() == 1)
+    training.wait_until(lambda: number_of_ranks() == 2)  # a late second host is waited for alone
+    hosts[1].send(signal.SIGKILL)
+    (tmp_path / "stalls").unlink(missing_ok=True)
+    training.wait_until((tmp_path / "stalls").exists)
+    assert number_of_ranks() == 1
     training.start(hosts[1])
     training.wait_until(lambda: training.has_ended() or number_of_ranks() == 2)
     training.wait_until_done()
     output = training.output(hosts[0])
     assert number_of_ranks() == 2, "the run was done before the host was back"
-    assert output.count("micro_batch_size 1 x accumulation 16 x 1 rank and was") == 1, output
+    assert output.count("micro_batch_size 1 x accumulation 4 x 1 rank and was") == 1, output
     shell.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, *words))
     losses, whole = (
         [float(row["train/loss"]) for row in rows_of(run) if row["train/loss"]]
         for run in (training.run, tmp_path / "whole")
     )
-    assert len(losses) == 60
+    assert len(losses) == 20
     assert losses == pytest.approx(whole, rel=1e-5)
 
 

@@ -278,19 +278,25 @@ def test_a_process_without_a_signal_ends_after_everything_is_saved() -> None:
     assert process.process.wait(timeout=LONGEST) == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_a_rank_with_a_process_group_ends_without_finalizing(code: int) -> None:
-    aborts = """
+@pytest.mark.parametrize(("code", "has_group"), [(0, True), (2, True), (2, False)])
+def test_a_process_ends_without_finalizing(code: int, has_group: bool) -> None:
+    aborts = f"""
 class Group:
     def __del__(self, abort=os.abort):
         abort()
 from types import SimpleNamespace
 group = Group()
 sys.modules["torch.distributed"] = SimpleNamespace(
-    is_available=lambda: True, is_initialized=lambda: True, group=group
+    is_available=lambda: True, is_initialized=lambda: {has_group}, group=group
 )
 """
     assert Process(aborts, 'write("ready")', f"signals.end_process({code})").end() == (code, "")
+
+
+def test_a_process_waits_for_its_threads() -> None:
+    thread = "threading.Thread(target=lambda: time.sleep(0.2) or os.write(2, b'done')).start()"
+    ends = ("import threading", thread, 'write("ready")', "signals.end_process(2)")
+    assert Process(*ends).end() == (2, "done")
 
 
 def test_a_rank_that_waits_for_termination_keeps_its_exit_code() -> None:

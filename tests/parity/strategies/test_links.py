@@ -14,6 +14,7 @@ from tests.parity.strategies.layouts import (
     check_same_results,
 )
 from tests.runs import check_same_run, rows_of
+from tests.tiny import SAMPLES
 
 TOPK = Layout(
     strategy="ddp_compressed", words=("strategy.compression=topk", "strategy.topk_share=0.05")
@@ -81,7 +82,8 @@ def test_synchronous_steps_equal_those_of_one_process(ranks: int, runs: Runs) ->
     )
     # A typed number of steps that are all synchronous would be refused.
     words = (*ADAPTERS["lora"], "trainer.max_grad_norm=0.3", "trainer.max_steps=null")
-    words = (*words, "trainer.num_epochs=1")
+    few = f"data.datasets=[{{path: {SAMPLES / 'orders_test.jsonl'}, name: orders, max_rows: 60}}]"
+    words = (*words, "trainer.num_epochs=1", few)
     check_same_results(runs.train(layout, *words), runs.train(SINGLE, *words))
 
 
