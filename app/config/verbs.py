@@ -51,6 +51,8 @@ from app.training.trainer import ACCELERATORS, DEFAULT_MONITOR, PRECISIONS, Trai
 from common.facts import setting
 from data_modules import DataConfig, PackingConfig
 
+_SITES = "hsdp_local_sgd strategy.sites=2 strategy.site=1 strategy.site_address=HOST:29400"
+"""what to type for the names of federated averaging in other tools"""
 _FSDP_PP = "fsdp_pp trainer.devices=2 trainer.gradient_accumulation_steps=8"
 """what to type for the names of pipeline parallelism in other tools"""
 
@@ -233,6 +235,8 @@ class TrainConfig:
             "hsdp": "fsdp_hybrid",
             "local_sgd": "hsdp_local_sgd strategy.replicas=2 (leave it out for one a node)",
             "post_local_sgd": "hsdp_local_sgd strategy.replicas=2 (leave it out for one a node)",
+            "fedavg": _SITES,
+            "federated": _SITES,
             "diloco": "hsdp_local_sgd strategy.replicas=2 strategy.outer_lr=0.7 "
             "strategy.outer_momentum=0.9 (leave replicas out for one a node)",
             "fsdp_cpu_offload": "fsdp_offload",

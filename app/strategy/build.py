@@ -54,8 +54,9 @@ def _build_family(
         return build_zero(config, accelerator=accelerator, accumulation=accumulation)
     if isinstance(config, LocalSgdConfig):
         from app.strategy.local_sgd import LocalSgd
+        from app.strategy.sites import SiteSgd
 
-        return LocalSgd(config)
+        return SiteSgd(config) if config.sites > 1 else LocalSgd(config)
     if isinstance(config, FsdpConfig):
         from app.strategy.fsdp import Fsdp
 

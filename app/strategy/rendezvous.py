@@ -179,11 +179,11 @@ def _address_of(interface: str, probe: socket.socket) -> str | None:
     return socket.inet_ntoa(reply[20:24])
 
 
-def listen(port: int) -> int:
-    """Return the file descriptor of a socket that listens on `port` of the loopback interface."""
+def listen(port: int, host: str = _LOOPBACK) -> int:
+    """Return the file descriptor of a socket that listens on `port` of one address only."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((_LOOPBACK, port))
+        listener.bind((host, port))
         listener.listen(_BACKLOG)
         return listener.detach()
 

@@ -127,11 +127,25 @@ class LocalSgdConfig(FsdpConfig):
     outer_momentum: float = setting(0.0, ge=0, lt=1, resume="fixed")
     """Nesterov momentum of the outer steps; a value above 0, or an outer_lr other than 1, takes
     memory for two fp32 copies of the trainable weights"""
+    sites: int = setting(1, ge=1, resume="fixed", aliases=("num_clients",))
+    """runs on rows of their own that average their trainable weights in proportion to their tokens
+    (federated averaging): each site types the same command with its own data and `site`"""
+    site: int = setting(1, ge=1, resume="fixed", aliases=("client_id",))
+    """number of this site"""
+    site_address: str | None = setting(None, grants="host", aliases=("server_address",))
+    """HOST:PORT on which the first site waits for the others, without password or encryption"""
 
     @property
     def uses_outer_optimizer(self) -> bool:
         """Whether the weights after an average differ from the plain mean."""
         return self.outer_lr != 1 or self.outer_momentum > 0
+
+    @property
+    def meeting_point(self) -> tuple[str, int] | None:
+        """The host and port of `site_address`; None if it is not HOST:PORT."""
+        host, _, port = (self.site_address or "").rpartition(":")
+        is_port = port.isdecimal() and 0 < int(port) < 2**16
+        return (host, int(port)) if host and is_port else None
 
 
 @dataclass(kw_only=True, slots=True)

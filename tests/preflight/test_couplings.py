@@ -58,6 +58,10 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 ON_DISK = "strategy.offload_optimizer=disk strategy.offload_dir=/var/tmp"
 STAGED = "strategy=fsdp_pp trainer.devices=2 trainer.gradient_accumulation_steps=4"
 SLICED = "strategy=ddp trainer.devices=2 strategy.context_parallel_size=2"
+SITES = (
+    "strategy=hsdp_local_sgd strategy.sites=2 strategy.site_address=host:29400 "
+    "strategy.synchronous_steps=0 trainer.max_steps=20"
+)
 FULL_FP8 = "adapter=full trainer.precision=fp8"
 APART = "strategy=fsdp trainer.devices=4 strategy.expert_parallel_size=2"
 LABELS = "model.labels=[first,inside,last]"
@@ -279,6 +283,19 @@ CONFLICTS = [
      "strategy=hsdp_local_sgd trainer.num_nodes=2 trainer.max_steps=11",
      ["strategy.synchronous_steps=10, but trainer.max_steps=10 ends the run before",
       "type strategy.synchronous_steps=2, or strategy=fsdp_hybrid"]),
+    (0, f"{SITES} strategy.site_address=hospital", SITES,
+     ["strategy.sites=2 meet at HOST:PORT", "strategy.site_address=hospital",
+      "type strategy.site_address=HOST:PORT, or strategy.sites=1"]),
+    (0, f"{SITES} strategy.site=3", SITES,
+     ["strategy.site=3 is none of them", "type strategy.site=N, from 1 to 2"]),
+    (0, f"{SITES} trainer.num_nodes=2", f"{SITES} trainer.num_nodes=2 strategy.replicas=1",
+     ["replicas within a site are not built", "type strategy.replicas=1, or strategy.sites=1"]),
+    (0, f"{SITES} strategy.synchronous_steps=2", SITES,
+     ["sends the gradients of each step", "type strategy.synchronous_steps=0, or"]),
+    (0, f"{SITES} trainer.max_steps=null", SITES,
+     ["num_epochs of their own rows would differ", "type trainer.max_steps=N, or strategy."]),
+    (0, f"{SITES} trainer.early_stopping_patience=2", SITES,
+     ["before the others", "type trainer.early_stopping_patience=null, or strategy.sites=1"]),
     (0, "strategy=fsdp_tp trainer.devices=4 strategy.context_parallel_size=2",
      "strategy=fsdp trainer.devices=4 strategy.context_parallel_size=2",
      ["splits rows, and strategy=fsdp_tp matrices", "type strategy=fsdp, or strategy.context_"]),

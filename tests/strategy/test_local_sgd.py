@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from app.process.launch import free_port
 from app.strategy.settings import LocalSgdConfig
 from app.strategy.state import local
 from app.training.checkpoint.optimizer_state import optimizer_state
@@ -42,10 +44,12 @@ def train_on_rank(config: LocalSgdConfig, kind: str) -> dict[str, Any]:
     """Take the steps of a rank as the trainer does; return its figures and tensors."""
     strategy, model = build_sharded_model(config, model_builder(kind))
     trainer = SimpleNamespace(global_step=0)
-    strategy._lightning_module = SimpleNamespace(trainer=trainer)
+    strategy._lightning_module = SimpleNamespace(trainer=trainer, total_steps=STEPS)
     weights, optimizer = trainable_parameters(model), make_optimizer(model)
     optimizer.param_groups[0]["name"] = "all"
-    share, place = strategy.num_data_ranks, strategy.data_rank
+    share = strategy.num_data_ranks * config.sites
+    place = strategy.num_data_ranks * (config.site - 1) + strategy.data_rank
+    strategy._step_weight = 1.0  # of equally many tokens on every site
     found: dict[str, Any] = {"norms": [], "validations": [], "kept": []}
     for step in range(STEPS):
         ids, loss_weights = make_batch(step)
@@ -134,6 +138,18 @@ def train_by_hand(config: LocalSgdConfig, kind: str, num_ranks: int) -> dict[str
         found["kept"].append(kept)
     found["weights"] = {name: weight.detach() for name, weight in weights[0].items()}
     return found
+
+
+def test_sites_train_as_nodes_on_the_same_rows() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    configs = [replace(OUTER, replicas=1, sites=2, site=n, site_address=address) for n in (1, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        sites = pool.map(lambda config: on_ranks(1, train_on_rank, config, "lora")[0], configs)
+        first, second = (site["weights"] for site in sites)
+    expected = on_ranks(2, train_on_rank, OUTER, "lora")[0]["weights"]
+    for name, weight in expected.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], weight, atol=1e-6, rtol=1e-6)
 
 
 def mean_weight(tensors: list[Tensor]) -> Tensor:

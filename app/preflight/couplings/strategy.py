@@ -93,7 +93,7 @@ def _wrong_micro_batches(config: Any, devices: Devices) -> tuple[int, str] | Non
 def _only_node(config: Any) -> str:
     """Return the setting that leaves a single group of ranks, if there is one only."""
     replicas, nodes = config.strategy.replicas, config.trainer.nodes
-    if (replicas or nodes) != 1:
+    if (replicas or nodes) != 1 or config.strategy.sites > 1:
         return ""
     return f"trainer.num_nodes={nodes}" if replicas is None else "strategy.replicas=1"
 
@@ -311,6 +311,31 @@ GROUPS = (
                  "optimizer=schedule_free keeps its own average of the weights, which {strategy} "
                  "does not share between nodes",
                  "optimizer=adamw, or strategy=fsdp_hybrid"),
+    )),
+    Group(lambda c, d: is_training(c) and isinstance(c.strategy, LocalSgdConfig)
+          and c.strategy.sites > 1, "strategy.sites={c.strategy.sites}", "strategy.sites=1", (
+        Conflict(lambda c, d: c.strategy.meeting_point is None,
+                 "{name} meet at HOST:PORT of the first site, and "
+                 "strategy.site_address={c.strategy.site_address}",
+                 "strategy.site_address=HOST:PORT, or {without}"),
+        Conflict(lambda c, d: c.strategy.site > c.strategy.sites,
+                 "{name}, and strategy.site={c.strategy.site} is none of them",
+                 "strategy.site=N, from 1 to {c.strategy.sites}"),
+        Conflict(lambda c, d: (c.strategy.replicas or c.trainer.nodes) != 1,
+                 "{name} average with each other, and replicas within a site are not built for it",
+                 "strategy.replicas=1, or {without}"),
+        Conflict(lambda c, d: c.strategy.synchronous_steps > 0,
+                 "strategy.synchronous_steps={c.strategy.synchronous_steps} sends the gradients of "
+                 "each step, of which {name} keep their own",
+                 "strategy.synchronous_steps=0, or {without}"),
+        Conflict(lambda c, d: c.trainer.max_steps is None,
+                 "{name} take the same number of steps, and num_epochs of their own rows would "
+                 "differ",
+                 "trainer.max_steps=N, or {without}"),
+        Conflict(lambda c, d: c.trainer.early_stopping_patience is not None,
+                 "trainer.early_stopping_patience={c.trainer.early_stopping_patience} would end "
+                 "one of {name} before the others",
+                 "trainer.early_stopping_patience=null, or {without}"),
     )),
     Group(lambda c, d: is_training(c) and isinstance(c.strategy, ZeroConfig), rows=(
         Conflict(_nearest_without_deepspeed,

@@ -1,0 +1,256 @@
+"""Sites that keep their rows: local SGD between runs that share nothing but trained weights.
+
+Each site is a run of its own, with its files, folder, metrics and checkpoints. After every
+`sync_every_steps` steps, and the last one, the trainable weights become their mean over the sites,
+weighted by the tokens that each has trained on since the last mean (federated averaging, arXiv
+1602.05629). The first site sums: it receives the weights and the number of tokens of each other
+site, which receive the mean only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.model.adapter import trainable_weights
+from app.process.heartbeat import refresh_liveness
+from app.strategy.fsdp import Fsdp
+from app.strategy.local_sgd import LocalSgd
+from app.strategy.rendezvous import POLL_SECONDS, listen
+from app.strategy.settings import TIMEOUT, LocalSgdConfig
+from app.strategy.state import StateTensor, local
+from common.errors import UserError
+
+if TYPE_CHECKING:
+    from data_modules import Batch
+
+T = TypeVar("T")
+_MESSAGE_SIZE = 2**20
+"""elements of a message: 4 MiB, of the 8 MiB that a value of the store may have"""
+_AGAIN = "end all sites, and type the same commands with resume=auto"
+
+
+class SiteSgd(LocalSgd):
+    """FSDP2 within a site, federated averaging between sites.
+
+    Between two means a site validates and saves its own weights, so that it waits for the others
+    nowhere else.
+    """
+
+    def __init__(self, config: LocalSgdConfig) -> None:
+        super().__init__(config)
+        self._link: _Link
+        self._has_compared = False
+        self._step_weight: float | Tensor = 0.0
+        """weight of the tokens of this site's current step"""
+        self._round_weight = torch.zeros((), dtype=torch.float64)
+        """weight of the tokens of this site's steps since the last mean"""
+
+    def setup_environment(self) -> None:
+        """Connect the ranks of this site, and each of them with the first site."""
+        super().setup_environment()
+        self._link = _Link(self.local_config, self.global_rank)
+
+    def run_micro_batches(
+        self, batches: Sequence[Batch], loss: Callable[[Batch], Tensor]
+    ) -> Tensor:
+        """Run the passes of a step, and remember the weight of the site's tokens in it."""
+        self._step_weight = batches[0].step_weight
+        return super().run_micro_batches(batches, loss)
+
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip by the norm of this site's gradients."""
+        if not self._has_compared:
+            self._compare_sites()
+        self._round_weight += float(self._step_weight)
+        return super().clip(optimizer, max_norm)
+
+    def _compare_sites(self) -> None:
+        """Raise UserError unless all sites have the same settings, shards and first weights."""
+        config, step, digest = self.local_config, self._num_steps(), hashlib.sha256()
+        weights = [local(each.parameter.detach()) for each in trainable_weights(self.model_root)]
+        for weight in weights:
+            digest.update(weight.cpu().contiguous().view(torch.uint8).numpy())
+        self._link.compare(
+            step,
+            {
+                "strategy.sites": config.sites,
+                "strategy.sync_every_steps": config.sync_every_steps,
+                "strategy.outer_lr": config.outer_lr,
+                "strategy.outer_momentum": config.outer_momentum,
+                "trainer.max_steps": self.lightning_module.total_steps,
+                "the number of a rank's trainable weights": sum(map(Tensor.numel, weights)),
+                "the first weights (model, adapter, seed)": None if step else digest.hexdigest(),
+            },
+        )
+        self._has_compared = True
+
+    def end_step(self, step: int, *, is_last: bool) -> None:
+        """Average the weights over the sites every `sync_every_steps` and after the last step."""
+        self._link.step = step
+        super().end_step(step, is_last=is_last)
+        if not self._weights_differ:
+            self._round_weight.zero_()
+        if is_last:
+            self._link.close()
+
+    def _average(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by their weighted fp32 means over the sites."""
+        tensors = list(tensors)
+        own = torch.cat([tensor.reshape(-1).float().cpu() for tensor in tensors])
+        mean = self._link.mean(own, float(self._round_weight))
+        for tensor, part in zip(tensors, mean.split(list(map(Tensor.numel, tensors))), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    # Between two means
+
+    def load_averaged_weights(self) -> None:
+        """Keep this site's own weights."""
+
+    def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
+        """Return this site's own weight."""
+        return Fsdp.weight_state(self, weight)
+
+    def optimizer_state_of(
+        self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
+    ) -> dict[str, Any]:
+        """Return this site's own optimizer state of a weight by key."""
+        return Fsdp.optimizer_state_of(self, optimizer, weight)
+
+    def _own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        return super()._own_state(optimizer) | {"tokens/since the last mean": self._round_weight}
+
+
+class _Link:
+    """One rank's messages to the same rank of other sites, through a store at the first site.
+
+    Only the first site listens. OSError if a site is lost, or sends nothing for `TIMEOUT`.
+    """
+
+    def __init__(self, config: LocalSgdConfig, rank: int) -> None:
+        assert config.meeting_point is not None
+        host, port = config.meeting_point
+        self._site, self._sites, self._address = config.site, config.sites, f"{host}:{port}"
+        self.step = 0
+        """the step after which the sites average"""
+        self._start = 0
+        """the step that this site starts or resumes from"""
+        self._sent: list[str] = []
+        """keys of the last mean"""
+        listening: dict[str, Any] = {}
+        if self._site == 1 and rank == 0:
+            listening["master_listen_fd"] = listen(port, host)
+        store = self._ask(
+            lambda: dist.TCPStore(
+                host,
+                port,
+                is_master=bool(listening),
+                timeout=TIMEOUT,
+                wait_for_workers=False,
+                **listening,
+            )
+        )
+        self._store = dist.PrefixStore(f"rank {rank}", store)
+
+    def compare(self, step: int, facts: dict[str, Any]) -> None:
+        """Tell the others where this site starts; UserError if their facts differ from its own."""
+        self._start = step
+        self._set_past(step)
+        self._set(f"facts/{self._site}", json.dumps(facts).encode())
+        for site in range(1, self._sites + 1):
+            others = json.loads(self._get(f"facts/{site}", site))
+            for name, value in facts.items():
+                if others[name] != value and None not in (others[name], value):
+                    raise UserError(
+                        f"sites: {name} is {value} on site {self._site}, and {others[name]} on "
+                        f"site {site}; type the same on every site, but for data, strategy.site "
+                        "and output.dir"
+                    )
+
+    def mean(self, own: Tensor, weight: float) -> Tensor:
+        """Return the mean of the sites' fp32 vectors in proportion to their weights."""
+        parts = own.split(_MESSAGE_SIZE)
+        if self._site == 1:
+            self._sum(parts, weight)
+        else:
+            self._set(self._key("weight", self._site), str(weight).encode())
+            for number, part in enumerate(parts):
+                self._set(self._key(number, self._site), part.numpy().tobytes())
+        keys = [self._key(number, "mean") for number in range(len(parts))]
+        return torch.cat([_vector(self._get(key)) for key in keys])
+
+    def _sum(self, own: Sequence[Tensor], weight: float) -> None:
+        """Receive the vectors of the other sites, and send the mean."""
+        others = range(2, self._sites + 1)
+        weights = [float(self._get(self._key("weight", site), site)) for site in others]
+        total = weight + sum(weights)
+        sent = []
+        for number, part in enumerate(own):
+            mean = part * (weight / total)
+            for site, each in zip(others, weights, strict=True):
+                key = self._key(number, site)
+                mean += _vector(self._get(key, site)) * (each / total)
+                self._remove(key)
+            sent.append(self._key(number, "mean"))
+            self._set(sent[-1], mean.numpy().tobytes())
+        # Every site has the mean before this one, since it has sent weights after it.
+        for key in self._sent:
+            self._remove(key)
+        if self._sent:
+            self._set_past(int(self._sent[0].partition("/")[0]))
+        self._sent = sent
+
+    def close(self) -> None:
+        """Wait at the first site until the others have the last mean."""
+        self._set(f"done/{self._site}", b"")
+        for site in range(2, self._sites + 1) if self._site == 1 else ():
+            self._get(f"done/{site}", site)
+
+    def _key(self, what: int | str, whose: int | str) -> str:
+        return f"{self.step}/{what}/{whose}"
+
+    def _set_past(self, step: int) -> None:
+        """Say that this site neither gives nor needs what belongs to steps up to `step`."""
+        self._set(f"past/{self._site}", str(step).encode())
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def _remove(self, key: str) -> None:
+        self._ask(lambda: self._store.delete_key(key))
+
+    def _get(self, key: str, site: int = 1) -> bytes:
+        """Return what a site sets, once it has."""
+        until = time.monotonic() + TIMEOUT.total_seconds()
+        of_step = key.startswith(f"{self.step}/")
+        while not self._ask(lambda: self._store.check([key])):
+            refresh_liveness()
+            if of_step and (past := int(self._get(f"past/{site}", site))) >= self.step:
+                raise UserError(
+                    f"sites: site {site} has gone on from step {past}, and this one from step "
+                    f"{self._start}: end all sites, remove the checkpoints that not every site has "
+                    f"(on site {site} those after step {self._start}), and type the same commands "
+                    "with resume=auto"
+                )
+            if time.monotonic() > until:
+                raise OSError(f"sites: site {site} has sent nothing for {TIMEOUT}; {_AGAIN}")
+            time.sleep(POLL_SECONDS)
+        value: bytes = self._ask(lambda: self._store.get(key))
+        return value
+
+    def _ask(self, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except (dist.DistError, OSError) as error:
+            raise OSError(f"sites: no answer at {self._address} ({error}); {_AGAIN}") from error
+
+
+def _vector(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.float32)

@@ -1,0 +1,128 @@
+"""Two sites on two hosts: their rows stay there, and their mean goes by tokens trained on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.hosts import Host, hosts_error, two_hosts
+from tests.parity.strategies.layouts import ADAPTERS, DONE, KILLED, SINGLE, Layout, Runs
+from tests.processes import LONGEST
+from tests.runs import rows_of
+from tests.tiny import SAMPLES
+
+pytestmark = pytest.mark.slow
+
+FILES = (SAMPLES / "lists_test.json", SAMPLES / "orders_test.jsonl")
+PORT = 29611
+SNIFFER = """
+import socket, sys
+link = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(3))
+link.bind(("eth0", 0))
+print("listening", flush=True)
+with open(sys.argv[1], "wb") as target:
+    while True:
+        target.write(link.recv(1 << 16)[66:])  # without the headers of Ethernet, IP and TCP
+        target.flush()
+"""
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Host, Host]]:
+    if (reason := hosts_error()) is not None:
+        pytest.skip(reason)
+    with two_hosts() as hosts:
+        yield hosts
+
+
+def words_of(runs: Runs, site: int, layout: Layout, *words: str) -> list[str]:
+    data = f"data.datasets=[{{path: {FILES[site - 1]}, name: rows}}]"
+    batch = ("trainer.micro_batch_size=2", "trainer.global_batch_size=2")
+    return runs.typed(layout, *ADAPTERS["lora"], data, *batch, "resume=auto", *words)
+
+
+def start_site(runs: Runs, host: Host, site: int, run: Path, *words: str) -> subprocess.Popen[str]:
+    layout = Layout(strategy="hsdp_local_sgd", ranks=1, num_data_ranks=1)
+    address = f"strategy.site_address=10.77.0.1:{PORT}"
+    own = ("strategy.sites=2", f"strategy.site={site}", address, "strategy.synchronous_steps=0")
+    typed = words_of(runs, site, layout, *own, *words)
+    command = (sys.executable, "-m", "app.train", *typed, f"output.dir={run}")
+    return host.start(*command, environment={"OMP_NUM_THREADS": "1"})
+
+
+def train_sites(runs: Runs, pair: tuple[Host, Host], *words: str) -> tuple[Path, ...]:
+    folders = tuple(runs.new_folder(f"site{site}") for site in (1, 2))
+    started = [
+        start_site(runs, host, number, folder, *words)
+        for number, (host, folder) in enumerate(zip(pair, folders, strict=True), 1)
+    ]
+    output = [process.communicate(timeout=LONGEST)[0] for process in started]
+    assert [process.returncode for process in started] == [DONE, DONE], "\n".join(output)
+    return folders
+
+
+def adapter_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapter/adapter_model.safetensors")
+
+
+def test_a_round_ends_at_the_mean_of_two_runs_by_their_tokens(
+    runs: Runs, pair: tuple[Host, Host]
+) -> None:
+    first, second = map(adapter_of, train_sites(runs, pair, "strategy.sync_every_steps=99"))
+    alone = [runs.train(SINGLE, *words_of(runs, site, SINGLE)) for site in (1, 2)]
+    tokens = [
+        json.loads((run / "metrics.json").read_text())["train/trained_tokens/rows"] for run in alone
+    ]
+    assert max(tokens) > 1.1 * min(tokens)
+    adapters = [adapter_of(run) for run in alone]
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name])
+        mean = sum(a[name] * n for a, n in zip(adapters, tokens, strict=True)) / sum(tokens)
+        torch.testing.assert_close(weight, mean, atol=1e-6, rtol=1e-5)
+
+
+def test_rows_stay_and_a_killed_site_comes_back(
+    runs: Runs, pair: tuple[Host, Host], tmp_path: Path
+) -> None:
+    words = ("strategy.sync_every_steps=2", "trainer.checkpoint.every_steps=1")
+    sniffed = tmp_path / "sniffed"
+    sniffer = pair[0].start(sys.executable, "-c", SNIFFER, str(sniffed))
+    assert sniffer.stdout is not None and sniffer.stdout.readline() == "listening\n"
+    folders = train_sites(runs, pair, *words)
+    time.sleep(0.5)
+    sniffer.send_signal(signal.SIGKILL)
+    sent = sniffed.read_bytes()
+    expected = adapter_of(folders[0])
+    last = max(expected.values(), key=torch.Tensor.numel).contiguous().numpy().tobytes()
+    assert any(last[at : at + 64] in sent for at in range(0, 4096, 64))  # what the sniffer sees
+    for file in FILES:
+        rows = json.loads(file.read_text()) if file.suffix == ".json" else None
+        texts = rows or [json.loads(line) for line in file.read_text().splitlines()]
+        for row in texts:
+            for text in json.dumps(row).split('"'):
+                assert len(text) < 16 or text.encode() not in sent, text
+    for run, other in (folders, reversed(folders)):
+        assert rows_of(run)[-1]["val/loss"] != rows_of(other)[-1]["val/loss"]
+        losses = {row["train/loss"] for row in rows_of(run)} - {""}
+        assert not losses & {row["train/loss"] for row in rows_of(other)}
+
+    killed = tuple(runs.new_folder(f"killed{site}") for site in (1, 2))
+    waiting = start_site(runs, pair[0], 1, killed[0], *words)
+    lost = start_site(runs, pair[1], 2, killed[1], *words, "faults=[rank_killed:0@5]")
+    assert lost.wait(LONGEST) == KILLED
+    again = start_site(runs, pair[1], 2, killed[1], *words)
+    for process in (again, waiting):
+        output = process.communicate(timeout=LONGEST)[0]
+        assert process.returncode == DONE, output
+    for run in killed:
+        for name, weight in adapter_of(run).items():
+            assert torch.equal(weight, expected[name])
