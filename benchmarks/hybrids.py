@@ -45,7 +45,9 @@ def seconds_of(family: str, numbers: dict[str, Any]) -> tuple[float, float]:
     """Return the seconds of a pack, and of its documents one at a time."""
     import torch
 
-    from app.model.attention import attention_implementation, attention_inputs, check_isolation
+    from app.model.attention import attention_implementation
+    from app.model.attention.inputs import attention_inputs
+    from app.model.attention.probes import check_isolation
 
     drawn = np.random.default_rng(0).lognormal(np.log(60), 0.8, 200).astype(int).clip(8, 512)
     lengths = drawn[: int(np.searchsorted(drawn.cumsum(), TOKENS, side="right"))].tolist()

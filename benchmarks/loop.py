@@ -91,7 +91,7 @@ def plain_step_seconds() -> list[float]:
     """Return the seconds of each step of a hand-written loop."""
     import torch
 
-    from app.model.attention import attention_inputs
+    from app.model.attention.inputs import attention_inputs
     from app.model.head import token_losses
 
     model = builder()()

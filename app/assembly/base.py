@@ -23,12 +23,7 @@ from app.model.architecture import (
     decoder_start_token_id,
     load_architecture,
 )
-from app.model.attention import (
-    attention_implementation,
-    check_isolation,
-    choose_backend,
-    packing_error,
-)
+from app.model.attention import attention_implementation, choose_backend, packing_error
 from app.model.base import ModelConfig, check_described, load_base
 from app.model.build import apply_streaming, build_model, load_tuned, weight_dtype
 from app.model.classifier import MULTI_LABEL, output_names
@@ -230,6 +225,8 @@ def _open_teacher(
     backend = choose_backend(config.attention, architecture, env.accelerator, env.precision).backend
 
     def load(device: torch.device) -> tuple[PreTrainedModel, str]:
+        from app.model.attention.probes import check_isolation
+
         teacher = load_base(
             model,
             attention_implementation(backend),

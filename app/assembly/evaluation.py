@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from app.assembly.base import Base
 from app.config import TrainConfig
 from app.evaluation.evaluator import Evaluator
 from app.evaluation.generation import TrainEvaluationConfig
@@ -27,14 +28,11 @@ from app.process.signals import (
     suspend_deadline,
 )
 from app.training.metrics import is_measured_at
+from app.training.module import FinetuneModule
 from app.training.objective.objective import Objective
 from app.training.trainer import validation_interval
 from common.errors import UserError, nearest
 from data_modules import FinetuneDataModule
-
-if TYPE_CHECKING:
-    from app.assembly.base import Base
-    from app.training.module import FinetuneModule
 
 _SAMPLES = "samples"
 """folder of a run with the answers of the model, one file per measurement"""

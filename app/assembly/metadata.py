@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 
-from app.config import changed_settings, save_config
+from app.assembly.base import Base
+from app.config import TrainConfig, changed_settings, save_config
 from app.model.adapter import keep_start
 from app.process.logs import open_run_log
 from app.report.run_page import write_page
@@ -20,14 +21,10 @@ from app.run import Run, global_batch_of
 from app.run.folder import CONFIG_FILE
 from app.run.manifest import save_manifest
 from app.strategy.settings import words_of
+from app.training.log_files import RunLogger
 from app.training.trainer import Environment
 from common.redaction import redacted
 from data_modules import BatchSpec, FinetuneDataModule
-
-if TYPE_CHECKING:
-    from app.assembly.base import Base
-    from app.config import TrainConfig
-    from app.training.log_files import RunLogger
 
 _PAGE_SECONDS = 60
 """shortest time between two writes of the page of a run that trains"""

@@ -6,14 +6,16 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 
+from app.assembly.base import Base
 from app.assembly.evaluation import TrainingEvaluation, build_training_evaluation
 from app.assembly.metadata import LivePage, WriteMetadata
 from app.config import TrainConfig
 from app.model.recompute import WHOLE_LAYERS
+from app.planning.training import Estimate
 from app.process.faults import arm_faults, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank, read_launch
@@ -49,10 +51,6 @@ from app.training.routing import choose_router_aux_loss
 from app.training.schedule import resolve_lr
 from app.training.trainer import Environment, build_lightning_trainer
 from data_modules import FinetuneDataModule
-
-if TYPE_CHECKING:
-    from app.assembly.base import Base
-    from app.planning.training import Estimate
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
+from app.evaluation.conversation import check_served_tokens
 from app.evaluation.evaluator import PREDICTIONS_FILE
+from app.evaluation.generation import override_generation_config
+from app.model.adapter import load_weighted_adapters, probe_logits, required_embedding_rows
+from app.model.architecture import model_class
+from app.model.base import ModelConfig
+from app.model.experts import RoutingTrace
 from app.model.gguf import (
     MODEL_FILE,
     OLLAMA_FILE,
@@ -19,18 +29,17 @@ from app.model.gguf import (
     greedy_tokens,
     ollama_file,
 )
+from app.model.merging import BOUNDS, Difference, measure_difference
+from app.model.quantization import QuantizationConfig
+from app.model.tokenizer import build_tokenizer, resize_embeddings
 from app.training.run_documents import read_lines
 from common.errors import TrainingFault
 from common.text import percent
+from data_modules import Turn
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from app.assembly.tuned import Tuned
     from app.config import MergeConfig
-    from app.model.experts import RoutingTrace
-    from app.model.merging import Difference
     from app.training.trainer import Environment
 
 log = logging.getLogger(__name__)
@@ -56,10 +65,6 @@ def check_tokens(tuned: Tuned, folder: Path, *, is_fault: bool) -> None:
 
     Raises TrainingFault if they differ, or logs a warning without `is_fault`.
     """
-    from app.evaluation.conversation import check_served_tokens
-    from app.model.base import ModelConfig
-    from app.model.tokenizer import build_tokenizer
-
     exported = build_tokenizer(ModelConfig(path=str(folder)))
     if problems := check_served_tokens(tuned.template, exported):
         if is_fault:
@@ -89,11 +94,6 @@ def verify(
     If rounding changes which experts a mixture chooses, no bound on rounding applies, and base +
     adapter is compared again with the experts that the merged model chooses.
     """
-    import torch
-
-    from app.model.experts import RoutingTrace
-    from app.model.merging import BOUNDS, measure_difference
-
     rows = list(_probe_rows(config, tuned))
     dtype_name = str(dtype).removeprefix("torch.")
     merged_routing, bounded = RoutingTrace(), CHECKED
@@ -133,10 +133,6 @@ def verify(
 
 def load_merged(tuned: Tuned, folder: Path, env: Environment) -> Any:
     """Load the merged model with transformers alone, in fp32."""
-    import torch
-
-    from app.model.architecture import model_class
-
     kind = model_class(tuned.base.architecture)
     return kind.from_pretrained(folder, dtype=torch.float32).to(env.rank_device).eval()
 
@@ -145,12 +141,6 @@ def _load_unmerged(
     tuned: Tuned, adapters: Sequence[tuple[Path, float]], env: Environment, *, is_quantized: bool
 ) -> Any:
     """Load base + adapters, in fp32 or quantized as in training."""
-    import torch
-
-    from app.model.adapter import load_weighted_adapters, required_embedding_rows
-    from app.model.quantization import QuantizationConfig
-    from app.model.tokenizer import resize_embeddings
-
     base = tuned.base
     if not is_quantized or base.quantization.method == "none":
         base = replace(base, dtype=torch.float32, quantization=QuantizationConfig())
@@ -164,10 +154,6 @@ def _load_unmerged(
 def _logits(
     model: Any, rows: Sequence[dict[str, list[int]]], env: Environment, routing: RoutingTrace
 ) -> list[Tensor]:
-    import torch
-
-    from app.model.adapter import probe_logits
-
     # Unquantized weights compute in fp32; quantized ones as in training.
     is_fp32 = all(weight.dtype == torch.float32 for weight in model.parameters())
     logits = []
@@ -204,8 +190,6 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
 
     Raises TrainingFault if they differ; prints why if they cannot be compared.
     """
-    import torch
-
     reason = None
     if find_spec("llama_cpp") is None:
         reason = "llama-cpp-python is not installed, which runs it"
@@ -214,9 +198,6 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
     if reason is not None:
         print(f"{file.name}: written; not compared: {reason}")
         return
-    from app.evaluation.generation import override_generation_config
-    from app.model.architecture import model_class
-
     kind = model_class(tuned.base.architecture)
     model = kind.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = [row["input_ids"][: PROBE_TOKENS // 2] for row in _probe_rows(config, tuned)][:4]
@@ -248,12 +229,6 @@ def render_ollama_file(tuned: Tuned, folder: Path) -> str:
 
     Prints what Ollama does if its template language cannot express the chat template.
     """
-    from jinja2 import TemplateError
-
-    from app.model.base import ModelConfig
-    from app.model.tokenizer import build_tokenizer
-    from data_modules import Turn
-
     exported = build_tokenizer(ModelConfig(path=str(folder)))
 
     def render(chat: Sequence[tuple[str, str]]) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from app.model.attention import attention_inputs, pair_inputs
+from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.chunks import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
 from app.model.contexts import eval_mode
 from app.model.cpu import fp32 as onednn

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention import recompute_on_same_documents
 from common.facts import setting
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
     if config.mode in ("none", "auto"):
         return
     from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from app.model.attention.mixers import recompute_on_same_documents
 
     # Reentrant checkpointing loses the gradients of adapters whose layer input requires none.
     # Non-reentrant checkpointing does not need input gradients, with which the backward pass would

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.architecture import text_numbers
-from app.model.attention import mixers_run_by_document
 from app.model.recompute import BY_SPEED
 from app.planning.advice import (
     MICRO_BATCHES,
@@ -206,6 +205,8 @@ class Estimate:
 
     def compare(self, module: FinetuneModule) -> dict[str, float]:
         """Log planned and measured figures in one line; return them by name."""
+        from app.model.attention.mixers import mixers_run_by_document
+
         peak_gib = _peak_bytes(module.strategy.root_device) / GIB
         figures = {"memory/peak_gib": peak_gib, "memory/planned_peak_gib": self.peak_gib}
         speed = "no step"

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from app.model.adapter import group_adapters
 from app.model.architecture import reading_first_forward
-from app.model.attention import (
-    attention_inputs,
+from app.model.attention import select_fastest_kernel
+from app.model.attention.exchange import check_exchange
+from app.model.attention.inputs import attention_inputs
+from app.model.attention.mixer_search import isolate_mixers
+from app.model.attention.mixers import mixers_run_by_document
+from app.model.attention.probes import (
     check_against_eager,
     check_causal,
     check_isolation,
     check_padded_rows,
     check_pair_isolation,
-    mixers_run_by_document,
-    select_fastest_kernel,
 )
-from app.model.attention.exchange import check_exchange
-from app.model.attention.mixer_search import isolate_mixers
 from app.model.classifier import hidden_as_logits
 from app.model.feed_forward import chunk_feed_forwards
 from app.model.fp8 import (

@@ -6,20 +6,18 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from app.model.adapter import AdapterConfig
 from app.model.experts import expert_modules, has_experts
 from app.training.objective.forward import document_numbers
 from common.errors import UserError
 from data_modules import Batch
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 

@@ -182,7 +182,7 @@ def measure(case: Case) -> int:
     """Return the peak of two training steps of real numbers, in bytes."""
     import torch
 
-    from app.model.attention import attention_inputs
+    from app.model.attention.inputs import attention_inputs
     from app.model.build import build_model
     from app.model.head import head_loss
     from app.model.quantization import QuantizationConfig

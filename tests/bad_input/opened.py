@@ -76,7 +76,8 @@ def _open(config: Any) -> Any:
         load_architecture,
         reading_first_forward,
     )
-    from app.model.attention import check_isolation, check_pair_isolation, choose_backend
+    from app.model.attention import choose_backend
+    from app.model.attention.probes import check_isolation, check_pair_isolation
     from app.model.base import check_described
     from app.model.build import build_model
     from app.model.tokenizer import build_tokenizer, new_token_ids, num_rows, stop_token_ids

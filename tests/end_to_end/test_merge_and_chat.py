@@ -84,9 +84,9 @@ def test_a_merge_with_different_tokens_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    from app.evaluation import conversation
+    from app.evaluation import merged
 
-    monkeypatch.setattr(conversation, "check_served_tokens", lambda *_: ["not as in training"])
+    monkeypatch.setattr(merged, "check_served_tokens", lambda *_: ["not as in training"])
     with pytest.raises(TrainingFault, match=r"(?s)as other tokens than training did.*not as in"):
         merge_into(tmp_path / "a", *words_of(adapter))
     merge_into(tmp_path / "b", *words_of(adapter), "merge.verify=false")

@@ -19,13 +19,9 @@ from transformers import (
     MptForCausalLM,
 )
 
-from app.model.attention import (
-    AttentionConfig,
-    attention_inputs,
-    check_isolation,
-    choose_backend,
-    packing_error,
-)
+from app.model.attention import AttentionConfig, choose_backend, packing_error
+from app.model.attention.inputs import attention_inputs
+from app.model.attention.probes import check_isolation
 from tests.conftest import TrainRun
 from tests.matrix import matrix
 from tests.tiny import save_with_tokenizer, small_run

@@ -12,7 +12,8 @@ from torch.nn.attention import varlen as torch_varlen
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.integrations import flex_attention
 
-from app.model.attention import attention_implementation, check_isolation, inputs
+from app.model.attention import attention_implementation, inputs
+from app.model.attention.probes import check_isolation
 from app.model.cpu import causal_attention as matmul
 from tests.matrix import matrix
 from tests.model.test_attention_flex import flex_substitute

@@ -30,14 +30,14 @@ from transformers import (
 from app.model.attention import (
     AttentionConfig,
     attention_implementation,
-    check_pair_isolation,
     choose_backend,
     generation_attention,
     inputs,
-    pair_inputs,
 )
 from app.model.attention.attend import attend_by_document
 from app.model.attention.documents import PairGroups, group_pairs
+from app.model.attention.inputs import pair_inputs
+from app.model.attention.probes import check_pair_isolation
 from common.errors import UserError
 from tests.tiny import tiny_bart, tiny_t5
 

@@ -17,16 +17,11 @@ from transformers import (
     RobertaForCausalLM,
 )
 
-from app.model.attention import (
-    attend,
-    attention_implementation,
-    attention_inputs,
-    check_against_eager,
-    check_isolation,
-    inputs,
-)
+from app.model.attention import attend, attention_implementation, inputs
 from app.model.attention.attend import MaskRule, build_mask_rule
 from app.model.attention.choice import ModelOnDevice, support_error
+from app.model.attention.inputs import attention_inputs
+from app.model.attention.probes import check_against_eager, check_isolation
 from tests.matrix import matrix
 from tests.parity.test_attention_families import SHAPE, build
 from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, train_into

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from app.model.attention import attention_implementation, check_isolation
+from app.model.attention import attention_implementation
+from app.model.attention.probes import check_isolation
 from app.model.base import ModelConfig, load_base
 from app.model.classifier import hidden_as_logits
 from common.errors import UserError

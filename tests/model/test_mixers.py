@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 
 from app.model.adapter import LoraConfig, apply_adapter
-from app.model.attention import (
-    attention_implementation,
-    attention_inputs,
-    check_isolation,
-    generation_attention,
-    mixers,
-)
+from app.model.attention import attention_implementation, generation_attention, mixers
+from app.model.attention.inputs import attention_inputs
 from app.model.attention.mixers import MixerForward, has_isolated_mixers
+from app.model.attention.probes import check_isolation
 from app.model.recompute import RecomputeConfig, apply_recompute
 from common.errors import UserError
 from tests.families import tiny_family

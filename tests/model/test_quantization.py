@@ -21,7 +21,8 @@ from app.model.adapter import (
     save_adapter,
     verify_adapter,
 )
-from app.model.attention import attention_implementation, check_isolation, inputs
+from app.model.attention import attention_implementation, inputs
+from app.model.attention.probes import check_isolation
 from app.model.base import ModelConfig, load_base
 from app.model.quantization import (
     QuantizationConfig,

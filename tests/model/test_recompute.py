@@ -28,7 +28,8 @@ from app.model.adapter import (
     LoraConfig,
     apply_adapter,
 )
-from app.model.attention import attention_implementation, attention_inputs, pair_inputs
+from app.model.attention import attention_implementation
+from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.base import ModelConfig, load_base
 from app.model.cpu import causal_attention as matmul
 from app.model.quantization import QuantizationConfig

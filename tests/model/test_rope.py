@@ -16,7 +16,8 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from app.model.architecture import context_len, model_class
-from app.model.attention import attention_inputs, check_isolation, check_padded_rows
+from app.model.attention.inputs import attention_inputs
+from app.model.attention.probes import check_isolation, check_padded_rows
 from app.model.description import BaseDescription
 from app.model.rope import (
     SCALINGS,

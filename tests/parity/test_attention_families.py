@@ -14,15 +14,10 @@ from torch.nn.attention import varlen
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import flex_attention
 
-from app.model.attention import (
-    AttentionConfig,
-    attention_implementation,
-    attention_inputs,
-    check_against_eager,
-    check_isolation,
-    choose_backend,
-)
+from app.model.attention import AttentionConfig, attention_implementation, choose_backend
 from app.model.attention.choice import ModelOnDevice, support_error
+from app.model.attention.inputs import attention_inputs
+from app.model.attention.probes import check_against_eager, check_isolation
 from app.model.families import family_of
 from common.errors import UserError
 from data_modules import (

@@ -14,8 +14,8 @@ from transformers import AttentionInterface
 
 from app.evaluation.evaluator import ShownBatches
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
-from app.model.attention import check_isolation
 from app.model.attention.exchange import check_exchange
+from app.model.attention.probes import check_isolation
 from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig

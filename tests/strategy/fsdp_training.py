@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
-from app.model.attention import attention_inputs
+from app.model.attention.inputs import attention_inputs
 from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.experts import expert_modules

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from app.config import load_config
 from app.model.adapter import saves_whole_model
-from app.model.attention import attention_inputs
+from app.model.attention.inputs import attention_inputs
 from app.model.build import build_model
 from app.model.head import head_loss
 from app.model.quantization import QuantizationConfig

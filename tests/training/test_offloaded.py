@@ -12,7 +12,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins import Precision
 
-from app.model.attention import attention_implementation, attention_inputs, pair_inputs
+from app.model.attention import attention_implementation
+from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.head import LossHead, fuse_head
 from app.model.kernels import FusedLinear, FusedNorm
 from app.training.module import FinetuneModule

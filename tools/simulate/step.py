@@ -419,7 +419,8 @@ def _hide_boundaries(module: FinetuneModule) -> None:
 
     Mixers that ignore document boundaries then raise a ValueError, which fake tensors can show.
     """
-    from app.model.attention import hide_boundaries_from_mixers, mixer_search
+    from app.model.attention import mixer_search
+    from app.model.attention.probes import hide_boundaries_from_mixers
 
     layer_types = getattr(module.model.config.get_text_config(), "layer_types", None) or ()
     if "linear_attention" in layer_types:

@@ -25,13 +25,3 @@ from app.model.attention.choice import (
     restore_kernel,
     select_fastest_kernel,
 )
-from app.model.attention.inputs import attention_inputs, pair_inputs
-from app.model.attention.mixers import mixers_run_by_document, recompute_on_same_documents
-from app.model.attention.probes import (
-    check_against_eager,
-    check_causal,
-    check_isolation,
-    check_padded_rows,
-    check_pair_isolation,
-    hide_boundaries_from_mixers,
-)

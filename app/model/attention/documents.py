@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
+import torch
+from torch.distributed import ProcessGroup
 
+if TYPE_CHECKING:
     from app.model.attention.attend import MaskRule
 
 Lengths = Sequence[Sequence[int]]
@@ -86,8 +86,6 @@ class DocumentGroups:
 
         `seq_idx` int32 [1, rows * tokens]: number of the document.
         """
-        import torch
-
         lengths = [document.length for document in self.documents]
         numbers = torch.arange(len(lengths), dtype=torch.int32)
         seq_idx = numbers.repeat_interleave(torch.tensor(lengths))[None]
@@ -159,8 +157,6 @@ def boundary_arguments(documents: Sequence[DocumentSpan], device: torch.device) 
 
     `cu_seq_lens_q`, `cu_seq_lens_k` int32 [documents + 1]: start of each document, end of the last.
     """
-    import torch
-
     lengths = [document.length for document in documents]
     boundaries = to_device(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)
     return {
@@ -316,8 +312,6 @@ def _take_similar(
 
 def _index(spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return flat positions [documents, longest], and a mask of those that are not padding."""
-    import torch
-
     lengths = torch.tensor([span.length for span in spans]).unsqueeze(1)
     starts = torch.tensor([span.start for span in spans]).unsqueeze(1)
     columns = torch.arange(max(span.length for span in spans)).unsqueeze(0)
@@ -328,8 +322,6 @@ def _inverse(
     groups: Sequence[tuple[torch.Tensor, torch.Tensor]], num_positions: int
 ) -> torch.Tensor:
     """Return the place of each flat position in the concatenated groups of `_index`; 0 if none."""
-    import torch
-
     # Padding repeats a document's last token, behind it: the first place is the token's own.
     positions = torch.cat([index.flatten() for index, _ in groups])
     none = len(positions)

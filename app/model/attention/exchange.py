@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 
 from app.model.attention.attend import (
     MaskRule,
@@ -26,13 +27,11 @@ from app.model.attention.attend import (
 from app.model.attention.backends import gather_reason, key_repeats
 from app.model.attention.documents import RowSlices
 from app.model.attention.inputs import attention_inputs
+from app.model.attention.mixer_search import probe_ids
 from app.model.attention.probes import EDITS, MAX_ULPS, MIN_SHARE, distances, rounding
 from app.model.contexts import eval_mode
 from common.errors import UserError
 from data_modules import SequenceSlice
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -213,10 +212,9 @@ def check_exchange(
     own = SequenceSlice(rank * _PROBE_TOKENS, (rank + 1) * _PROBE_TOKENS, ranks)
     columns = slice(own.start, own.stop)
     positions = torch.tensor([[*range(first), *range(tokens - first)]], device=device)
-    vocab_size = model.config.get_text_config().vocab_size
     excess = []
     for shift in EDITS:  # rounding may send a token to another expert, but hardly twice
-        ids = (torch.arange(tokens, device=device).unsqueeze(0) + shift) % vocab_size
+        ids = probe_ids(model, shift, shift + tokens, device)
         whole = attention_inputs(model, backend, lengths, ids)
         part = attention_inputs(model, backend, lengths, ids[:, columns], own)
         with eval_mode(model):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from app.model.attention.documents import Lengths
-
-if TYPE_CHECKING:
-    import torch
-    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 """tokens per block of PyTorch's kernels"""
@@ -58,9 +57,6 @@ def block_mask(
 
     `shape`: rows and tokens. Computed from the document lengths, never as a matrix of tokens.
     """
-    import torch
-    from torch.nn.attention.flex_attention import BlockMask
-
     first = _first_visible_keys(document_lengths, shape, window)
     blocks = first.unflatten(1, (-1, BLOCK))
     lowest, highest = blocks.amin(2).unsqueeze(2), blocks.amax(2).unsqueeze(2)
@@ -94,8 +90,6 @@ def _first_visible_keys(
 
     The padding of a row counts as one more document.
     """
-    import torch
-
     rows, tokens = shape
     padded = -(-tokens // BLOCK) * BLOCK
     first = torch.empty(rows, padded, dtype=torch.int32)
@@ -110,8 +104,6 @@ def _first_visible_keys(
 
 def _list_key_blocks(is_chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the number of key blocks of each query block, and indices that start with these."""
-    import torch
-
     counts = is_chosen.sum(-1, dtype=torch.int32)
     numbers = is_chosen.int().argsort(dim=-1, descending=True, stable=True).int()
     return counts.unsqueeze(1), numbers.unsqueeze(1)

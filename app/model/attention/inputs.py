@@ -6,6 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.distributed import ProcessGroup
+from transformers import PretrainedConfig
+
 from app.model.attention.backends import BY_CLASS, batching_error, packing_error
 from app.model.attention.documents import (
     Lengths,
@@ -20,13 +24,10 @@ from app.model.attention.documents import (
 from app.model.attention.flex import block_mask
 from app.model.attention.mixers import masks_recurrent_layers, mixer_inputs
 from common.errors import UserError
+from data_modules import SequenceSlice
 
 if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    from data_modules import SequenceSlice
+    from transformers import PreTrainedModel
 
 
 def attention_inputs(
@@ -129,8 +130,6 @@ def _config_values(config: PretrainedConfig) -> dict[str, Any]:
 
     It is called once per batch.
     """
-    from transformers import PretrainedConfig
-
     parts = {
         name: _config_values(value) if isinstance(value, PretrainedConfig) else value
         for name, value in vars(config).items()
@@ -143,8 +142,6 @@ def _all_ones_mask(ids: torch.Tensor) -> torch.Tensor:
 
     Without a mask, transformers would search the positions for documents, and wait for the device.
     """
-    import torch
-
     return torch.ones_like(ids)
 
 
@@ -197,8 +194,6 @@ def _dense_mask(
 
     `window`: most tokens that a token sees, itself included.
     """
-    import torch
-
     rows, tokens = shape
     document = torch.zeros(rows, tokens, dtype=torch.int64)
     for row, lengths in enumerate(document_lengths):
@@ -247,7 +242,5 @@ def _shape(ids: torch.Tensor) -> tuple[int, int]:
 
 def _padding_mask(lengths: Lengths, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
     """Return a mask [rows, tokens]: 1 at tokens, 0 at padding; all 1 in a row without documents."""
-    import torch
-
     ends = torch.tensor([sum(row) or shape[1] for row in lengths]).unsqueeze(1)
     return (torch.arange(shape[1]).unsqueeze(0) < ends).long().to(device)

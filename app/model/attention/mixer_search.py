@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves, tree_map
 
 from app.model.attention.documents import Lengths, group_documents
 from app.model.attention.mixers import (
@@ -27,11 +31,10 @@ from app.model.contexts import eval_mode, replaced
 from common.errors import UserError
 from common.installation import install_extra
 
-if TYPE_CHECKING:
-    import torch
-
 log = logging.getLogger(__name__)
 
+FIRST_ID = 3
+"""first token id of a probe: lower ids are special tokens, and padding to some models"""
 _PROBE = (5, 6)
 """lengths of the two documents of the search, in tokens"""
 _ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -53,6 +56,12 @@ _KERNELS = {
 that installs it; none computes Mamba 1. The first one that a mixer calls decides"""
 
 
+def probe_ids(model: Any, first: int, stop: int, device: torch.device) -> torch.Tensor:
+    """Return the token ids from `first` to `stop` that a probe reads, [1, tokens]."""
+    vocab_size = model.config.get_text_config().vocab_size
+    return torch.arange(first, stop, device=device).unsqueeze(0) % vocab_size
+
+
 def isolate_mixers(
     model: torch.nn.Module,
     device: torch.device,
@@ -63,12 +72,9 @@ def isolate_mixers(
     Costs a forward pass of eleven tokens, in which every module runs three times. `inputs_of`
     returns the forward's further arguments for document lengths and `input_ids`.
     """
-    import torch
-
     base = transformers_model(model)
     lengths = [list(_PROBE)]
-    vocab_size = base.config.get_text_config().vocab_size
-    ids = torch.arange(3, 3 + sum(_PROBE), device=device).unsqueeze(0) % vocab_size
+    ids = probe_ids(base, FIRST_ID, FIRST_ID + sum(_PROBE), device)
     positions = torch.cat([torch.arange(length, device=device) for length in _PROBE])
     documents = group_documents(lengths, (1, sum(_PROBE)), device)
     inputs = inputs_of(lengths, ids)
@@ -190,8 +196,6 @@ def _isolates(forward: MixerForward, expected: Any, inputs: list[Any]) -> bool:
     `inputs`: the arguments, original and with each edit; `expected`: the output of a run document
     by document.
     """
-    import torch
-
     try:
         outputs = [forward(*args, **kwargs) for args, kwargs in inputs]
     except Exception:  # noqa: BLE001  of kernels without boundaries, and of kernel compilers
@@ -211,9 +215,6 @@ def _isolates_in_training(
     Compares outputs, and the gradients of inputs and trainable weights: those of the first
     document's outputs, and of the second's. Dropout is disabled.
     """
-    import torch
-    from torch.nn.modules.dropout import _DropoutNd
-
     with replaced(
         (part, "training", not isinstance(part, _DropoutNd)) for part in module.modules()
     ):
@@ -236,9 +237,6 @@ def _isolates_in_training(
 
 def _gradients(module: torch.nn.Module, forward: MixerForward, inputs: Any) -> list[torch.Tensor]:
     """Return the gradients of each document's outputs, those of activations by document."""
-    import torch
-    from torch.utils._pytree import tree_map
-
     activations: list[torch.Tensor] = []
 
     def make_leaf(value: Any) -> Any:
@@ -287,7 +285,6 @@ def _edit_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] 
 
     None if no argument is an activation.
     """
-    from torch.utils._pytree import tree_leaves, tree_map
 
     def edit(value: Any, document: slice) -> Any:
         if not _is_activation(value):
@@ -304,8 +301,6 @@ def _edit_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] 
 
 def _is_activation(value: Any) -> bool:
     """Return whether an argument is a floating-point tensor [1, tokens, features]."""
-    import torch
-
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return is_float and value.ndim == 3 and tuple(value.shape[:2]) == (1, sum(_PROBE))
 
@@ -316,8 +311,6 @@ def _leaks(*outputs: Any) -> bool:
     `outputs`: a module's, for the original arguments and for each edit. Rounding is measured by how
     far an edit of the second document moves the first, whose tokens all come before it.
     """
-    import torch
-
     found = [_first_output(output) for output in outputs]
     shape = 1, sum(_PROBE)
     if not all(isinstance(output, torch.Tensor) and output.shape[:2] == shape for output in found):

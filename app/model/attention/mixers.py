@@ -15,14 +15,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map_only
 
 from app.model.attention.documents import DocumentGroups, Lengths, group_documents
 from common.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +108,6 @@ class MixerForward:
     def __init__(
         self, module: Any, original: Any = None, *, takes_boundaries: bool = False
     ) -> None:
-        import torch
-
         self._module, self._original = module, original or module.forward
         self.takes_boundaries = takes_boundaries
         self._chunk_size = _find_chunk_size(module)
@@ -134,8 +132,6 @@ class MixerForward:
         A scan pads each document to whole chunks (256 tokens in Mamba 2, 64 in a delta rule). Their
         size does not change the result. GPU kernels are compiled for one size.
         """
-        import torch
-
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         hidden = next(tensors)
         if self._chunk_size is None or hidden.device.type != "cpu":
@@ -194,9 +190,6 @@ def _run_by_boundaries(
 
     Kernels support boundaries only in a single row. Outputs as in `_run_by_document`.
     """
-    import torch
-    from torch.utils._pytree import tree_map_only
-
     rows, tokens = documents.rows, documents.tokens
 
     def join(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,9 +216,6 @@ def _run_on_whole_rows(
 
     Each rank computes whole rows. Outputs as in `_run_by_document`.
     """
-    import torch
-    from torch.utils._pytree import tree_map_only
-
     from app.model.attention.exchange import gather_tokens
 
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
@@ -260,9 +250,6 @@ def _run_by_document(
     other outputs in a tuple, such as states, become None. Raises UserError for a mask of queries by
     keys.
     """
-    import torch
-    from torch.utils._pytree import tree_map_only
-
     shape = documents.rows, documents.tokens
     outputs = []
     with use_documents(None):  # nested mixers already run on whole documents
@@ -299,8 +286,6 @@ def _gather_documents(
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
     """Return whether a value is a tensor whose first two dimensions are `shape`."""
-    import torch
-
     return isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == tuple(shape)
 
 

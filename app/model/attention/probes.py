@@ -10,18 +10,18 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from app.model.attention.backends import use_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
-from app.model.attention.mixer_search import isolate_mixers
+from app.model.attention.mixer_search import FIRST_ID, isolate_mixers, probe_ids
 from app.model.attention.mixers import has_isolated_mixers
 from app.model.contexts import eval_mode, replaced
 from common.errors import UserError
 from common.text import percent
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
-
 
 EDITS = (11, 29)
 """offsets added to token ids; the second edit confirms what the first one shows"""
@@ -31,8 +31,6 @@ share of the logits' spread"""
 KERNEL_ULPS, KERNEL_MIN_SHARE = 24, 1e-3
 """rounding error between kernels: units in the last place, and least share of the logits' spread"""
 _TF32_EPS = 2**-10
-_FIRST_ID = 3
-"""first token id of a probe: lower ids are special tokens, and padding to some models"""
 _CAUSAL_TOKENS = 8
 """tokens of the probe that a model is causal"""
 _VISIBLE_CHANGE = 0.02
@@ -84,10 +82,8 @@ def hide_boundaries_from_mixers(
     Few kernels of mixers support boundaries, and only in a single row; others raise ValueError.
     Costs a forward pass of two rows of four tokens.
     """
-    import torch
-
     device = device or model.device
-    ids = torch.arange(8, device=device).view(2, 4) % model.config.get_text_config().vocab_size
+    ids = probe_ids(model, 0, 8, device).view(2, 4)
     inputs = attention_inputs(model, backend, [[4], [4]], ids)
     if "cu_seq_lens_q" not in inputs:
         return
@@ -120,13 +116,11 @@ def _check_positions(
     The other document, of four tokens, is moved to the last positions of the model's context. Those
     of the first document are spread over the first part of it.
     """
-    import torch
-
     text = model.config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     if context is None or "position_ids" not in inspect.signature(model.forward).parameters:
         return
-    ids = torch.arange(8, device=device).view(len(lengths), -1) % text.vocab_size
+    ids = probe_ids(model, 0, 8, device).view(len(lengths), -1)
     step = max(1, context // SPREAD)
     first = step * torch.arange(4, device=device)
     near, far = (
@@ -196,13 +190,11 @@ def _effects_of_edit(
     A change is the largest of the document's tokens. Rounding is measured by how far an edit of the
     second document moves the first, whose tokens all come before it.
     """
-    import torch
-
-    vocab_size = model.config.get_text_config().vocab_size
-    tokens = torch.arange(8, device=device).unsqueeze(0) % vocab_size
-    edits = [tokens.clone(), tokens.clone()]
-    for edited, document in zip(edits, (slice(0, 4), slice(4, 8)), strict=True):
-        edited[0, document] = (edited[0, document] + shift) % vocab_size
+    tokens, shifted = (probe_ids(model, first, first + 8, device) for first in (0, shift))
+    edits = (
+        torch.cat([shifted[:, :4], tokens[:, 4:]], 1),
+        torch.cat([tokens[:, :4], shifted[:, 4:]], 1),
+    )
     inputs = attention_inputs(model, backend, [[4, 4]], tokens)
     position_ids = torch.arange(4, device=device).repeat(1, 2)
     with eval_mode(model):
@@ -250,8 +242,6 @@ def _pair_difference(
 
     Packed, before one neighbour and after another one; padded, before some tokens and others.
     """
-    import torch
-
     source, target = _token_ranges(model, device, 4, 3)
     others, other_targets = _token_ranges(model, device, 10, 4)
     first = torch.cat([source, others[:5]]), torch.cat([target, other_targets[:2]])
@@ -304,8 +294,6 @@ def _spread(logits: torch.Tensor) -> torch.Tensor:
 
 def _coarsest_eps(model: PreTrainedModel, logits: torch.Tensor) -> float:
     """Return the largest machine epsilon of weights, autocast and matrix products."""
-    import torch
-
     device = logits.device.type
     dtypes = [logits.dtype, model.dtype]
     if torch.is_autocast_enabled(device):
@@ -319,10 +307,7 @@ def _token_ranges(
     model: PreTrainedModel, device: torch.device, *lengths: int
 ) -> tuple[torch.Tensor, ...]:
     """Return a range of token ids of each length, each starting at another id."""
-    import torch
-
-    vocab_size = model.config.get_text_config().vocab_size
-    return tuple(torch.arange(length, 2 * length, device=device) % vocab_size for length in lengths)
+    return tuple(probe_ids(model, length, 2 * length, device)[0] for length in lengths)
 
 
 def _pair_logits(
@@ -345,15 +330,12 @@ def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> 
     Such a model would see the answers that it is trained on. Costs two forward passes of eight
     tokens, on `device` or the model's device.
     """
-    import torch
-
-    vocab_size = model.config.get_text_config().vocab_size
-    device = device or model.device
-    ids = (
-        torch.arange(_FIRST_ID, _FIRST_ID + _CAUSAL_TOKENS, device=device).unsqueeze(0) % vocab_size
+    device, half = device or model.device, _CAUSAL_TOKENS // 2
+    ids, later = (
+        probe_ids(model, first, first + _CAUSAL_TOKENS, device)
+        for first in (FIRST_ID, FIRST_ID + _CAUSAL_TOKENS)
     )
-    edited, half = ids.clone(), _CAUSAL_TOKENS // 2
-    edited[0, half:] = (edited[0, half:] + _CAUSAL_TOKENS) % vocab_size
+    edited = torch.cat([ids[:, :half], later[:, half:]], 1)
     with eval_mode(model):
         logits, others = (
             model(input_ids=tokens, use_cache=False).logits[0, :half].float()
@@ -402,12 +384,8 @@ def _difference_to_eager(
     model: Any, device: torch.device, backend: str, is_packed: bool
 ) -> tuple[float, float]:
     """Return the difference of a document's logits to eager attention, and the rounding error."""
-    import torch
-
     lengths = [NEIGHBOUR_TOKENS, DOCUMENT_TOKENS] if is_packed else [DOCUMENT_TOKENS]
-    vocab_size = model.config.get_text_config().vocab_size
-    num_tokens = NEIGHBOUR_TOKENS + DOCUMENT_TOKENS
-    ids = torch.arange(_FIRST_ID, _FIRST_ID + num_tokens, device=device).unsqueeze(0) % vocab_size
+    ids = probe_ids(model, FIRST_ID, FIRST_ID + NEIGHBOUR_TOKENS + DOCUMENT_TOKENS, device)
     start = sum(lengths) - DOCUMENT_TOKENS
     document = slice(start, start + DOCUMENT_TOKENS)
     with eval_mode(model), _short_reaches(model):
@@ -421,8 +399,6 @@ def _difference_to_eager(
 
 
 def _row_logits(model: Any, backend: str, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    import torch
-
     inputs = attention_inputs(model, backend, [lengths], ids)
     if len(lengths) > 1:  # for a single document, models compute positions themselves
         positions = torch.cat([torch.arange(length) for length in lengths])

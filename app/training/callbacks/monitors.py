@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 from rich.console import Console
@@ -18,12 +18,10 @@ from app.process.peers import Peers, start_peers
 from app.process.status import EVALUATING, FAILED, STOPPED, TRAINING, update_status
 from app.training.checkpoint.store import CheckpointStore
 from app.training.machine import MachineStats, open_gpu_stats
+from app.training.metrics import Metrics
 from common.errors import Interrupted, exit_code
 from common.redaction import redact
 from common.text import duration, printable
-
-if TYPE_CHECKING:
-    from app.training.metrics import Metrics
 
 _LINES_PER_RUN = 10
 _BAR_FIGURES = {

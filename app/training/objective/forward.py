@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.model.attention import attention_inputs, pair_inputs
 from app.model.attention.documents import to_device
+from app.model.attention.inputs import attention_inputs, pair_inputs
 from data_modules import Batch, DecoderInputs
 
 

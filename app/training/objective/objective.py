@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from app.model.attention import check_isolation, check_padded_rows
+from app.model.attention.probes import check_isolation, check_padded_rows
 from app.model.classifier import hidden_as_logits
 from app.model.head import check_head_loss
 from app.model.quantization import quantize_tokens_independently
