@@ -1,10 +1,10 @@
 """The checks that need no torch: what is wrong, where, and what to type.
 
 `couplings` finds settings that cannot be combined. `files` checks what they name: the base
-(`base_model`, with names and shapes of its modules from `shapes`) and a saved adapter.
-`fingerprint` identifies a base.
+(`base_model`, which also identifies it) and a saved adapter.
 """
 
+from app.preflight.base_model import describe_base
 from app.preflight.couplings import (
     check_compatibility,
     check_devices,
@@ -15,4 +15,3 @@ from app.preflight.couplings import (
     requested_devices,
 )
 from app.preflight.files import check_files
-from app.preflight.fingerprint import describe_base

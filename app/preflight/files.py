@@ -37,6 +37,7 @@ from app.model.quantization import find_quantization_conflict
 from app.model.rope import rope_scaling
 from app.preflight.base_model import (
     current_folder,
+    describe_base,
     inspect_base,
     inspect_tokenizer,
 )
@@ -48,7 +49,6 @@ from app.preflight.couplings import (
     requested_devices,
 )
 from app.preflight.couplings.devices import indivisible
-from app.preflight.fingerprint import describe_base
 from app.strategy.settings import (
     PIPELINED,
     StrategyConfig,

@@ -79,7 +79,7 @@ class Traced:
 
         AssertionError if a layer could not be compiled.
         """
-        from app.model import compile as compiling
+        from app.training.callbacks import compilation as compiling
         from app.training.callbacks.compilation import Compilation
 
         compiling.BACKEND = "aot_eager"  # Inductor would generate kernels for a real device

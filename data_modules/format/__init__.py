@@ -1,5 +1,6 @@
 """Convert rows of named formats to conversations, documents or tokens."""
 
+from data_modules.format.columns import MeaningError as MeaningError
 from data_modules.format.columns import sort_unread as sort_unread
 from data_modules.format.fields import EmptyAnswerError as EmptyAnswerError
 from data_modules.format.fields import MissingColumnError as MissingColumnError
@@ -17,6 +18,5 @@ from data_modules.format.labels import KTO as KTO
 from data_modules.format.labels import label_of as label_of
 from data_modules.format.labels import labels_of as labels_of
 from data_modules.format.labels import with_other_answers as with_other_answers
-from data_modules.format.meaning import MeaningError as MeaningError
 from data_modules.format.preference import PREFERENCE as PREFERENCE
 from data_modules.format.turns import ROLES as ROLES

@@ -19,7 +19,14 @@ from typing import Any
 
 from common.errors import DataError, Origin
 from common.text import listed
-from data_modules.format.columns import VERDICTS, find_unread
+from data_modules.format.columns import (
+    VERDICTS,
+    MeaningError,
+    check_meaning,
+    find_unread,
+    may_mean_more,
+    suggest_settings,
+)
 from data_modules.format.fields import (
     MissingColumnError,
     RowError,
@@ -41,12 +48,6 @@ from data_modules.format.labels import (
     read_class,
     read_verdict,
     with_verdict,
-)
-from data_modules.format.meaning import (
-    MeaningError,
-    check_meaning,
-    may_mean_more,
-    suggest_settings,
 )
 from data_modules.format.preference import ANSWERS, PREFERENCE, PROMPTS, read_pair, unused_prompts
 from data_modules.format.tokens import DOCUMENT_IDS, MASKS, PACKED, read_tokens

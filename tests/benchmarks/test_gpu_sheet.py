@@ -17,10 +17,10 @@ import yaml  # type: ignore[import-untyped]
 
 import benchmarks.gpu.__main__ as bench
 from app.config import load_config
-from app.model import compile as compiling
 from app.model.adapter import LoraConfig
 from app.model.base import ModelConfig, load_base
 from app.model.quantization import QuantizationConfig
+from app.training.callbacks import compilation as compiling
 from app.training.trainer import Environment
 from benchmarks.gpu import ours, plain
 from benchmarks.gpu.clock import Clock

@@ -19,13 +19,16 @@ from torch._dynamo.backends.debugging import boxed_nop
 from transformers import BloomConfig, BloomForCausalLM
 
 from app.config import check_before_start, load_config
-from app.model import compile as compiling
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, apply_adapter
 from app.model.attention import attention_implementation
-from app.model.compile import CompiledLayers, num_compiled_graphs
 from app.model.head import fuse_head
 from app.model.recompute import RecomputeConfig, apply_recompute
-from app.training.callbacks.compilation import Compilation
+from app.training.callbacks import compilation as compiling
+from app.training.callbacks.compilation import (
+    Compilation,
+    CompiledLayers,
+    num_compiled_graphs,
+)
 from app.training.objective.objective import batch_loss
 from app.training.objective.sft import Sft
 from app.training.objective.sums import DatasetSums

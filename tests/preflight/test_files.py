@@ -15,7 +15,7 @@ from app.model.base import ModelConfig
 from app.model.base_files import read_shapes, weight_files
 from app.model.description import BaseDescription, matrices_of
 from app.model.families import shapes_of_config
-from app.preflight import describe_base, fingerprint
+from app.preflight import base_model, describe_base
 from app.preflight.files import check_recompute
 from common.errors import UserError
 from common.installation import ROOT
@@ -217,7 +217,7 @@ def test_any_byte_of_a_small_base_is_noticed(tmp_path: Path) -> None:
 def test_any_tensor_of_a_large_base_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(base_model, "WHOLE_BYTES", 1 << 20)
     file = tmp_path / "model.safetensors"
     shapes = {f"{number}.weight": [number % 5 * 16 + 1, 256] for number in range(64)}
     write_safetensors(file, shapes)
@@ -261,7 +261,7 @@ def test_of_a_large_base_little_is_read_and_once(
 
     monkeypatch.setattr(Path, "open", lambda path, *_, **__: Counted(path))
     before = weights_of(tmp_path)
-    blocks = 4 * 256 * 3 * fingerprint.BLOCK_BYTES
+    blocks = 4 * 256 * 3 * base_model.BLOCK_BYTES
     assert blocks < sum(read) < blocks + 10 * len(header)
     read.clear()
     assert weights_of(tmp_path) == before
@@ -284,7 +284,7 @@ def test_a_damaged_large_base_is_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes
 ) -> None:
     """What is wrong with it is said elsewhere, with all else."""
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(base_model, "WHOLE_BYTES", 0)
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     assert weights_of(tmp_path) is not None
 
