@@ -156,7 +156,18 @@ class PipelineConfig(FsdpConfig):
     pipeline_parallel_size: int = setting(2, ge=2, le=64)
     """number of ranks that hold stages of the model's layers; a step needs at least as many
     micro-batches (trainer.gradient_accumulation_steps)"""
-    schedule: str = setting("1f1b", choices=("1f1b", "interleaved"))
+    schedule: str = setting(
+        "1f1b",
+        choices=("1f1b", "interleaved"),
+        option_aliases={
+            "interleaved1f1b": "interleaved",
+            "gpipe": "1f1b (the same idle time, with fewer activations in memory)",
+        }
+        | dict.fromkeys(
+            ("zb", "zero_bubble", "interleavedzerobubble", "zbvzerobubble", "dualpipev"),
+            "interleaved (those of PyTorch without a bubble take twice the memory)",
+        ),
+    )
     """order of forward and backward passes: 1f1b (a stage a rank), interleaved (several stages a
     rank: less idle time, more messages)"""
     stages_per_rank: int = setting(2, ge=2, le=16, note="2 to 4 is usual")

@@ -37,6 +37,7 @@ ANSWERS = [
     ("precision=bf16-mixed", "; type trainer.precision=bf16\n"),
     ("save_every_steps=100", "type trainer.checkpoint.every_steps=100"),
     ("deepspeed=x.json", "type strategy=zero2"),
+    ("strategy=zero_infinity", "type strategy=fsdp strategy.offload_optimizer=disk"),
     ("model=meta-llama/Llama-3.1-8B", "type model.path=meta-llama/Llama-3.1-8B"),
     ("model=llama-3-8b", "did you mean llama3_8b?"),
     ("model=nothing_like_it", "type model.path=nothing_like_it"),
@@ -77,6 +78,12 @@ def test_a_word_of_another_tool_is_answered_with_ours(word: str, fragment: str) 
     result = run_command(RUN, word)
     assert result.code == 2 and fragment in result.stderr, result.stderr
     assert len(result.stderr) < 400
+
+
+def test_schedules_without_a_bubble_are_refused_for_their_memory() -> None:
+    result = run_command(RUN, "strategy=fsdp_pp", "strategy.schedule=ZBVZeroBubble")
+    assert result.code == 2
+    assert "interleaved (those of PyTorch without a bubble take twice the memory)" in result.stderr
 
 
 WORDS_OF_OTHERS = [

@@ -647,9 +647,15 @@ def test_without_deepspeed_the_nearest_strategy_of_pytorch_is_named(
     assert problems_of(gpus, f"strategy={instead}") == []
 
 
+def test_states_on_a_disk_need_no_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conflict, "is_installed", lambda module: False)
+    (problem,) = problems_of(1, "strategy=zero3_nvme")
+    assert "type strategy=fsdp strategy.offload_optimizer=disk" in problem
+
+
 def test_every_deepspeed_strategy_has_a_nearest_one_of_pytorch() -> None:
     zero = {name for name, family in FAMILIES.items() if family is ZeroConfig}
-    assert set(strategy.NEAREST_IN_PYTORCH) == zero
+    assert set(strategy.NEAREST_IN_PYTORCH) == zero - {"zero3_nvme"}  # refused by a row of its own
     assert set(strategy.NEAREST_IN_PYTORCH.values()) <= set(FAMILIES)
 
 

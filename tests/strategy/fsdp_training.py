@@ -194,6 +194,14 @@ def train(
     return found
 
 
+def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Return the norm of the difference of all tensors, as a share of their norm."""
+    assert found.keys() == wanted.keys()
+    norm = torch.nn.utils.get_total_norm
+    apart = norm([found[name] - value for name, value in wanted.items()])
+    return float(apart / norm(list(wanted.values())))
+
+
 def gradient(strategy: Any, weight: Any) -> Tensor:
     """Return the full gradient of a weight."""
     if strategy is None:

@@ -264,9 +264,9 @@ def steps(module: Module, strategy: Any, count: int) -> dict[str, Any]:
     return found | {"peak": saved.peak, "left": saved.now, "calls": module.calls}
 
 
-def train_alone(case: Case, count: int) -> dict[str, Any]:
+def train_alone(case: Case, count: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Take the steps of a case in one process."""
-    module = Module(builder(case)())
+    module = Module(builder(case)().to(dtype))
     fuse_layers(module.model)
     found = steps(module, None, count)
     tensors, _ = optimizer_state(module.model, module.optimizer)

@@ -41,11 +41,10 @@ NEAREST_IN_PYTORCH = {
     "zero2_offload": "fsdp_offload",
     "zero3": "fsdp",
     "zero3_offload": "fsdp_offload",
-    "zero3_nvme": "fsdp_offload",
     "zero3_hpz": "fsdp_hybrid",
     "zeropp": "fsdp_hybrid",
 }
-"""DeepSpeed strategy -> the nearest PyTorch strategy"""
+"""DeepSpeed strategy that can run -> the nearest PyTorch strategy"""
 _UNSPLIT = {"nf4": "packs weights in blocks that cross both", "fp8": "scales whole rows"}
 """quantization -> why its matrices cannot be split by rows and columns"""
 
@@ -99,9 +98,9 @@ def _only_node(config: Any) -> str:
 
 
 def _nearest_without_deepspeed(config: Any, devices: Devices) -> str:
+    nearest = NEAREST_IN_PYTORCH.get(config.strategy.name, "")
     if conflict.is_installed("deepspeed"):
         return ""
-    nearest = NEAREST_IN_PYTORCH[config.strategy.name]
     return "fsdp" if nearest == "fsdp_offload" and not devices.on_gpu else nearest
 
 
