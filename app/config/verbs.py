@@ -83,7 +83,7 @@ class LauncherConfig:
 
     name: str = setting("local", choices=("local", "slurm", "kubernetes", "sky", "ray"))
     """local = processes on this machine; slurm = a job of sbatch, for a sweep one single-node job
-    per trial; kubernetes = a JobSet; sky = a managed job of SkyPilot; ray = Ray
+    per trial; kubernetes = a JobSet or TrainJob; sky = a managed job of SkyPilot; ray = Ray
     Train"""
     partition: str | None = setting(None, grants="nothing")
     """SLURM partition of a job; null = the cluster's default"""
@@ -114,6 +114,8 @@ class LaunchSettings:
     slurm runs NAME or FILE.sqsh by pyxis, and docker://NAME or FILE.sif by apptainer"""
     volume: str = setting("shared", shown=True, grants="nothing")
     """kubernetes: the volume claim (ReadWriteMany), sky: the volume, that is mounted at /shared"""
+    kind: str = setting("JobSet", choices=("JobSet", "TrainJob"))
+    """kubernetes: JobSet, or TrainJob of Kubeflow Trainer 2 with its TrainingRuntime"""
 
 
 @dataclass(kw_only=True, slots=True)

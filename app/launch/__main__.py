@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import LaunchConfig, load_run_config, run_verb
-from app.config.verbs import LauncherConfig, TrainConfig
+from app.config.verbs import LauncherConfig, LaunchSettings, TrainConfig
 from app.launch.jobs import SHARED
 from app.launch.schedulers import SCHEDULERS, Scheduler, Submission, missing_program, submit, watch
 from app.plan import make_plan
@@ -100,6 +100,8 @@ def _check_launch(
         if getattr(launcher, key) != getattr(defaults, key):
             fix = "hardware=8xh100" if key == "gpus" else "launcher=slurm, or leave it out"
             yield f"launcher.{key}={getattr(launcher, key)} has no effect here; type {fix}"
+    if name != "kubernetes" and config.launch.kind != LaunchSettings().kind:
+        yield f"launch.kind={config.launch.kind} has no effect here; type launcher=kubernetes"
     if name == "kubernetes" and config.launch.image is None:
         yield "launcher=kubernetes: pods need an image with this program: type launch.image=NAME"
     if name == "sky" and config.launch.image is None and not is_checkout():
@@ -202,6 +204,7 @@ def _build_job(
         launcher=config.launcher,
         image=config.launch.image,
         volume=config.launch.volume,
+        kind=config.launch.kind,
     )
 
 

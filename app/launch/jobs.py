@@ -1,4 +1,4 @@
-"""The job file of each launcher but SLURM: a JobSet, a SkyPilot task, an environment of Ray.
+"""The job files of Kubernetes (JobSet, TrainJob), SkyPilot (a task) and Ray (an environment).
 
 Each number stands once, in the scheduler's own request; the overrides of the run read it back.
 """
@@ -20,6 +20,8 @@ SHARED = "/shared"
 SHUTDOWN_SECONDS, GRACE_SECONDS = 170, 200
 """time of the ranks to save after a signal, and of a pod to end, which is longer"""
 _MAX_RESTARTS = 3
+_CONTAINER = "node"
+"""name by which Kubeflow finds the container to which it gives PET_NNODES"""
 RAY_VARIABLE = "LOFT_RAY_JOB"
 """variable in which the driver on Ray finds what to train"""
 _CLOUD_NAMES = {
@@ -33,22 +35,63 @@ _CLOUD_NAMES = {
 
 
 def kubernetes_file(job: Job) -> str:
-    """Return a JobSet: a pod a machine, restarted together unless the user's input is wrong."""
+    """Return a JobSet, or a TrainJob of Kubeflow after its runtime: a pod a machine.
+
+    All pods are restarted together if one fails, unless the user's input or the training is wrong.
+    """
+    is_trainjob = job.kind == "TrainJob"
+    final = {"containerName": _CONTAINER, "operator": "In", "values": [2, 4]}
+    of_pods = {
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": final}]},
+        "template": {"spec": _pod_spec(job)},
+    }
+    replicated: dict[str, Any] = {"name": "node"}
+    if is_trainjob:  # the operator sets how many
+        of_step = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+        replicated |= {"template": {"metadata": of_step, "spec": of_pods}}
+    else:
+        of_pods |= {"completions": 1, "parallelism": 1}
+        replicated |= {"replicas": job.nodes, "template": {"spec": of_pods}}
+    reasons = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    rule = {"name": "final", "action": "FailJobSet", **reasons}
+    spec = {
+        "network": {"enableDNSHostnames": True},
+        "failurePolicy": {"maxRestarts": _MAX_RESTARTS, "rules": [rule]},
+        "replicatedJobs": [replicated],
+    }
+    name = {"metadata": {"name": job.name}}
+    if not is_trainjob:
+        jobset = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
+        return _yaml(jobset | name | {"spec": spec})
+    version = {"apiVersion": "trainer.kubeflow.org/v1alpha1"}
+    runtime = {"mlPolicy": {"torch": {}}, "template": {"spec": spec}}
+    reference = {"kind": "TrainingRuntime", "name": job.name}
+    train = {"runtimeRef": reference, "trainer": {"numNodes": job.nodes}}
+    return _yaml(
+        version | {"kind": "TrainingRuntime"} | name | {"spec": runtime},
+        version | {"kind": "TrainJob"} | name | {"spec": train},
+    )
+
+
+def _pod_spec(job: Job) -> dict[str, Any]:
+    """Return the pod of each machine of a job on Kubernetes."""
     gpus = {"nvidia.com/gpu": job.ranks_per_node} if job.card else {}
     config = job.launcher
     requests: dict[str, Any] = {"cpu": config.cpus} if config.cpus else {}
     requests |= {"memory": f"{config.memory_gib}Gi"} if config.memory_gib else {}
-    replicas = "metadata.labels['jobset.sigs.k8s.io/replicatedjob-replicas']"
     script = _train_script(job, f"{IMAGE_HOME}/.venv/bin", f"{job.name}-node-0-0.{job.name}")
+    replicas = "metadata.labels['jobset.sigs.k8s.io/replicatedjob-replicas']"
+    variables = [{"name": "NUM_NODES", "valueFrom": {"fieldRef": {"fieldPath": replicas}}}]
+    if job.kind == "TrainJob":
+        script, variables = f"NUM_NODES=$PET_NNODES\n{script}", []  # the operator sets it
     container: dict[str, Any] = {
-        "name": "train",
+        "name": _CONTAINER,
         "image": job.image,
         "workingDir": IMAGE_HOME,
         "command": ["bash", "-c"],
         "args": [script.replace("$(", "$$(")],  # which Kubernetes would replace itself
-        "env": [
-            {"name": "NUM_NODES", "valueFrom": {"fieldRef": {"fieldPath": replicas}}},
-        ],
+        "env": variables,
         "resources": {"requests": requests, "limits": gpus},
         "volumeMounts": [{"name": "memory", "mountPath": "/dev/shm"}],
     }
@@ -58,36 +101,12 @@ def kubernetes_file(job: Job) -> str:
     if not is_url(job.folder):
         container["volumeMounts"].append({"name": "shared", "mountPath": SHARED})
         volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": job.volume}})
-    pod = {
+    return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "containers": [container],
         "volumes": volumes,
     }
-    final = {"containerName": "train", "operator": "In", "values": [2, 4]}
-    of_pod = {
-        "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": final}]},
-        "completions": 1,
-        "parallelism": 1,
-        "template": {"spec": pod},
-    }
-    reasons = {"onJobFailureReasons": ["PodFailurePolicy"]}
-    rule = {"name": "final", "action": "FailJobSet", **reasons}
-    spec = {
-        "network": {"enableDNSHostnames": True},
-        "failurePolicy": {"maxRestarts": _MAX_RESTARTS, "rules": [rule]},
-        "replicatedJobs": [
-            {"name": "node", "replicas": job.nodes, "template": {"spec": of_pod}},
-        ],
-    }
-    content = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": job.name},
-        "spec": spec,
-    }
-    return _yaml(content)
 
 
 def sky_file(job: Job) -> str:
@@ -170,8 +189,10 @@ def _train_script(job: Job, programs: str, first: str) -> str:
     )
 
 
-def _yaml(content: dict[str, Any]) -> str:
-    text = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+def _yaml(*contents: dict[str, Any]) -> str:
+    text = yaml.dump_all(
+        contents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000
+    )
     return "# Written by loft launch.\n" + str(text)
 
 

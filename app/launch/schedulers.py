@@ -84,16 +84,18 @@ SCHEDULERS = {
         write=kubernetes_file,
         file="job.yaml",
         programs=("kubectl",),
-        install="install kubectl (kubernetes.io/docs/tasks/tools), and JobSet in the cluster",
+        install="install kubectl (kubernetes.io/docs/tasks/tools), and JobSet or, for "
+        "launch.kind=TrainJob, Kubeflow Trainer 2 in the cluster",
         submit="kubectl apply -f {file}",
         job_id=None,
+        # Of a TrainJob, too: it has a JobSet of its name.
         state="kubectl get jobset {name} --output=jsonpath={{.status.terminalState}}",
         ended="^(Completed|Failed)$",
         succeeded="Completed",
         log="kubectl logs --follow --selector=jobset.sigs.k8s.io/jobset-name={name} --prefix "
         "--tail=-1 --max-log-requests=64 --pod-running-timeout=10m",
-        stop="kubectl delete jobset {name}",
-        forget="kubectl delete jobset {name} --ignore-not-found",
+        stop="kubectl delete -f {file}",
+        forget="kubectl delete -f {file} --ignore-not-found",
     ),
     "sky": Scheduler(
         write=sky_file,

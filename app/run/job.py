@@ -66,6 +66,8 @@ class Job:
     launcher: LauncherConfig
     image: str | None = None
     volume: str = "shared"
+    kind: str = "JobSet"
+    """of Kubernetes: JobSet or TrainJob"""
 
     @property
     def train_words(self) -> str:

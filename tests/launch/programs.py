@@ -82,12 +82,14 @@ def torchrun(words: list[str]) -> int:
 
 def kubectl(words: list[str]) -> int:
     if words[0] == "apply":
-        content = yaml.safe_load(Path(words[2]).read_text())
-        (replicated,) = content["spec"]["replicatedJobs"]
+        content, *train = yaml.safe_load_all(Path(words[2]).read_text())
+        spec = content["spec"]["template"]["spec"] if train else content["spec"]
+        (replicated,) = spec["replicatedJobs"]
         (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
         name, (script,) = content["metadata"]["name"], container["args"]
         script = script.replace("$$(", "$(")
-        run(name, script, JOBS / f"{name}.log", NUM_NODES=str(replicated["replicas"]))
+        nodes = str(train[0]["spec"]["trainer"]["numNodes"] if train else replicated["replicas"])
+        run(name, script, JOBS / f"{name}.log", **{"PET_NNODES" if train else "NUM_NODES": nodes})
     elif words[0] == "get":
         if (kept := job(words[2])) is None:
             return 1
@@ -95,7 +97,8 @@ def kubectl(words: list[str]) -> int:
     elif words[0] == "logs":
         print(Path((job(words[2].rpartition("=")[2]) or {})["log"]).read_text())
     else:
-        (JOBS / f"{words[2]}.job").unlink()
+        content = next(yaml.safe_load_all(Path(words[2]).read_text()))
+        (JOBS / f"{content['metadata']['name']}.job").unlink()
     return 0
 
 

@@ -26,7 +26,7 @@ from app.run.ranks import RENDEZVOUS_SECONDS
 from tests.conftest import ROOT
 from tests.in_process import make_data, make_model
 
-NODES, GPUS = 3, 5
+NODES, GPUS = 7, 5  # numbers that stand for nothing else in a job file
 EXPERIMENTS = (
     "llama70b", "llama8b", "llama8b_dpo", "mistral7b", "qwen7b", "gpt_oss_20b",
 )  # fmt: skip
@@ -73,8 +73,8 @@ def write(name: str, *words: str) -> str:
     """Return the job file that a command writes."""
     code = start(f"launcher={name}", "launch.submit=false", "launch.image=ours:1", *words)
     assert code == 0
-    (file,) = Path.cwd().glob(f"outputs/*/launched/{SCHEDULERS[name].file}")
-    return file.read_text()
+    files = Path.cwd().glob(f"outputs/*/launched/{SCHEDULERS[name].file}")
+    return max(files, key=lambda file: file.stat().st_mtime_ns).read_text()
 
 
 def words_of(script: str, **variables: str) -> list[str]:
@@ -126,13 +126,27 @@ def check_slurm(text: str) -> None:
 
 
 def check_kubernetes(text: str) -> None:
-    content = yaml.safe_load(text)
-    assert (content["apiVersion"], content["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    name, (replicated,) = content["metadata"]["name"], content["spec"]["replicatedJobs"]
+    content, *train = yaml.safe_load_all(text)
+    name = content["metadata"]["name"]
     assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", name)
-    assert replicated["replicas"] == NODES
+    if train:
+        (job,), group = train, "trainer.kubeflow.org/v1alpha1"
+        assert {(one["apiVersion"], one["kind"]) for one in (content, job)} == {
+            (group, "TrainingRuntime"), (group, "TrainJob"),
+        }  # fmt: skip
+        assert job["spec"]["runtimeRef"] == {"kind": "TrainingRuntime", "name": name}
+        assert job["metadata"]["name"] == name and job["spec"]["trainer"] == {"numNodes": NODES}
+        (replicated,) = content["spec"]["template"]["spec"]["replicatedJobs"]
+        labels = replicated["template"]["metadata"]["labels"]
+        assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    else:
+        assert (content["apiVersion"], content["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+        (replicated,) = content["spec"]["replicatedJobs"]
+        assert replicated["replicas"] == NODES
     of_job = replicated["template"]["spec"]
-    assert of_job["backoffLimit"] == 0 and of_job["completions"] == of_job["parallelism"] == 1
+    assert of_job["backoffLimit"] == 0
+    of_one = {} if train else {"completions": 1, "parallelism": 1}  # else the operator sets them
+    assert {key: of_job[key] for key in ("completions", "parallelism") if key in of_job} == of_one
     pod = of_job["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # required by a podFailurePolicy
     assert SHUTDOWN_SECONDS < GRACE_SECONDS == pod["terminationGracePeriodSeconds"]
@@ -148,6 +162,7 @@ def check_kubernetes(text: str) -> None:
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
     assert mounts[SHARED]["persistentVolumeClaim"]["claimName"] == "shared"
     (script,) = container["args"]
+    assert ("NUM_NODES=$PET_NNODES\n" in script) == bool(train) != bool(container["env"])
     assert container["workingDir"] == IMAGE_HOME and f"{IMAGE_HOME}/.venv/bin/torchrun" in script
     check_torchrun(script.replace("$$(", "$("), f"{name}-node-0-0.{name}")
 
@@ -170,8 +185,12 @@ def check_ray(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "experiment"),
-    # What a job file says does not depend on both: each value of either once.
-    [*zip(cycle(SCHEDULERS), EXPERIMENTS, strict=False)],
+    [
+        # Each launcher and each experiment once in every test run.
+        pytest.param(*each, marks=() if each in fast else pytest.mark.slow)
+        for fast in [[*zip(cycle(SCHEDULERS), EXPERIMENTS, strict=False)]]
+        for each in product(SCHEDULERS, EXPERIMENTS)
+    ],
 )
 def test_job_files_are_valid(
     name: str, experiment: str, cwd: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,17 +200,45 @@ def test_job_files_are_valid(
     text = write(name, f"+experiment={experiment}", *ON_GPUS)
     of_run = text.replace(str(cwd), "")
     assert "planted" not in text and str(ROOT) not in of_run
-    for number in (str(NODES), str(GPUS)):
-        assert len(re.findall(rf"(?<![\w.]){number}(?![\w.])", of_run)) <= 2
+    for number in (NODES, GPUS):
+        # SLURM is asked for tasks and for GPUs of a node; each other number stands once.
+        times = 2 if (name, number) == ("slurm", GPUS) else 1
+        assert len(re.findall(rf"(?<![\w.]){number}(?![\w.])", of_run)) == times
     globals()[f"check_{name}"](text)
 
 
-def test_a_jobset_follows_its_published_schema(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models")
+MODELS = {
+    "JobSet": "JobsetV1alpha2JobSet",
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
+    "TrainJob": "TrainerV1alpha1TrainJob",
+}
+"""kinds -> their published schemas"""
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])
+def test_jobs_on_kubernetes_follow_their_published_schemas(
+    kind: str, cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("app.launch.__main__.check_files", lambda *_, **__: [])
     words = ("launcher.cpus=4", "launcher.memory_gib=8", "+experiment=llama8b", *ON_GPUS)
-    content = yaml.safe_load(write("kubernetes", *words))
-    assert models.JobsetV1alpha2JobSet.from_dict(content).to_dict() == content
+    text = write("kubernetes", f"launch.kind={kind}", *words)
+    check_kubernetes(text)
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    for content in yaml.safe_load_all(text):
+        read = getattr(models, MODELS[content["kind"]]).from_dict(content)
+        assert read.to_dict() == content
+
+
+@pytest.mark.slow
+def test_skypilot_reads_its_tasks(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sky = pytest.importorskip("sky")
+    monkeypatch.setattr("app.launch.__main__.check_files", lambda *_, **__: [])
+    for experiment in EXPERIMENTS:
+        text = write("sky", f"+experiment={experiment}", *ON_GPUS, f"output.name={experiment}")
+        task = sky.Task.from_yaml_config(yaml.safe_load(text))
+        assert task.num_nodes == NODES and task.name == experiment.replace("_", "-")
+        (resources,) = task.resources
+        assert resources.accelerators == {"H100": GPUS}
 
 
 URL = "s3://bucket/runs/mine"
@@ -214,6 +261,7 @@ def test_a_run_can_keep_its_folder_in_a_bucket(
         assert f"output.dir={URL}" in words and "trainer.devices=auto" in words
 
 
+LAUNCHERS = (*SCHEDULERS, "kubernetes launch.kind=TrainJob")
 ENDINGS: list[tuple[str | None, int, str | None, int]] = [
     ("finished", 0, None, 0),
     ("failed", 2, "error: no such column", 2),
@@ -237,7 +285,7 @@ killed without a word"""
             # Of each launcher an error, a signal and a kill are fast enough for every test run.
             marks=() if (n + m) % 2 == 0 or ending[0] == "finished" else pytest.mark.slow,
         )
-        for (n, name), (m, ending) in product(enumerate(SCHEDULERS), enumerate(ENDINGS))
+        for (n, name), (m, ending) in product(enumerate(LAUNCHERS), enumerate(ENDINGS))
     ],
 )
 def test_exit_code_and_message_of_a_run_survive_its_launcher(
@@ -253,9 +301,9 @@ def test_exit_code_and_message_of_a_run_survive_its_launcher(
     monkeypatch.setenv("LOFT_ENDING", json.dumps(asked))
     folder = cwd / "runs" / "one"
     model, data = make_model(cwd / "model"), make_data(cwd / "data.jsonl")
-    words = [f"launcher={name}", "launch.watch=true", *SMALL, f"output.dir={folder}"]
+    words = [*f"launcher={name}".split(), "launch.watch=true", *SMALL, f"output.dir={folder}"]
     words += [f"model.path={model}", f"data.datasets=[{{path: {data}, format: alpaca}}]"]
-    if name in ("kubernetes", "sky"):
+    if name.startswith(("kubernetes", "sky")):
         words.append("launch.image=ours:1")
         monkeypatch.setattr("app.launch.__main__.reaches", lambda *_: True)
     assert start(*words) == expected
@@ -314,6 +362,7 @@ REFUSED: list[tuple[str, str]] = [
     ("launcher=slurm launcher.gpus=2", "hardware=8xh100"),
     ("launcher=sky launcher.minutes=60 launch.image=i", "launcher.minutes=60 has no effect"),
     ("launcher=kubernetes", "launch.image=NAME"),
+    ("launcher=slurm launch.kind=TrainJob", "launcher=kubernetes"),
     ("launcher=ray output.dir=runs/mine", "output.dir=runs/mine"),
     ("launcher=slurm", "the program sbatch was not found"),
     ("launcher=sky launch.image=i", "pip install 'skypilot"),
