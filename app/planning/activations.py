@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from app.model.attention import gather_reason
+from app.model.attention import gather_reason, key_repeats
 from app.model.chunks import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
 from app.planning.widths import Widths
 
@@ -326,8 +326,9 @@ def _exchange_bytes(
     if size == 1:
         return 0.0, 0.0
     if gather_reason(widths.heads, widths.key_heads, size) is None:
-        # The output of attention, by head: by token it is saved anyway.
-        return value_bytes * widths.query, 0.0
+        # The output of attention, by head: by token it is saved anyway. And repeated key heads.
+        repeated = key_repeats(widths.heads, widths.key_heads, size) - 1
+        return value_bytes * (widths.query + 2.0 * repeated * widths.key_value), 0.0
     # The last of the ranks adds masks, which its layers share, to the scores of all keys.
     before = (1 - 0.5 / size) * execution.sequence_len
     masks = value_bytes * before * execution.sequence_len / size

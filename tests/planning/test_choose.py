@@ -563,12 +563,14 @@ def test_ranks_that_gather_keys_are_planned_with_them_and_their_masks(
 ) -> None:
     """Four ranks cannot share 14 heads: the last one has 512 queries, and 1,536 to 2,048 keys.
 
-    If they could, each would save the output of attention twice: by head and by token.
+    If they could, without repeating key heads, each would save the output of attention twice: by
+    head and by token.
     """
     whole = replace(planned("model=qwen0_5b hardware=4xh100 strategy=ddp"), recompute="none")
     four = replace(whole, strategy=DdpConfig(context_parallel_size=4))
     gathered = estimate_gpu_memory(four).activations
     monkeypatch.setattr("app.planning.activations.gather_reason", lambda *_: None)
+    monkeypatch.setattr("app.planning.activations.key_repeats", lambda *_: 1)
     keys = 512 * 3 * 2 * 128 * 2 * four.model.num_layers
     masks = 2 * 512 * (2048 - 256)
     outputs = 512 * 2 * (14 * 64) * four.model.num_layers

@@ -231,7 +231,9 @@ def test_tensor_parallel_has_two_all_reduces_per_layer_and_pass() -> None:
     assert only.num_bytes == 1000 * 4096 * 2
 
 
-def test_context_parallel_splits_a_row_and_exchanges_its_heads_twice_per_layer_and_pass() -> None:
+def test_context_parallel_splits_a_row_and_exchanges_its_heads_twice_per_layer_and_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole, split = (
         run_of(
             "llama8b",
@@ -253,6 +255,11 @@ def test_context_parallel_splits_a_row_and_exchanges_its_heads_twice_per_layer_a
     gather = list_collectives(odd)[-1]  # three ranks cannot share 32 heads
     assert (gather.kind, gather.times, gather.num_ranks) == (ALL_GATHER, 2 * 32, 3)
     assert gather.num_bytes == 300 * 2 * 8 * 128 * 2
+    split = replace(split, recompute="none")
+    repeated = estimate_gpu_memory(split).activations
+    monkeypatch.setattr("app.planning.activations.key_repeats", lambda *_: 1)
+    saved = repeated - estimate_gpu_memory(split).activations
+    assert saved == pytest.approx(32 * 100 * 2 * 8 * 128 * 2)
 
 
 @pytest.mark.slow

@@ -50,13 +50,13 @@ def test_slices_give_the_loss_and_gradients_of_whole_rows(size: int, cases: list
         for case, figures in found.items():
             assert figures["loss"] < 1e-6 and figures["sums"] < 1e-6, case
             assert figures["norm"] < (2e-6 if "odd" in case else 1e-6), case
-            # The largest difference of one number is rounding that differs between CPUs.
-            assert figures["gradients"] < 4e-6, case
-            saved = (1.1 + 0.15 * (case in MASKED or "odd" in case)) / size
-            if case == "long rows":  # what a row takes whatever its length weighs less
-                saved = 1.02 / size
-            # Each rank has the activations of whole rows in recurrent layers.
-            assert figures["saved"] < (0.8 if case in RECURRENT else saved), case
+            # In fp64, slices differ from one process only by what models compute in fp32 all the
+            # same, such as norms. In fp32, rounding alone takes one process 0.7e-6 to 6e-6 away
+            # from fp64, so that two computations may be twice as far apart.
+            assert figures["exact"] < (4e-6 if "delta" in case else 1e-6), case
+            bound = min(4e-6, max(2e-6, 2 * figures["rounding"]))
+            assert figures["gradients"] < bound, case
+            assert figures["saved"] < most_saved(case, size, figures["whole"]), case
             if case in SENT:
                 passes = SENT[case] * LLAMA["num_hidden_layers"]
                 calls, num_bytes = sent_by_layer(size, is_odd="odd" in case)
@@ -71,6 +71,22 @@ def test_a_long_document_takes_little_over_half_the_memory_on_each_of_two_ranks(
         min(max(on_ranks(size, peak_of_a_document, 16384)) for _ in range(2)) for size in (1, 2)
     )
     assert sliced < 0.7 * whole
+
+
+def most_saved(case: str, size: int, whole: float) -> float:
+    """Return a bound of the activations that a rank saves, of the `whole` bytes of one process."""
+    numbers, _, recompute = CASES[case]
+    bar = 0.51 if size == 2 else 0.26
+    if recompute != "none" or case == "long rows":
+        return bar
+    if case in RECURRENT:  # each rank has the activations of whole rows
+        return 0.8
+    if case in MASKED or "odd" in case:  # masks of whole documents, or all keys and values
+        return 1.25 / size
+    # The output of attention is saved by head and by token, and repeated key heads are.
+    heads = HEADS + 2 * (max(KEY_HEADS, size) - KEY_HEADS)
+    layers = numbers.get("num_hidden_layers") or numbers["n_layer"]
+    return bar + layers * TOKENS // size * heads * HEAD_DIM * 4 / whole
 
 
 def sent_by_layer(size: int, *, is_odd: bool) -> tuple[int, int]:
