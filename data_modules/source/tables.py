@@ -17,8 +17,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pyarrow
-
 from common.errors import DataError, Origin
 from common.text import MAX_SHOWN, listed, reason_of, shown
 from data_modules.source import opening
@@ -58,6 +56,8 @@ class BatchChunk(Chunk):
 
     def rows(self) -> Iterator[Row | BadRow]:
         """Yield the rows as Python values."""
+        import pyarrow
+
         features = _json_features(self.batch.schema.metadata)
         features = _with_structs(self.batch.schema, features)
         if self.batch.nbytes <= self.max_row_bytes:
@@ -88,6 +88,8 @@ class BatchChunk(Chunk):
         return replace(self, numbers=self.numbers[kept.start : kept.stop : kept.step], batch=batch)
 
     def _row(self, batch: Any, origin: Origin, features: dict[str, Any]) -> Row | BadRow:
+        import pyarrow
+
         if batch.nbytes > self.max_row_bytes:
             text = ", ".join(batch.schema.names)
             return too_large(origin, f"{batch.nbytes:,}", self.max_row_bytes, text)
@@ -112,6 +114,8 @@ class BatchChunk(Chunk):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickling a slice would include the whole batch that it was cut from.
+        import pyarrow
+
         sink = pyarrow.BufferOutputStream()
         with pyarrow.ipc.new_stream(sink, self.batch.schema) as writer:
             writer.write_batch(self.batch)
@@ -123,6 +127,8 @@ class BatchChunk(Chunk):
 def _load_batch(
     file: str, num_bytes: int, numbers: range, data: bytes, max_row_bytes: int, limits: Limits
 ) -> BatchChunk:
+    import pyarrow
+
     batch = pyarrow.ipc.open_stream(data).read_next_batch()
     return BatchChunk(file, num_bytes, numbers, batch, max_row_bytes, limits)
 
@@ -168,6 +174,8 @@ def _with_structs(schema: Any, features: dict[str, Any]) -> dict[str, Any]:
 
 
 def _holds_struct(kind: Any) -> bool:
+    import pyarrow
+
     if pyarrow.types.is_struct(kind):
         return True
     if pyarrow.types.is_dictionary(kind):
@@ -210,6 +218,8 @@ def restore(value: Any, feature: Any = None, *, is_parsed: bool = False) -> Any:
 
 @contextmanager
 def arrow_errors(file: File, kind: str) -> Iterator[None]:
+    import pyarrow
+
     try:
         yield
     except DataError:
@@ -288,6 +298,7 @@ def _check_dictionaries(
 
 def _expanded_bytes(array: Any) -> int:
     """Return the bytes of an array's values, each as often as a dictionary repeats it."""
+    import pyarrow
     import pyarrow.compute
 
     kind = array.type
@@ -334,6 +345,8 @@ def count_parquet_rows(file: File, limits: Limits) -> int:
 
 def read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
     """Yield the rows of an arrow file or stream."""
+    import pyarrow
+
     with open_seekable(file, options.limits) as source, arrow_errors(file, "arrow"):
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
@@ -384,6 +397,8 @@ def _check_buffers(batch: Any) -> None:
 
     Invalid UTF-8 in a plain text column is left to be reported as a bad row.
     """
+    import pyarrow
+
     plain = pyarrow.string(), pyarrow.large_string()
     for column in batch.columns:
         try:

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from data_modules.template.rendering import RowRefusedError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import transformers
 
 
@@ -103,6 +102,8 @@ class TextTokenizer:
         self, text: str, ids: Sequence[int], widths: npt.NDArray[np.int64]
     ) -> TokenizedText:
         """Map characters to tokens by the bytes of each token; by offsets if NFC changes bytes."""
+        import numpy as np
+
         text_ids = np.array(ids, np.int32)
         sizes = widths[text_ids]
         ends = sizes.cumsum()
@@ -174,6 +175,8 @@ def _by_offsets(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Token
     An end becomes the largest up to its token, a start the smallest from its token on: the first
     and the last token that hold a character stay the same, and can be found by bisection.
     """
+    import numpy as np
+
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     starts = np.minimum.accumulate(starts[::-1])[::-1]
     return TokenizedText(np.array(ids, np.int32), starts, np.maximum.accumulate(ends))
@@ -181,6 +184,8 @@ def _by_offsets(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Token
 
 def _bytes_before(text: str) -> npt.NDArray[np.int64]:
     """Return the number of UTF-8 bytes before each character and before the end."""
+    import numpy as np
+
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     widths = 1 + (codes > 0x7F) + (codes > 0x7FF).astype(np.int64) + (codes > 0xFFFF)
     return np.concatenate([np.zeros(1, np.int64), widths.cumsum()])
@@ -236,6 +241,8 @@ def _byte_widths(backend: Any) -> npt.NDArray[np.int64]:
 
     A character of a vocabulary entry is one byte.
     """
+    import numpy as np
+
     vocab = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
     widths = np.zeros(max([*vocab.values(), *added], default=0) + 1, np.int64)

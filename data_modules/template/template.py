@@ -14,9 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from common.errors import DataError, Origin
 from common.limited import LimitError, ProcessLimits, run_limited
 from data_modules.template.checks import (
@@ -60,6 +57,8 @@ from data_modules.template.spans import SpanFinder
 from data_modules.types import Conversation, Document, Encoded, Item, Note, Tokens, Turn
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import transformers
 
 _CHUNK_ROWS = 256
@@ -312,6 +311,8 @@ class ChatTemplate:
     def _trace(
         self, layout_builder: LayoutBuilder, chat: Conversation
     ) -> TracedChat | RowRefusedError:
+        import numpy as np
+
         chat = self._rewrite(chat)
         (layout,) = layout_builder.build([chat])
         if isinstance(layout, RowRefusedError):
@@ -427,6 +428,8 @@ class ChatTemplate:
 
     def _check_tokens(self, item: Tokens) -> Encoded | RowRefusedError:
         """Return a row of token ids; a RowRefusedError if the tokenizer does not have an id."""
+        import numpy as np
+
         ids = np.array(item.input_ids, np.int64)
         vocab_size = len(self._tokenizer)
         unknown = ids[(ids < 0) | (ids >= vocab_size)]
@@ -441,6 +444,8 @@ class ChatTemplate:
         self, item: Conversation | Document, layout: Layout, tokenized: TokenizedText
     ) -> Encoded:
         """Return the tokens of an item with their weights, up to the last trained token."""
+        import numpy as np
+
         ids, loss_weights = tokenized.ids, layout.loss_weights
         weights = np.zeros(len(ids), np.float32)
         if loss_weights.base:
@@ -471,6 +476,8 @@ class ChatTemplate:
         return bos if bos is not None and first == [bos] else None
 
     def _with_bos(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        import numpy as np
+
         if self.bos_token_id is None or (len(ids) and ids[0] == self.bos_token_id):
             return ids
         return np.concatenate([np.full(1, self.bos_token_id, np.int32), ids])

@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow
-
 from common.errors import Origin
 from data_modules.types import Encoded, Example
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from data_modules.tokens.encode import Counts
 
 _TOKENS_FILE = "tokens.arrow"
@@ -82,6 +81,8 @@ class Documents:
 
     def examples(self, dataset: int) -> Iterator[Example]:
         """Yield the documents as examples of data set number `dataset`."""
+        import numpy as np
+
         borders = np.cumsum(self.lengths)[:-1]
         sources = np.split(self.input_ids, borders)
         targets: list[Any] = [None] * len(self)
@@ -119,11 +120,15 @@ class StoreWriter:
     """Write chunks of documents into `folder`, one at a time, in bounded memory."""
 
     def __init__(self, folder: Path) -> None:
+        import pyarrow
+
         self._sink = pyarrow.OSFile(str(folder / _TOKENS_FILE), "wb")
         self._writer: Any = None
 
     def add(self, documents: Documents) -> None:
         """Append the documents of a chunk."""
+        import pyarrow
+
         if not len(documents):
             return
         columns: dict[str, Any] = {"input_ids": _list_array(documents.input_ids, documents.lengths)}
@@ -149,6 +154,9 @@ class TokenStore:
     """One tokenized data set, memory-mapped; token ids are read when they are used."""
 
     def __init__(self, folder: Path) -> None:
+        import numpy as np
+        import pyarrow
+
         self._folder = folder
         source = pyarrow.memory_map(str(folder / _TOKENS_FILE))
         reader = pyarrow.ipc.open_file(source)
@@ -206,6 +214,8 @@ class TokenStore:
         self, indices: npt.NDArray[np.int64]
     ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
         """Yield the concatenated ids of documents and the length of each, chunk by chunk."""
+        import numpy as np
+
         parts = np.searchsorted(self._starts, indices, side="right") - 1
         for run in np.split(np.arange(len(indices)), np.flatnonzero(np.diff(parts)) + 1):
             if len(run):
@@ -229,6 +239,8 @@ class _ListColumn:
 
     def gather(self, places: npt.NDArray[np.int64]) -> tuple[Any, npt.NDArray[np.int64]]:
         """Return the concatenated lists at `places`, and their lengths."""
+        import numpy as np
+
         starts = self.offsets[places].astype(np.int64)
         lengths = self.offsets[places + 1] - starts
         ends = np.cumsum(lengths)
@@ -240,6 +252,8 @@ class _Part:
     """One record batch: the documents of one chunk of one file."""
 
     def __init__(self, batch: Any, file: str) -> None:
+        import numpy as np
+
         self.file = file
         self.input_ids = _ListColumn(batch["input_ids"])
         self.weights = _ListColumn(batch["weights"])
@@ -257,6 +271,8 @@ class TokenValues:
     """
 
     def __init__(self, file: Path, trained: npt.NDArray[np.int64]) -> None:
+        import numpy as np
+
         self._file, self._trained = file, trained
         self._values = np.load(file, mmap_mode="r", allow_pickle=False)
         self._ends = np.cumsum(trained)
@@ -266,6 +282,8 @@ class TokenValues:
         return TokenValues, (self._file, self._trained)
 
     def __getitem__(self, document: int) -> Any:
+        import numpy as np
+
         end = self._ends[document]
         return np.array(self._values[end - self._trained[document] : end])
 
@@ -281,6 +299,8 @@ class Examples(Sequence[Example]):
     def __init__(
         self, stores: Sequence[TokenStore], chosen: Sequence[npt.NDArray[np.int64]]
     ) -> None:
+        import numpy as np
+
         self._stores = list(stores)
         self._places = np.concatenate([np.zeros(0, np.int64), *chosen])
         counts = [len(places) for places in chosen]
@@ -311,6 +331,8 @@ class Examples(Sequence[Example]):
 
     def take_references(self, values: Sequence[npt.NDArray[np.float64] | TokenValues]) -> None:
         """Take what is stored of each store's documents: `references` [documents, 2], or tokens."""
+        import numpy as np
+
         of_tokens = [each for each in values if isinstance(each, TokenValues)]
         if of_tokens:
             self._of_tokens = of_tokens
@@ -342,6 +364,8 @@ class Examples(Sequence[Example]):
         self, indices: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Return the concatenated ids of the examples at `indices`, and the length of each."""
+        import numpy as np
+
         ids, sizes = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
         datasets = self.datasets[indices]
         # Consecutive examples of one store are copied together.
@@ -359,12 +383,18 @@ class Examples(Sequence[Example]):
 
 
 def _list_array(values: Any, lengths: Any) -> Any:
+    import numpy as np
+    import pyarrow
+
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return pyarrow.ListArray.from_arrays(_to_arrow(offsets), _to_arrow(values))
 
 
 # Through buffers: `pyarrow.array` and `to_numpy` import pandas (pyarrow 26), which takes a second.
 def _to_arrow(values: Any) -> Any:
+    import numpy as np
+    import pyarrow
+
     kind = pyarrow.from_numpy_dtype(values.dtype)
     bits = np.packbits(values, bitorder="little") if values.dtype == bool else values
     return pyarrow.Array.from_buffers(kind, len(values), [None, pyarrow.py_buffer(bits)])
@@ -372,6 +402,8 @@ def _to_arrow(values: Any) -> Any:
 
 def _to_numpy(column: Any) -> Any:
     """Return an Arrow column without nulls as a NumPy array; numbers are not copied."""
+    import numpy as np
+
     name, data = str(column.type), column.buffers()[1]
     if name == "bool":
         values = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(bool)
@@ -484,6 +516,8 @@ class DocumentBuilder:
         label: float,
     ) -> None:
         """Add row `number` of the chunk, a text whose last token is rated: its class or number."""
+        import numpy as np
+
         ids, weight = encoded.input_ids, float(encoded.weights.max())
         weights = np.zeros(len(ids), np.float32)
         counts.add_length(len(ids), str(origin))
@@ -527,6 +561,8 @@ class DocumentBuilder:
 
     def build(self) -> Documents | None:
         """Return the documents, None if there are none."""
+        import numpy as np
+
         pieces = self._pieces
         if not pieces:
             return None
@@ -610,6 +646,8 @@ def fit(
 
 def _split(document: Encoded, sequence_len: int, bos: int) -> list[Encoded]:
     """Cut a document into pieces of similar length, each starting with its first `bos` tokens."""
+    import numpy as np
+
     num_tokens = len(document.input_ids) - bos
     num_pieces = -(-num_tokens // (sequence_len - bos))
     cuts = [bos + num_tokens * piece // num_pieces for piece in range(num_pieces + 1)]
@@ -631,6 +669,8 @@ def _shared_out(lengths: Sequence[int], sequence_len: int) -> list[int]:
 
 def _joined(chosen: Encoded, rejected: Encoded) -> Encoded:
     """Return the two answers of a pair as one document, whose first tokens are no labels."""
+    import numpy as np
+
     weights = np.concatenate([chosen.weights, rejected.weights])
     start = len(chosen.input_ids)
     weights[start] = 0  # nothing predicts it
@@ -641,6 +681,8 @@ def _joined(chosen: Encoded, rejected: Encoded) -> Encoded:
 
 def _step_weight(document: Encoded) -> Any:
     """Return the weight of a document in the mean over a step: that of its labels, or of a pair."""
+    import numpy as np
+
     if document.rejected_start:
         return document.weights.max().astype(np.float64)
     return _labels(document).sum(dtype=np.float64)
