@@ -1,4 +1,4 @@
-"""The PyTorchJob is valid and starts ranks that our checks accept."""
+"""The PyTorchJob is valid and starts ranks that our checks accept; pages are short."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from app.config import load_config
+from app.launch.schedulers import SCHEDULERS
 from app.preflight import requested_devices
 from app.run.ranks import RENDEZVOUS_SECONDS
 from tests.conftest import ROOT
@@ -76,3 +77,10 @@ def test_the_pytorchjob_configures_torchrun_by_variables() -> None:
     variables = {variable["name"]: variable["value"] for variable in container["env"]}
     assert int(variables["PET_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_a_page_of_a_launcher_fits_on_two_screens() -> None:
+    pages = [FOLDER.with_suffix(".md"), *FOLDER.glob("*.md")]
+    assert len(pages) > len(SCHEDULERS)
+    assert {page.stem for page in pages} >= set(SCHEDULERS)
+    assert not [page for page in pages if len(page.read_text().splitlines()) > 60]

@@ -24,7 +24,7 @@ from common.errors import UserError
 from tests.conftest import ROOT
 from tests.tiny import small_run
 
-PAGES = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
+PAGES = {page.name: page.read_text() for page in (ROOT / "docs").rglob("*.md")}
 QUESTIONS = re.findall(r"^- \*\*(.+?)\*\*(.+?)(?=^- |^#|\Z)", PAGES["questions.md"], re.M | re.S)
 ON_A_RUN = ("resume=", "adapter.path=", "+experiment=mine", "-m ", "merge.", "serve.")
 """what needs a finished run, a file, or another verb to compose"""

@@ -29,7 +29,7 @@ from tests.processes import user_environment
 from tests.reliability.shell import Shell
 
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*) ?([\w-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VERB = re.compile(r"(?:^|\s)(?:-m app\.|loft )(\w+)(.*)")
 PLAIN = {"init", "push", "report", "status"}
