@@ -31,7 +31,7 @@ from tests.model.test_experts import tiny_mixture
 from tests.multimodal import tiny_multimodal
 from tests.processes import ends_within, started, user_environment
 from tests.reliability.shell import Shell
-from tests.tiny import TINY_BASE, move, save_with_tokenizer, small_run, tiny_t5
+from tests.tiny import move, save_with_tokenizer, small_base, small_run, tiny_t5
 
 QUESTION = "Sort: pear, apple, fig"
 
@@ -51,11 +51,11 @@ def save_random_adapter(base: Path, folder: Path, **moves: Any) -> Path:
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of the shipped base."""
-    return save_random_adapter(TINY_BASE, tmp_path_factory.mktemp("adapter"), scale=0.02)
+    return save_random_adapter(small_base(), tmp_path_factory.mktemp("adapter"), scale=0.02)
 
 
 def words_of(adapter: Path) -> list[str]:
-    return [f"model.path={TINY_BASE}", f"adapter_path={adapter}", "trainer.precision=fp32"]
+    return [f"model.path={small_base()}", f"adapter_path={adapter}", "trainer.precision=fp32"]
 
 
 def merge_into(folder: Path, *words: str) -> Any:
@@ -318,7 +318,7 @@ def test_a_mixture_merged_in_bf16_is_verified_with_equal_experts(
 def test_a_chat_starts_with_its_system_prompt_and_survives_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"model.path={TINY_BASE}", "chat.system=Be brief.", "chat.max_new_tokens=3"]
+    words = [f"model.path={small_base()}", "chat.system=Be brief.", "chat.max_new_tokens=3"]
     lines = f"/compare\n{'long ' * 3000}\nhi\n/save {tmp_path / 'mine.jsonl'}\n"
     (row,) = talk(monkeypatch, tmp_path / "chat", lines, *words)
     screen = capsys.readouterr().out
@@ -439,7 +439,7 @@ def test_the_server_answers_as_evaluate(default_run: Path, shell: Shell, tmp_pat
 def test_a_server_requires_its_key_and_stops_during_an_answer(
     kind: str, shell: Shell, tmp_path: Path
 ) -> None:
-    base = TINY_BASE
+    base = small_base()
     if kind == "pair":
         base = save_with_tokenizer(tiny_t5(vocab_size=768), tmp_path / "base")
     words = [f"model.path={base}", "chat.max_new_tokens=100000", "trainer.precision=fp32"]
@@ -478,7 +478,7 @@ def test_a_public_server_needs_a_key_and_a_server_its_packages(
     from app.serve import serve
 
     monkeypatch.delenv("LOFT_SERVE_KEY", raising=False)
-    words = [f"model.path={TINY_BASE}", "serve.host=0.0.0.0", f"output.dir={tmp_path / 'serve'}"]
+    words = [f"model.path={small_base()}", "serve.host=0.0.0.0", f"output.dir={tmp_path / 'serve'}"]
     assert dispatch("serve", serve, words=words) == 2
     assert "LOFT_SERVE_KEY=..." in capsys.readouterr().err and not (tmp_path / "serve").exists()
     monkeypatch.setattr("app.serve.find_spec", lambda name: None)
@@ -505,7 +505,7 @@ def test_the_vllm_command_has_adapter_template_and_stop_tokens(
         own.mkdir()
         (own / "adapter_config.json").write_text(json.dumps(settings | change))
         monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
-        words = [f"model.path={TINY_BASE}", f"adapter_path={own}", "serve.engine=vllm"]
+        words = [f"model.path={small_base()}", f"adapter_path={own}", "serve.engine=vllm"]
         serve(load_config("serve", [*words, f"output.dir={folder}-{own.name}"]))
         *_, line, last = capsys.readouterr().out.splitlines()
         assert last == f"run: {folder}-{own.name}"

@@ -1,4 +1,7 @@
-"""The quickstart on a quantized base learns as much as on the full-precision base."""
+"""The quickstart on a quantized base learns as much as on the full-precision base.
+
+parity/test_qlora.py: a step of each method, int8 too, is that of the dequantized weights.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from app.evaluate import evaluate
 from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES
 
-METHODS = ("none", "nf4", "int8", "fp8")
+METHODS = ("none", "nf4", "fp8")
 LISTS, LISTS_TEST = SAMPLES / "lists.json", SAMPLES / "lists_test.json"
 SHORT = (
     f"data.datasets=[{{path: {LISTS}, name: lists}}]",
@@ -21,7 +24,7 @@ SHORT = (
     "evaluation.max_rows=60",
 )
 EXACT, LOSS = "exact_match/lists", "val/loss/lists"
-NOISE = ("MatMul8bitLt", "gemm_4bit", "bitsandbytes")
+NOISE = ("gemm_4bit", "bitsandbytes")
 """parts of bitsandbytes warnings, which are filtered"""
 
 
@@ -49,7 +52,7 @@ def metrics_of(folder: Path) -> dict[str, float]:
 def test_qlora_learns_what_lora_learns(runs: dict[str, tuple[Path, str]]) -> None:
     lora = metrics_of(runs["none"][0])
     assert lora[f"tuned/{EXACT}"] > 0.5
-    for method in ("nf4", "int8", "fp8"):
+    for method in ("nf4", "fp8"):
         folder, screen = runs[method]
         measured = metrics_of(folder)
         assert measured[f"tuned/{EXACT}"] > lora[f"tuned/{EXACT}"] - 0.05, method

@@ -1,4 +1,7 @@
-"""Stopped and killed runs: checkpoints, messages and remaining processes."""
+"""Stopped and killed runs: checkpoints, messages and remaining processes.
+
+Under torchrun: test_two_hosts.py.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,12 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from app.training.checkpoint.store import CheckpointStore
-from tests.conftest import ROOT
 from tests.processes import (
     GONE_WITHIN,
     LONGEST,
@@ -22,7 +23,6 @@ from tests.processes import (
     TWO_RANKS,
     processes_of,
     start_train,
-    user_environment,
     wait_until_gone,
 )
 from tests.reliability.shell import Shell
@@ -107,27 +107,6 @@ def test_two_ranks_stop_together_and_are_restarted(
     assert output.count("error") == 2 and "gloo" not in output
     assert "restart 1 of 2, from step 4" in output and "restart 2 of 2, from step 6" in output
     check_same_run(run, uninterrupted)
-
-
-def test_torchrun_restarts_ranks(uninterrupted: Path, shell: Shell, tmp_path: Path) -> None:
-    words = small_run(*RUN, *TWO_RANKS, "resume=auto", "faults=[rank_killed:1@5]")
-    command = [
-        *(shell.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *("--max-restarts=2", "-m", "app.train", *words, f"output.dir={tmp_path / 'run'}"),
-    ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=user_environment(),
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "RESUME: from" in done.stdout
-    wait_until_gone(tmp_path / "run")
-    check_same_run(tmp_path / "run", uninterrupted)
 
 
 def test_a_killed_loader_worker_is_named(shell: Shell, tmp_path: Path) -> None:

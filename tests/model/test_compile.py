@@ -309,6 +309,7 @@ class TestCallback:
         trainer: Any = SimpleNamespace(global_step=number)
         callback.on_train_batch_end(trainer, None, None, None, 0)  # type: ignore[arg-type]
 
+    @pytest.mark.versions
     def test_a_late_compilation_is_logged_once_with_its_reason(
         self, traced_only: None, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -388,6 +389,7 @@ def test_a_run_with_compiled_layers(
     assert not [record for record in caplog.records if "compile" in record.message]
 
 
+@pytest.mark.versions
 def test_a_machine_without_a_compiler_trains_all_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = [*small_run("trainer.compile=true", "trainer.max_steps=2"), f"output.dir={folder}"]

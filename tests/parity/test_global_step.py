@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.config import load_config
@@ -28,70 +27,46 @@ from data_modules import (
     ModelSpec,
     PackingConfig,
 )
-from tests.conftest import ROOT, TrainRun, read_column
+from tests.conftest import TrainRun, read_column
 from tests.reliability.shell import Shell
+from tests.tiny import SAMPLES, small_base, small_run
 
 pytestmark = pytest.mark.slow
 
-SAMPLES = ROOT / "data_modules" / "samples"
 SETTINGS = [
-    f"model.path={SAMPLES / 'tiny_base'}",
-    f"data.datasets=[{{path: {SAMPLES / 'lists.json'}}}, {{path: {SAMPLES / 'orders.jsonl'}}}]",
     "data.sequence_len=128",
     "adapter.dropout=0",
     "optimizer.lr=1e-3",
     "schedule=constant",
     "schedule.warmup_steps=0",
     "trainer.max_steps=6",
-    "trainer.precision=fp32",
     "logger=csv",
 ]
-SPLITS = {
-    "eight at once": ["trainer.micro_batch_size=8", "trainer.gradient_accumulation_steps=1"],
-    "one by one": ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=8"],
-    "two ranks": [
-        "trainer.micro_batch_size=2",
-        "trainer.gradient_accumulation_steps=2",
-        "trainer.devices=2",
-        "trainer.accelerator=cpu",
-    ],
-}
+OF_ALL_WEIGHTS = [*(word for word in SETTINGS if word != "adapter.dropout=0"), "adapter=full"]
+EIGHT_AT_ONCE = ["trainer.micro_batch_size=8", "trainer.gradient_accumulation_steps=1"]
+ONE_BY_ONE = ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=8"]
+TWO_RANKS = [
+    "trainer.micro_batch_size=2",
+    "trainer.gradient_accumulation_steps=2",
+    "trainer.devices=2",
+    "trainer.accelerator=cpu",
+]
 
 
 def first_gradient_norm(folder: Path) -> float:
     return read_column(folder, "train/grad_norm")[1]
 
 
-@pytest.fixture(scope="module")
-def reference(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cuts") / "reference"
-    shell.train_into(folder, *SETTINGS, *SPLITS["eight at once"])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def of_two_ranks(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cuts") / "two-ranks"
-    shell.train_into(folder, *SETTINGS, *SPLITS["two ranks"])
-    return folder
-
-
-@pytest.mark.parametrize("split", ["one by one", "two ranks"])
-def test_a_global_step_is_the_same_however_it_is_split(
-    split: str, reference: Path, of_two_ranks: Path, shell: Shell, tmp_path: Path
-) -> None:
-    folder = of_two_ranks
-    if split != "two ranks":
-        folder = tmp_path / "split"
-        shell.train_into(folder, *SETTINGS, *SPLITS[split])
-    assert first_gradient_norm(folder) == pytest.approx(first_gradient_norm(reference), rel=1e-6)
-    for column in ("train/loss", "train/loss/lists", "train/loss/orders"):
-        ours, expected = read_column(folder, column), read_column(reference, column)
-        assert ours == pytest.approx(expected, rel=1e-6)
-    # The validation loss is a token-weighted mean, however it is split.
-    assert read_column(folder, "val/loss") == pytest.approx(
-        read_column(reference, "val/loss"), rel=1e-6
+def test_a_global_step_is_the_same_in_one_micro_batch_and_in_eight(train_run: TrainRun) -> None:
+    """parity/strategies/test_steps.py splits it over ranks."""
+    whole, split = (
+        train_run(*small_run(*SETTINGS, *words)) for words in (EIGHT_AT_ONCE, ONE_BY_ONE)
     )
+    assert first_gradient_norm(split) == pytest.approx(first_gradient_norm(whole), rel=1e-6)
+    # The validation loss is a token-weighted mean, however it is split.
+    for column in ("train/loss", "train/loss/lists", "train/loss/orders", "val/loss"):
+        ours, expected = read_column(split, column), read_column(whole, column)
+        assert ours == pytest.approx(expected, rel=1e-6)
 
 
 def test_ranks_of_a_stream_share_the_weight_of_a_step(shell: Shell, tmp_path: Path) -> None:
@@ -101,14 +76,12 @@ def test_ranks_of_a_stream_share_the_weight_of_a_step(shell: Shell, tmp_path: Pa
         f"data.datasets=[{{path: {lists}}}]",
         "data.streaming=true",
         "data.val_set_size=0",
-        "adapter=full",
         "trainer.max_steps=1",
     ]
-    own = [word for word in SETTINGS if not word.startswith(("adapter", "data.datasets"))]
     folder = tmp_path / "run"
-    shell.train_into(folder, *own, *SPLITS["two ranks"], *words)
+    shell.train_into(folder, *small_run(*OF_ALL_WEIGHTS, *TWO_RANKS, *words))
 
-    model = AutoModelForCausalLM.from_pretrained(SAMPLES / "tiny_base", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(small_base(), dtype=torch.float32)
     model.set_attn_implementation(attention_implementation("sdpa"))
     batches = [batch for rank in range(2) for batch in streamed(lists, rank)]
     weight = sum(batch.step_weight for batch in batches)
@@ -131,7 +104,7 @@ def streamed(path: str, rank: int) -> list[Batch]:
                 val_set_size=0,
             ),
             packing=PackingConfig(),
-            tokenizer=AutoTokenizer.from_pretrained(SAMPLES / "tiny_base"),
+            tokenizer=AutoTokenizer.from_pretrained(small_base()),
             model=ModelSpec(context_len=1024),
             batching=BatchSpec(micro_batch_size=2, accumulation_steps=2, num_ranks=2, max_steps=1),
             seed=42,
@@ -149,36 +122,24 @@ def test_packed_and_padded_documents_give_the_same_loss_and_gradient(
 ) -> None:
     """One step over all rows of a small data set."""
     words = [
-        *SETTINGS[:-1],
+        *SETTINGS,
         "data.datasets=[{path: " + str(SAMPLES / "lists_test.json") + "}]",
         "trainer.max_steps=1",
     ]
-    packed = train_run(*words, "trainer.gradient_accumulation_steps=80")
-    padded = train_run(*words, "packing=none", "trainer.gradient_accumulation_steps=200")
+    packed, padded = (
+        train_run(*small_run(*words, packing, f"trainer.gradient_accumulation_steps={number}"))
+        for packing, number in (("packing=multipack", 80), ("packing=none", 200))
+    )
     for column in ("train/loss", "train/grad_norm", "val/loss"):
         assert read_column(packed, column) == pytest.approx(read_column(padded, column), rel=1e-6)
     tokens = "train/tokens/lists_test"
     assert read_column(packed, tokens) == read_column(padded, tokens)
 
 
-def test_a_run_on_two_ranks_leaves_one_folder_with_one_adapter(
-    reference: Path, of_two_ranks: Path
-) -> None:
-    folder = of_two_ranks
-    ours = load_file(folder / "adapter" / "adapter_model.safetensors")
-    expected = load_file(reference / "adapter" / "adapter_model.safetensors")
-    assert ours.keys() == expected.keys()
-    for name, tensor in ours.items():
-        assert torch.allclose(tensor, expected[name], atol=1e-4), name
-    metrics = json.loads((folder / "metrics.json").read_text())
-    assert metrics["val/loss"] < metrics["base/val/loss"]
-
-
 def test_the_final_loss_of_two_ranks_is_that_of_all_rows(shell: Shell, tmp_path: Path) -> None:
     """Rank 0 measures it after saving has rounded the weights."""
     folder = tmp_path / "full"
-    settings = [word for word in SETTINGS if not word.startswith("adapter.")]
-    shell.train_into(folder, *settings, *SPLITS["two ranks"], "adapter=full")
+    shell.train_into(folder, *small_run(*OF_ALL_WEIGHTS, *TWO_RANKS))
     evaluate(load_config("evaluate", [f"run={folder}", f"output.dir={tmp_path / 'again'}"]))
     closing = json.loads((folder / "metrics.json").read_text())
     for name, value in json.loads((tmp_path / "again" / "metrics.json").read_text()).items():

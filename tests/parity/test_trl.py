@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -38,6 +39,8 @@ pytestmark = [
 STEPS, PAIRS, BETA, TOLERANCE = 20, 8, 0.1, 1e-5
 LR, EPS = {"lora": 3e-4, "full": 3e-5}, 1e-2
 """of AdamW; with a smaller epsilon, rounding decides the sign of some updates"""
+IN_TEST_SLOW = [("dpo", "lora"), ("kto", "lora")]
+"""the others by `make test-versions`; tests/training compares all with plain PyTorch"""
 Rows = list[dict[str, Any]]
 
 
@@ -226,8 +229,13 @@ def train_theirs(name: str, adapter: str, folder: Path, weights: dict[str, Tenso
     return found
 
 
-@pytest.mark.parametrize("adapter", ["lora", "full"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        pytest.param(*case, marks=() if case in IN_TEST_SLOW else pytest.mark.versions)
+        for case in itertools.product(CASES, LR)
+    ],
+)
 def test_losses_margins_and_gradients_are_those_of_trl(
     name: str, adapter: str, tmp_path: Path
 ) -> None:

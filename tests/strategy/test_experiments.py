@@ -114,11 +114,10 @@ def states_of(model: Any, strategy: Any, num_ranks: int) -> ModelStates:
     return estimate_states(size, strategy, **ranks)
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "group"),
-    [("llama70b", 8), pytest.param("falcon180b", 8, marks=pytest.mark.versions)],
-    indirect=["group"],
+    ("name", "group"), [("llama70b", 8), ("falcon180b", 8)], indirect=["group"]
 )
 def test_experiments_are_sharded_by_fsdp(name: str, group: int) -> None:
     """On the meta device."""
@@ -149,6 +148,7 @@ def test_experiments_are_sharded_by_fsdp(name: str, group: int) -> None:
     assert whole == sum(weight.numel() for weight in build().parameters())
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_ranks", "stage"), [("llama70b_3d", 8, "first"), ("llama405b_3d", 32, "last")]
@@ -237,6 +237,7 @@ def shard_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_a_meta_model_is_sharded_by_zero() -> None:
     num_ranks = 64
@@ -305,6 +306,7 @@ def set_up_zero(num_ranks: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_memory_of_a_zero_rank_equals_the_estimate() -> None:
     (found,) = on_ranks(1, set_up_zero, 64)

@@ -83,7 +83,7 @@ def test_rows_that_auto_splits_train_as_one_process(long_rows: tuple[str, ...], 
 def test_resumed_with_another_number_of_slices(long_rows: tuple[str, ...], runs: Runs) -> None:
     run = runs.new_folder("slices")
     words = (*ADAPTERS["lora"], *long_rows, "trainer.checkpoint.every_steps=1", "resume=auto")
-    chain = [(sliced("ddp"), 2), (SINGLE, 4), (sliced("fsdp", ranks=4, words=FOUR), 6)]
+    chain = [(sliced("fsdp", ranks=4, words=FOUR), 2), (SINGLE, 4)]
     for layout, step in chain:
         killed = runs.typed(layout, *words, f"faults=[rank_killed:0@{step}]")
         runs.shell.train_into(run, *killed, code=layout.code_of_a_kill)
