@@ -324,7 +324,9 @@ FAMILIES: Mapping[str, Family] = {
         _PAIR, matrices=_bart, defaults={**_PAIR.defaults, "dropout": 0.1}, has_post_norms=True
     ),
     "gpt_oss": replace(_CAUSAL, has_sinks=True, has_half_scores=True, clamps_gate=True),
-    **dict.fromkeys(("flint", "granite_swa", "granitemoe_swa"), Family(has_sinks=True)),
+    **dict.fromkeys(
+        ("flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), Family(has_sinks=True)
+    ),
     "llama4_text": replace(_CAUSAL, refuses_lora="router", computes_all_experts=True),
     "llama4": Family(refuses_lora="router"),
     "gpt_neox": Family(queries_and_keys="query_key_value", joins_rotated=True),

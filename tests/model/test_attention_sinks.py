@@ -1,4 +1,4 @@
-"""Attention sinks, folded into what a kernel returns, equal gpt-oss's own eager attention."""
+"""Attention sinks, folded into what a kernel returns, equal the models' own eager attention."""
 
 from __future__ import annotations
 
@@ -35,6 +35,15 @@ NUMBERS = {
     "sliding_window": WINDOW,
     "initializer_range": 0.2,
 }
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+MIMO = NUMBERS | {
+    "model_type": "mimo_v2_flash",
+    "head_dim": 16,
+    "v_head_dim": 8,
+    "mlp_layer_types": ["dense", "dense"],
+    "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
+}
+"""a layer without sinks, and narrower values"""
 
 
 def masked_scores(
@@ -102,10 +111,12 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library._destroy()
 
 
-def model_of(recompute: str = "none", backend: str = "sdpa") -> Any:
+def model_of(
+    recompute: str = "none", backend: str = "sdpa", numbers: dict[str, Any] = NUMBERS
+) -> Any:
     torch.manual_seed(0)
     model = build_model(
-        ModelConfig(from_scratch=True, architecture=NUMBERS),
+        ModelConfig(from_scratch=True, architecture=numbers),
         QuantizationConfig(),
         backend,
         FullConfig(),
@@ -120,10 +131,11 @@ def model_of(recompute: str = "none", backend: str = "sdpa") -> Any:
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+@pytest.mark.parametrize("numbers", [NUMBERS, MIMO], ids=["gpt_oss", "mimo"])
 def test_logits_and_gradients_equal_eager_attention(
-    backend: str, lengths: list[list[int]], flash: None
+    numbers: dict[str, Any], backend: str, lengths: list[list[int]], flash: None
 ) -> None:
-    model = model_of()
+    model = model_of(numbers=numbers)
     ours, eager = run(model, backend, lengths), run(model, "eager", lengths)
     assert (ours[0] - eager[0]).norm() <= 2e-6 * eager[0].norm()
     for (name, _), gradient, expected in zip(

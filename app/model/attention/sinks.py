@@ -78,10 +78,14 @@ def attend_to_rows(
 ) -> Tensor:
     """Attend on a CPU; query, key, value, and the output: [rows, heads, tokens, head_dim].
 
-    Key and value may have fewer heads (GQA). sinks [heads]; mask bool, or added to the scores.
+    Key and value may have fewer heads (GQA), and values a smaller head_dim. sinks [heads]; mask
+    bool, or added to the scores.
     """
     aten = torch.ops.aten
     query, key, value = parts
+    value_dim = value.shape[-1]
+    if value_dim != query.shape[-1]:  # the kernel has one width
+        value = torch.nn.functional.pad(value, (0, query.shape[-1] - value_dim))
     repeats = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
     if mask is not None and mask.dtype == torch.bool:
@@ -92,7 +96,7 @@ def attend_to_rows(
     )
     options = {"dropout_p": 0.0, "is_causal": is_causal, "attn_mask": mask, "scale": scaling}
     output: Tensor = _SinkAttention.apply(query, key, value, sinks, kernels, options)
-    return output
+    return output[..., :value_dim]
 
 
 def attend_to_documents(
