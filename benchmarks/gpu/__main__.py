@@ -1,4 +1,4 @@
-"""`make bench-gpu`: an 8B model on one GPU, LoRA, QLoRA and full, compared with a plain loop.
+"""`make bench-gpu`: an 8B model on one GPU, LoRA, QLoRA, full and FP8, compared with a plain loop.
 
 Random weights of Llama 3.1 8B's shape, made on the device: no files and no network. Every part is
 trained from the start, ours by the rooms of `app.train`; the parts take turns in rounds, as many as
@@ -46,8 +46,10 @@ PARTS = {
     "llama8b as shipped": Part(experiment="llama8b"),
     "lora, compiled": Part(is_compiled=True, warm_up=2, seconds=90),
     "lora, real lengths": Part(is_skewed=True),
-    "qlora": Part(is_quantized=True),
+    "qlora": Part(quantization="nf4"),
     "full": Part(adapter="full", packs=1),
+    "lora, fp8": Part(quantization="fp8", first_round=1),
+    "full, fp8": Part(adapter="full", packs=1, trains_in_fp8=True, first_round=1),
     "lora, compiled, real lengths": Part(
         is_compiled=True, is_skewed=True, warm_up=2, first_round=1, seconds=60
     ),
@@ -70,6 +72,8 @@ AIMS = {
 }
 RATIOS = {
     "qlora_against_lora": ("qlora", "lora", 0.97),
+    "lora_fp8_against_lora": ("lora, fp8", "lora", 1.0),
+    "full_fp8_against_full": ("full, fp8", "full", 1.0),
     "real_lengths_against_full_sequences": ("lora, real lengths", "lora", 0.97),
     "compiled_real_lengths_against_full_sequences": (
         "lora, compiled, real lengths",
@@ -234,7 +238,7 @@ def run(task: Task, part: Part, system: str, found: Runs) -> str:
 
     Where memory does not suffice, layers are recomputed in the backward pass, which is noted.
     """
-    needs_bitsandbytes = part.is_quantized or part.optimizer == "adamw8bit"
+    needs_bitsandbytes = part.quantization == "nf4" or part.optimizer == "adamw8bit"
     if needs_bitsandbytes and find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed"
     modes = recomputes(part, system)

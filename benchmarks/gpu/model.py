@@ -7,17 +7,20 @@ from typing import Any
 from benchmarks.gpu.task import Task
 
 
-def make_base(task: Task, implementation: str, dtype: Any, *, is_quantized: bool) -> Any:
-    """Create the base, optionally in nf4; each weight is drawn on the device, in `dtype`."""
+def make_base(task: Task, implementation: str, dtype: Any, quantization: str) -> Any:
+    """Create the base, in nf4 or fp8 if so; each weight is drawn on the device, in `dtype`."""
     import torch
 
     from app.model.base import ModelConfig, load_base
+    from app.model.fp8 import quantize_to_fp8
 
     config = ModelConfig(from_scratch=True, architecture=task.shape)
     with torch.device(task.device):
         model = load_base(config, implementation, dtype)
-    if is_quantized:
+    if quantization == "nf4":
         quantize(model, dtype)
+    elif quantization == "fp8":
+        quantize_to_fp8(model, dtype)
     return model
 
 

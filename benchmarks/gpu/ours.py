@@ -70,6 +70,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
         is_packed=True,
         metrics=metrics,
         uses_fused_kernels=not part.is_compiled,
+        trains_in_fp8=part.trains_in_fp8,
         recomputes_layers=recompute in WHOLE_LAYERS,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +148,7 @@ def build(
     from app.model.recompute import RecomputeConfig, apply_recompute
 
     implementation = attention_implementation(backend)
-    model = make_base(task, implementation, torch.bfloat16, is_quantized=part.is_quantized)
+    model = make_base(task, implementation, torch.bfloat16, part.quantization)
     apply_recompute(model, RecomputeConfig(mode=recompute))
     with torch.device(task.device):
         adapted = apply_adapter(model, adapter, half_precision=precision == "bf16-pure")
@@ -184,6 +185,7 @@ def data_of(batches: Sequence[Batch], accumulation: int) -> Any:
     from data_modules import FinetuneDataModule
 
     class Prepared(L.LightningDataModule):
+        is_streamed = True  # so FP8 is not compared with bf16: random weights would be refused
         transfer_batch_to_device = FinetuneDataModule.transfer_batch_to_device
 
         def train_dataloader(self) -> DataLoader[Any]:

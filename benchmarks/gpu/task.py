@@ -39,8 +39,10 @@ class Part:
 
     adapter: str = "lora"
     """lora (on all linear layers) or full (every weight, bf16 throughout)"""
-    is_quantized: bool = False
-    """base in nf4 with double quantization"""
+    quantization: str = "none"
+    """of the base: none, nf4 (with double quantization) or fp8"""
+    trains_in_fp8: bool = False
+    """products of the inner layers in FP8, of adapter=full"""
     is_skewed: bool = False
     """documents of skewed lengths packed by multipack, instead of full sequences"""
     is_compiled: bool = False

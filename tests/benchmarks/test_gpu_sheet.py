@@ -41,7 +41,7 @@ SHAPE = {
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 512,
@@ -102,6 +102,8 @@ def test_every_part_trains_and_stands_in_the_sheet(
         "gpu/full/tokens_per_second",
         "gpu/full/speed_against_plain",
         "gpu/qlora_against_lora",
+        "gpu/lora_fp8_against_lora",
+        "gpu/full_fp8_against_full",
         "gpu/real_lengths_against_full_sequences",
     }
     lora = results["lora", "ours"]["tokens_per_second"]
