@@ -325,6 +325,9 @@ def words_of(config: StrategyConfig) -> str:
 
 
 def ranks_per_row(config: StrategyConfig, ranks_per_node: int) -> int:
-    """Return the number of ranks that get the same rows: they split matrices, tokens or layers."""
+    """Return the number of ranks that get the same rows: they split matrices, tokens or layers.
+
+    A size of 0, which is refused with all other settings, counts as 1.
+    """
     split = tensor_parallel_size(config, ranks_per_node) * context_parallel_size(config)
-    return split * pipeline_parallel_size(config)
+    return max(1, split * pipeline_parallel_size(config))

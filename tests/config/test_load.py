@@ -94,6 +94,8 @@ BAD_WORDS = [
     (["sweep=lora_rank"], ["add -m"], []),
     (["--cfg", "hydra"], ["expected --cfg job"], []),
     (["trainer.max_steps=0"], ["trainer.max_steps=0: expected 1 or more"], ["trainer.max_steps=1"]),
+    (["strategy=ddp", "strategy.context_parallel_size=0"],
+     ["strategy.context_parallel_size=0: expected from 1 to 64"], []),
 ]  # fmt: skip
 
 

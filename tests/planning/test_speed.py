@@ -255,6 +255,9 @@ def test_context_parallel_splits_a_row_and_exchanges_its_heads_twice_per_layer_a
     gather = list_collectives(odd)[-1]  # three ranks cannot share 32 heads
     assert (gather.kind, gather.times, gather.num_ranks) == (ALL_GATHER, 2 * 32, 3)
     assert gather.num_bytes == 300 * 2 * 8 * 128 * 2
+    whole = run_of("llama8b", strategy=DdpConfig(), gpus=3, sequence_len=300)
+    # The rank with the end of the row has 5/9 of its scores.
+    assert estimate_speed(odd).attention == pytest.approx(5 / 9 * estimate_speed(whole).attention)
     split = replace(split, recompute="none")
     repeated = estimate_gpu_memory(split).activations
     monkeypatch.setattr("app.planning.activations.key_repeats", lambda *_: 1)
