@@ -232,7 +232,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     from app.strategy.build import build_strategy
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
-    from app.training.objective.sft import Sft
+    from app.training.objective.objective import Sft
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
@@ -305,8 +305,7 @@ def by_hand(folder: Path, name: str) -> list[Time]:
     import torch
     import torch.distributed as dist
 
-    from app.training.objective.objective import batch_loss
-    from app.training.objective.sft import Sft
+    from app.training.objective.objective import Sft, batch_loss
     from app.training.objective.sums import DatasetSums
 
     class Loss(torch.nn.Module):

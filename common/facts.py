@@ -139,7 +139,6 @@ def facts_of(field: dataclasses.Field[Any]) -> Facts:
 
 
 def is_settings(value: object) -> TypeGuard[DataclassInstance]:
-    """Return whether a value is an object of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 

@@ -77,7 +77,6 @@ class ConfFile:
         return f"{self.package}.{local}" if self.package else local
 
     def sets(self, key: str) -> bool:
-        """Return whether this file sets full key `key`."""
         return any(self.full_key(local) == key for local in self.lines)
 
     def where(self, key: str) -> str:

@@ -48,7 +48,6 @@ def _home() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the hub's cache folder."""
     return Path(os.environ.get("HF_HUB_CACHE") or _home() / "hub")
 
 

@@ -74,7 +74,6 @@ class Fault:
     point: str | None = None
 
     def fires_on(self, rank: int, num_ranks: int) -> bool:
-        """Return whether the fault fires on `rank`."""
         if self.rank is not None:
             return self.rank == rank
         is_step_fault = self.name in (*_STEP_FAULTS, "batch_killed")

@@ -35,7 +35,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     from app.strategy.settings import StrategyConfig
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
-    from app.training.objective.sft import Sft
+    from app.training.objective.objective import Sft
     from app.training.optimizers import build_optimizer
     from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment

@@ -145,7 +145,6 @@ class StepPlan:
         return fit_accumulation(self.accumulation_steps, packs, at_once)
 
     def ends_epoch(self, step: int) -> bool:
-        """Return whether an epoch ends after `step` steps."""
         while self._first_steps[-1] < step:
             self._count_another_epoch()
         return step in self._first_steps[1:]

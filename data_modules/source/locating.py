@@ -253,7 +253,6 @@ class _Folder:
         return sorted(name for name in found if not (self.path / name).is_dir())
 
     def file(self, name: str) -> File:
-        """Return the file of a name."""
         return self.path / name
 
     def inner(self, name: str) -> _Folder | None:
@@ -286,7 +285,6 @@ class _RemoteFolder(_Folder):
         return self._ask(lambda fs, place: fs.glob(f"{place.rstrip('/')}/{pattern}"))
 
     def file(self, name: str) -> File:
-        """Return the file of a name."""
         return Url(f"{self.url.address.rstrip('/')}/{name}", self.url.limits)
 
     def inner(self, name: str) -> _Folder | None:

@@ -145,7 +145,6 @@ class PairEncoder:
         return encoded
 
     def source_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the encoder's ids of each text."""
         backend: Any = self._tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()

@@ -100,7 +100,6 @@ def find_marks(text: str, chat: Chat) -> list[Mark] | None:
 
 
 def has_content_mark(text: str) -> bool:
-    """Return whether a text contains the mark of a content."""
     return any(found["part"] in ("c", "C") for found in _MARK.finditer(text))
 
 

@@ -112,7 +112,6 @@ class DatasetReport:
     notes: list[str]
 
     def line(self) -> str:
-        """Return the report in one line."""
         guessed = ", guessed" if self.format_guessed else ""
         if self.is_streamed:
             return (

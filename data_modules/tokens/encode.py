@@ -500,7 +500,6 @@ class BadRows:
         self.num_empty = 0
 
     def add(self, row: Rejected) -> None:
-        """Add a bad row."""
         if row.is_empty and self._drops_empty:
             self.num_empty += 1
             self.first_empty = [*self.first_empty, row.origin][:_MAX_FIRST]
@@ -533,7 +532,6 @@ class BadRows:
             self._file.write(json.dumps(line) + "\n")
 
     def add_all(self, rows: Iterable[Rejected]) -> None:
-        """Add several bad rows."""
         for row in rows:
             self.add(row)
 

@@ -151,7 +151,6 @@ def _sample(
 
 
 def _lengths(items: Sequence[Item], count_tokens: CountTokens) -> list[int]:
-    """Return the tokens of each item."""
     counted = iter(count_tokens([text for item in items for text in _texts(item)]))
     return [
         sum(itertools.islice(counted, len(_texts(item)))) + _other_tokens(item) for item in items

@@ -29,8 +29,7 @@ from app.training.callbacks.compilation import (
     CompiledLayers,
     num_compiled_graphs,
 )
-from app.training.objective.objective import batch_loss
-from app.training.objective.sft import Sft
+from app.training.objective.objective import Sft, batch_loss
 from app.training.objective.sums import DatasetSums
 from common.errors import Origin, UserError
 from data_modules.collator import Batch, Collator

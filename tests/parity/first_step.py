@@ -23,8 +23,7 @@ from app.model.base import ModelConfig, load_base
 from app.model.kernels import unfuse_layers
 from app.strategy.ddp import SingleDevice
 from app.training.module import FinetuneModule
-from app.training.objective.objective import batch_loss, validate
-from app.training.objective.sft import Sft
+from app.training.objective.objective import Sft, batch_loss, validate
 from app.training.objective.sums import DatasetSums
 from common.errors import Origin
 from data_modules import Batch, Example

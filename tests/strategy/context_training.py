@@ -22,8 +22,7 @@ from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.strategy.loading import peak_host_bytes
 from app.strategy.placement import Placement
-from app.training.objective.objective import batch_loss, validate
-from app.training.objective.sft import Sft
+from app.training.objective.objective import Sft, batch_loss, validate
 from app.training.objective.sums import DatasetSums
 from app.training.routing import balance_loss
 from common.errors import Origin, UserError

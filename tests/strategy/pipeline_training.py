@@ -28,8 +28,7 @@ from app.strategy.state import local
 from app.training.checkpoint.optimizer_state import optimizer_state
 from app.training.checkpoint.state import model_state, trainable_parameters
 from app.training.objective.forward import head_inputs
-from app.training.objective.objective import batch_loss
-from app.training.objective.sft import Sft
+from app.training.objective.objective import Sft, batch_loss
 from app.training.objective.sums import DatasetSums
 from common.errors import Origin
 from data_modules import Batch, Example

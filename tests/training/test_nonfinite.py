@@ -28,7 +28,7 @@ from app.training.checkpoint.state import model_state
 from app.training.metrics import Metrics, StepRecord
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch, check_finite, propagate_nonfinite, skip_nonfinite_step
-from app.training.objective.sft import Sft
+from app.training.objective.objective import Sft
 from app.training.objective.sums import DatasetSums
 from app.training.optimizers import build_optimizer
 from app.training.schedule import ScheduleConfig

@@ -17,8 +17,7 @@ from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.head import LossHead, fuse_head
 from app.model.kernels import FusedLinear, FusedNorm
 from app.training.module import FinetuneModule
-from app.training.objective.objective import validate
-from app.training.objective.sft import Sft
+from app.training.objective.objective import Sft, validate
 from app.training.schedule import ScheduleConfig
 from data_modules import Batch
 from tests.tiny import tiny_llama, tiny_t5

@@ -9,11 +9,10 @@ from app.model.base import ModelConfig
 from app.training.objective.classify import Classify, Reward
 from app.training.objective.distill import Distill, Teacher
 from app.training.objective.kto import Kto
-from app.training.objective.objective import Objective
+from app.training.objective.objective import Objective, Sft
 from app.training.objective.pair_losses import PAIR_LOSSES
 from app.training.objective.pairs import PairObjective
 from app.training.objective.settings import ClassifyConfig, DistillConfig, ObjectiveConfig
-from app.training.objective.sft import Sft
 
 _OTHERS: dict[str, Callable[[Any], Objective]] = {
     "sft": lambda _: Sft(),

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from app.model.attention.probes import check_isolation, check_padded_rows
 from app.model.classifier import hidden_as_logits
-from app.model.head import check_head_loss
+from app.model.head import check_head_loss, head_loss
 from app.model.quantization import quantize_tokens_independently
-from app.training.objective.forward import document_datasets
+from app.training.objective.forward import document_datasets, head_inputs, rows_of_positions
 from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
 from data_modules import Batch
 
@@ -110,6 +110,19 @@ class Objective(Protocol):
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         """Return the losses of a micro-batch, whose attention is computed by `backend`."""
+
+
+class Sft(Objective):
+    """Supervised fine-tuning: cross-entropy of each trained token, times its weight."""
+
+    figures: tuple[str, ...] = ()
+    is_likelihood = True
+
+    def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
+        head = head_inputs(model, batch, backend)
+        total, losses = head_loss(model, head.inputs, head.labels, head.weights)
+        rows = rows_of_positions(batch, head)
+        return Losses(total, losses, head.weights.flatten(), head.dataset_ids.flatten(), rows)
 
 
 def batch_loss(
