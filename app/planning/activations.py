@@ -48,7 +48,7 @@ class LayerExecution:
     """How a model's layers are computed, as far as it affects their activation memory."""
 
     tokens: int
-    """tokens of a micro-batch on one device"""
+    """tokens of a micro-batch on one device that have a backward pass"""
     value_bytes: int = HALF
     """bytes per value of the inputs and outputs of matrix products"""
     residual_bytes: int = HALF
@@ -263,7 +263,8 @@ class Activations:
 def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activations:
     """Estimate the activations that the layers save, and those their backward pass needs."""
     widths = _widths_on_rank(run)
-    tokens, hidden, stream = run.tokens, widths.hidden, execution.residual_bytes * widths.hidden
+    tokens, hidden = execution.tokens, widths.hidden
+    stream = execution.residual_bytes * hidden
     value_bytes, norm_bytes = execution.value_bytes, execution.norm_bytes()
     whole, own = (layer_bytes(widths, execution, mode) for mode in ("none", run.recompute))
     # Recurrent layers compute whole rows on each of the ranks that share them.
@@ -395,8 +396,8 @@ def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, fl
         return 0.0, 0.0
     value_bytes = execution.value_bytes
     if model.widths.family.has_post_norms:
-        states = run.tokens / 2 * hidden * value_bytes
-        whole = _WHOLE_LOGITS * FP32 * run.tokens / 2 * model.widths.vocabulary
+        states = execution.tokens / 2 * hidden * value_bytes
+        whole = _WHOLE_LOGITS * FP32 * execution.tokens / 2 * model.widths.vocabulary
         return 2 * states + whole, states
     split = 1 if model.widths.vocabulary % run.tensor_size else run.tensor_size
     vocabulary = model.widths.vocabulary // split
@@ -404,12 +405,12 @@ def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, fl
     has_kernel = run.fuses_loss and run.fuses_layers and run.is_on_gpu
     if has_kernel:
         rows *= TRAINED_CHUNKS if model.trains_head else FUSED_CHUNKS
-    rows = min(run.tokens, rows)
-    num_chunks = -(-run.tokens // rows)
+    rows = min(execution.tokens, rows)
+    num_chunks = -(-execution.tokens // rows)
     of_logit = value_bytes if has_kernel else FP32 if value_bytes == FP32 else _LOSS_BYTES
     chunk, product = float(rows * vocabulary * of_logit), rows * hidden * value_bytes
     head = model.head_weights // split if model.trains_head else 0
-    states = run.tokens * hidden * value_bytes
+    states = execution.tokens * hidden * value_bytes
     total = 0 if num_chunks == 1 else value_bytes if num_chunks == 2 else FP32
     summed = (
         value_bytes if num_chunks == 1 else FP32 + value_bytes * (2 if value_bytes < FP32 else 1)

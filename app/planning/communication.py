@@ -244,7 +244,7 @@ def _of_zero(run: PlannedRun, strategy: ZeroConfig) -> list[Collective]:
         num_ranks=run.hardware.gpus_per_node,
         messages=units,
     )
-    forwards = steps * (1 + run.runs_base)
+    forwards = steps * run.num_forwards
     return [
         _over_all(
             *(run, "weights, forward", ALL_GATHER, forward, forwards), messages=units, in_forward=1
@@ -305,7 +305,7 @@ def _of_shards(
     """List the gathers and reductions of FSDP2 among a group of ranks on a number of nodes."""
     size, (ranks, nodes) = run.size, group
     whole, ends = size.whole, size.layer + size.embedding
-    forwards = 1 + run.runs_base
+    forwards = run.num_forwards
     gathers = forwards + 1 if strategy.reshard_after_forward else 1
     # A stage keeps its weights from its first micro-batch to its last, unless told otherwise.
     keeps = isinstance(strategy, PipelineConfig) and not strategy.reshard_after_forward

@@ -57,9 +57,10 @@ def estimate_flops(run: PlannedRun) -> Flops:
     head = 2.0 * model.head_weights
     forward = 2.0 * (frozen + trained)
     # The backward pass ends at the lowest trainable layer.
-    reached = model.reached
-    products = forward + reached * forward + 2.0 * trained + 2 * head
-    products += head if model.trains_head else 0.0
+    share = run.trained_share
+    reached = share * model.reached
+    products = forward + head + reached * forward
+    products += share * (2.0 * trained + (1 + model.trains_head) * head)
     every = reached / run.recompute_every  # layers without a backward pass are not recomputed
     again = again_attention = 0.0
     if run.recompute in WHOLE_LAYERS:

@@ -61,7 +61,7 @@ def estimate_host_memory(run: PlannedRun) -> HostMemory:
             offloaded += whole.total / nodes
     if run.recompute == "offload":
         widths = run.model.widths
-        layer_input = run.tokens * widths.hidden * run.execution.residual_bytes
+        layer_input = run.execution.tokens * widths.hidden * run.execution.residual_bytes
         offloaded += layer_input * widths.layers * per_node
     return HostMemory(loading=loading, offloaded=offloaded)
 

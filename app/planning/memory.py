@@ -6,6 +6,7 @@ from `host`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -86,6 +87,8 @@ class PlannedRun:
     """whether attention needs keys and values repeated for each query head"""
     runs_base: bool = False
     """whether the base computes each micro-batch, too, in a forward pass without its adapter"""
+    runs_others: bool = False
+    """whether half of the tokens are other rows' answers, which no backward pass reads (kto)"""
     teacher: PlannedModel | None = None
     """the model that runs forward on each micro-batch, too, whole on each rank"""
     teacher_quantization: str = "none"
@@ -152,6 +155,16 @@ class PlannedRun:
         return self.micro_batch_size * row // self.context_size
 
     @property
+    def trained_share(self) -> float:
+        """Share of a micro-batch's tokens that have a backward pass."""
+        return 0.5 if self.runs_others else 1.0
+
+    @property
+    def num_forwards(self) -> int:
+        """Forward passes of a micro-batch, without those of recompute and a teacher."""
+        return (1 + self.runs_base) * (1 + self.runs_others)
+
+    @property
     def hidden_bytes(self) -> float:
         """Bytes of the hidden states of a micro-batch between two layers."""
         return float(self.tokens * self.model.widths.hidden * self.execution.residual_bytes)
@@ -200,7 +213,7 @@ class PlannedRun:
         has_name = any("mlp." in name for weights, _ in self.model.layers for name in weights)
         if not (is_chunked and has_name) or self.model.widths.routed_copies:
             return 1.0
-        return min(1.0, FEED_FORWARD_TOKENS / self.tokens)
+        return min(1.0, FEED_FORWARD_TOKENS / (self.trained_share * self.tokens))
 
     @property
     def gathers_half(self) -> bool:
@@ -220,7 +233,7 @@ class PlannedRun:
         is_autocast = adapter_bytes > value_bytes and not self.trains_base
         copies = int(is_autocast and not self.fuses_adapters)
         return LayerExecution(
-            tokens=self.tokens,
+            tokens=math.ceil(self.trained_share * self.tokens),
             value_bytes=value_bytes,
             residual_bytes=HALF if gathers_half else residual,
             fuses_norm_and_gate=self.fuses_norm_and_gate

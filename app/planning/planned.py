@@ -42,7 +42,7 @@ from app.strategy.settings import (
     tensor_parallel_size,
     with_states_of,
 )
-from app.training.objective.settings import DistillConfig, ObjectiveConfig
+from app.training.objective.settings import DistillConfig, KtoConfig, ObjectiveConfig
 from common.errors import UserError
 from common.facts import setting
 from common.untrusted import read_json_object, reading
@@ -257,8 +257,7 @@ def build_planned_run(
     `fuses_norm_and_gate`: None = as on a GPU with Liger's kernels. `is_stored`: whether the base's
     files are quantized, by any method; they count as nf4.
     """
-    trainer, adapter, mode = config.trainer, config.adapter, config.recompute.mode
-    quantization = config.quantization
+    trainer, adapter, quantization = config.trainer, config.adapter, config.quantization
     if "fp8" in (quantization.method, trainer.precision) and is_on_gpu and not hardware.fp8_tflops:
         key, instead = (
             ("quantization=fp8", "quantization=nf4 or quantization=none")
@@ -275,7 +274,7 @@ def build_planned_run(
         hardware=hardware,
         strategy=config.strategy,
         quantization=replace(quantization, method="nf4") if is_stored else quantization,
-        recompute="full" if mode == "auto" else mode,
+        recompute="full" if config.recompute.mode == "auto" else config.recompute.mode,
         recompute_every=config.recompute.every,
         precision=precision,
         trains_in_fp8=trainer.precision == "fp8",
@@ -291,6 +290,7 @@ def build_planned_run(
         keeps_scores=keeps_scores,
         groups_documents=groups_documents,
         runs_base=config.objective.reference_source == "base",
+        runs_others=isinstance(config.objective, KtoConfig),
         teacher=_plan_teacher(config.objective, precision),
         teacher_quantization=config.objective.teacher_quantization
         if isinstance(config.objective, DistillConfig)

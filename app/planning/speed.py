@@ -279,7 +279,7 @@ def _full_rate(run: PlannedRun) -> float:
 def _weight_reads(run: PlannedRun) -> float:
     """Return the bytes of weights that the products of a micro-batch must read."""
     number = run.model.multiplied(trained=False) + run.model.multiplied(trained=True)
-    passes = run.runs_base + (3 if run.recompute in WHOLE_LAYERS else 2)
+    passes = run.num_forwards + (2 if run.recompute in WHOLE_LAYERS else 1)
     return passes * 2.0 * (number + run.model.head_weights)
 
 
@@ -297,8 +297,9 @@ def _traffic(run: PlannedRun) -> float:
     layer = layer / split + (rates["norm"] + rates["adds"]) * widths.hidden
     again = 0.0 if run.recompute == "none" else 1 / run.recompute_every
     # Layers below the lowest trainable one have a forward pass only.
-    forwards = 1 + run.runs_base + again * model.reached
-    layer *= _FORWARD_TRAFFIC * forwards + (1 - _FORWARD_TRAFFIC) * model.reached
+    reached = run.trained_share * model.reached
+    forwards = 1 + run.runs_base + again * reached
+    layer *= _FORWARD_TRAFFIC * forwards + (1 - _FORWARD_TRAFFIC) * reached
     layers = model.num_layers / (2 if model.is_pair else 1)
     return layer * layers + _LOSS_TRAFFIC * widths.vocabulary * model.has_head / split
 
@@ -320,7 +321,7 @@ def _dequantized(run: PlannedRun) -> float:
         values = run.model.num_layers * (forwards * inputs + widths.outputs)
         transposed = _FP8_TRANSPOSED * run.model.multiplied(trained=False)
         return run.base_share_in_fp8 * (transposed + _FP8_INPUTS * values * run.tokens)
-    passes = run.runs_base + (3 if run.recompute in WHOLE_LAYERS else 2)
+    passes = run.num_forwards + (2 if run.recompute in WHOLE_LAYERS else 1)
     return passes * _DEQUANTIZED[run.quantization.method] * run.model.multiplied(trained=False)
 
 
@@ -340,7 +341,7 @@ def _host_copies(run: PlannedRun) -> float:
     copied, strategy = 0.0, run.strategy
     if run.recompute == "offload":
         of_layers = run.model.widths.hidden * run.execution.residual_bytes * run.model.num_layers
-        copied += 2.0 * run.tokens * of_layers * run.accumulation
+        copied += 2.0 * run.execution.tokens * of_layers * run.accumulation
     parameters = isinstance(strategy, FsdpConfig) and strategy.offload_parameters
     if isinstance(strategy, ZeroConfig):
         parameters = strategy.offload_parameters != "none"
@@ -363,7 +364,7 @@ def _streamed_bytes(run: PlannedRun) -> tuple[float, float]:
     if trained >= layers - 1:
         forward = backward = max(0, layers - STREAMED_LAYERS)
     layer = run.size.layer.frozen
-    return layer * (forward + layers * run.runs_base), layer * backward
+    return layer * (forward + layers * (run.num_forwards - 1)), layer * backward
 
 
 def _verdict(run: PlannedRun, seconds: tuple[float, ...], collectives: list[Collective]) -> str:

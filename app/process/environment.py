@@ -32,7 +32,7 @@ _RETURNED_BLOCK = 2**20
 """minimum size in bytes of the blocks that `return_freed_memory` gives separate mappings"""
 _LARGEST_BLOCK = 2**25
 """maximum size in bytes of the blocks that malloc puts on the heap (a limit of glibc)"""
-_HEAP = 2**30
+HEAP = 2**30
 """size in bytes that the heap may keep; only address space until it is used"""
 _MEANINGLESS_WARNINGS = (
     # Batches are built in the main process on purpose; the number of workers is a setting.
@@ -125,9 +125,9 @@ def retain_freed_memory() -> None:
     libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.mallopt(M_MMAP_THRESHOLD, _LARGEST_BLOCK)
-    libc.mallopt(M_TRIM_THRESHOLD, _HEAP)
+    libc.mallopt(M_TRIM_THRESHOLD, HEAP)
     # Grown in one step: madvise does not apply to what is added later.
-    libc.mallopt(M_TOP_PAD, _HEAP - _LARGEST_BLOCK)
+    libc.mallopt(M_TOP_PAD, HEAP - _LARGEST_BLOCK)
     start = libc.sbrk(0)
     libc.free(libc.malloc(_LARGEST_BLOCK // 2))
     end = libc.sbrk(0)

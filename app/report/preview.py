@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.training.objective.settings import KtoConfig
 from common.facts import setting
 from common.text import counted, percent, printable
 
@@ -63,7 +65,7 @@ class RowView:
     """number of tokens that are trained on"""
     tokens: Passage
     targets: Passage | None
-    """targets of the decoder, or the rejected answer of a pair; None for a single document"""
+    """targets of the decoder, or the second answer to a prompt; None for a single document"""
     targets_are: str = "decoder targets"
 
 
@@ -202,12 +204,17 @@ def _dataset_view(
     own = np.flatnonzero(examples.datasets == index)
     lengths = examples.lengths[own]
     chosen = np.unique(np.linspace(0, len(own) - 1, min(config.rows, len(own))).astype(int))
+    pair_view = partial(_pair_view, has_verdict=report.format == KtoConfig.row_format)
+    rows = [
+        (pair_view if example.rejected_start else _row_view)(example, renderer)
+        for example in (examples[int(own[number])] for number in chosen)
+    ]
     counts, _ = np.histogram(lengths, bins=_NUM_BINS, range=(0, longest))
     median, percentile = np.percentile(lengths, [50, 95]).astype(int).tolist()
     return DatasetView(
         name=printable(report.name),
         about=printable(report.line()),
-        rows=[_row_view(examples[int(own[number])], renderer) for number in chosen],
+        rows=rows,
         counts=counts.tolist(),
         lengths=(
             f"median {median:,} tokens, 95 % up to {percentile:,}, longest {int(lengths.max()):,}"
@@ -219,15 +226,6 @@ def _row_view(example: Example, renderer: TokenRenderer) -> RowView:
     import numpy as np
 
     labels = example.weights
-    if example.rejected_start:
-        chosen, rejected = (_row_view(answer, renderer) for answer in example.documents())
-        return replace(
-            chosen,
-            num_tokens=chosen.num_tokens + rejected.num_tokens,
-            num_trained=chosen.num_trained + rejected.num_trained,
-            targets=rejected.tokens,
-            targets_are="rejected",
-        )
     if example.target_ids is None:
         labels = labels.copy()
         labels[:1] = 0  # nothing predicts the first token
@@ -241,6 +239,33 @@ def _row_view(example: Example, renderer: TokenRenderer) -> RowView:
         num_trained=int(np.count_nonzero(labels)),
         tokens=tokens,
         targets=targets,
+    )
+
+
+def _pair_view(example: Example, renderer: TokenRenderer, *, has_verdict: bool) -> RowView:
+    """Return both answers of a row, the second one without the prompt that they share.
+
+    `has_verdict`: the second is the answer of another row.
+    """
+    import numpy as np
+
+    first, second = example.documents()
+    shared = min(len(first.input_ids), len(second.input_ids), np.flatnonzero(second.weights)[0])
+    is_same = first.input_ids[:shared] == second.input_ids[:shared]
+    start = int(shared if is_same.all() else is_same.argmin())
+    chosen, other = (_row_view(each, renderer) for each in (first, second))
+    longer = other.num_trained - chosen.num_trained
+    than = f"{counted(abs(longer), 'token')} {'longer' if longer > 0 else 'shorter'}"
+    answer, verdict = f"rejected answer, {than if longer else 'as long'}", ""
+    if has_verdict:
+        answer, verdict = "answer of another row", f", label {'true' if example.label else 'false'}"
+    return replace(
+        chosen,
+        origin=chosen.origin + verdict,
+        num_tokens=chosen.num_tokens + other.num_tokens,
+        num_trained=chosen.num_trained + other.num_trained,
+        targets=renderer.passage(second.input_ids[start:], second.weights[start:]),
+        targets_are=f"{answer}, after the same prompt",
     )
 
 

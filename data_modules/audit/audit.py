@@ -7,6 +7,7 @@ that a preview can show the rows with problems.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from data_modules.audit.figures import (
     AuditWarning,
     BenchmarkAudit,
     DatasetAudit,
+    count_of,
 )
 from data_modules.audit.overlap import find_copies, find_overlap
 from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, apply_rules
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 _NUM_LONGEST = 5
 _NUM_PAIRS = 3
+_ONE_SIDED = 0.75
+"""share of pairs with the longer answer on the same side from which length gives it away"""
 MAX_TRAIN_TOKENS, MAX_HELD_OUT_TOKENS = 50_000_000, 2_000_000
 """tokens that are searched for overlap, which takes seconds and some hundred megabytes; of more
 tokens, evenly spaced documents are searched"""
@@ -54,6 +58,7 @@ def audit_documents(
     )
     _find_duplicates(audit, train)
     _find_repeated(audit, train, validation)
+    _compare_answers(audit, facts, train)
     names = [dataset.name for dataset in audit.datasets]
     if config.overlap and len(validation):
         overlapping = _find_overlap(audit, config, train, validation, "validation", names)
@@ -172,6 +177,37 @@ def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
                     advice="remove them: their loss does not measure generalization",
                 )
             )
+
+
+def _compare_answers(audit: Audit, facts: Sequence[DatasetFacts], train: Columns) -> None:
+    """Report how often the chosen answer of a pair is the longer one; warn if it nearly always is.
+
+    The correlation is that of length with being chosen, within the pairs.
+    """
+    for index, fact in enumerate(facts):
+        if fact.format != "preference" or not (own := train.datasets == index).any():
+            continue
+        dataset = audit.datasets[index]
+        # The prompt is the same in both documents.
+        longer_by = 2 * train.rejected_starts[own] - train.lengths[own]
+        correlation = longer_by.mean() / max(1e-9, np.sqrt(np.square(longer_by).mean()))
+        detail = f" (correlation of length with being chosen: {correlation:+.2f})"
+        counts = {"longer": int((longer_by > 0).sum()), "shorter": int((longer_by < 0).sum())}
+        kind, count = max(counts.items(), key=itemgetter(1))
+        statement = f"have a chosen answer that is {kind} than the rejected one"
+        if count < _ONE_SIDED * len(longer_by):
+            audit.facts.append(
+                f"{dataset.name}: {count_of(count, len(longer_by))} pairs {statement}{detail}"
+            )
+            continue
+        audit.findings.append(
+            dataset.warning(
+                *(count, "training examples", statement),
+                advice="a model may learn only that: add pairs of the other kind, or compare "
+                "answers per token, by objective=ipo or simpo",
+                detail=detail,
+            )
+        )
 
 
 def _find_overlap(

@@ -179,7 +179,7 @@ class TokenStore:
         self.digests = column("digests")
         self.ends_in_stop = column("ends_in_stop")
         self.double_bos = column("double_bos")
-        self._rejected_starts = column("rejected_starts")
+        self.rejected_starts = column("rejected_starts")
         self.row_labels = column("row_labels")
         self.lengths = np.concatenate([part.lengths for part in self._parts])
         """tokens that a document takes in a pack: the longer of input and target"""
@@ -206,7 +206,7 @@ class TokenStore:
             dataset=dataset,
             origin=Origin(part.file, int(self.lines[index])),
             target_ids=None if part.target_ids is None else part.target_ids[place],
-            rejected_start=int(self._rejected_starts[index]),
+            rejected_start=int(self.rejected_starts[index]),
             label=None if math.isnan(label) else label,
         )
 
@@ -293,7 +293,7 @@ class Examples(Sequence[Example]):
 
     `lengths` int64 [n], tokens in a pack; `trained` int64 [n], trained labels; `label_weights`
     float64 [n]; `datasets` int64 [n]; `digests` uint64 [n]; `ends_in_stop`, `double_bos` bool [n];
-    `row_labels` float64 [n].
+    `rejected_starts` int64 [n]; `row_labels` float64 [n].
     """
 
     def __init__(
@@ -316,6 +316,7 @@ class Examples(Sequence[Example]):
         self.digests = column("digests", np.uint64)
         self.ends_in_stop = column("ends_in_stop", np.bool_)
         self.double_bos = column("double_bos", np.bool_)
+        self.rejected_starts = column("rejected_starts", np.int64)
         self.row_labels = column("row_labels", np.float64)
         self.references: npt.NDArray[np.float64] | None = None
         """the base's log-probabilities of the answers of each pair [n, 2], None if not stored"""

@@ -36,6 +36,7 @@ class Doc:
     weights: Sequence[float]
     dataset: int = 0
     double_bos: bool = False
+    rejected_start: int = 0
 
 
 class Side:
@@ -50,6 +51,7 @@ class Side:
         self.digests = np.array([int.from_bytes(h, "little") for h in hashes], dtype=np.uint64)
         self.ends_in_stop = np.array([self._stops(doc) for doc in docs], dtype=np.bool_)
         self.double_bos = np.array([doc.double_bos for doc in docs], dtype=np.bool_)
+        self.rejected_starts = np.array([doc.rejected_start for doc in docs], dtype=np.int64)
 
     @staticmethod
     def _stops(doc: Doc) -> bool:
@@ -115,6 +117,24 @@ def test_clean_data_has_no_warnings_and_a_small_table() -> None:
     assert heading.split() == ["data", "set", "rows", "train", "validation", "tokens", "trained"]
     assert row.split() == ["a", "8", "6", "2", "180", "120", "(67", "%)"]
     assert longest == "longest rows, in tokens: train.jsonl:1 30, :2 30, :3 30, :4 30, :5 30"
+
+
+@pytest.mark.parametrize(("wins", "kind"), [(7, "longer"), (4, ""), (1, "shorter")])
+def test_pairs_whose_length_gives_the_chosen_answer_away_are_named(wins: int, kind: str) -> None:
+    """Of 8 pairs with a prompt of 10 tokens, `wins` have the longer answer chosen."""
+    starts = [30 + number if number < wins else 15 for number in range(8)]
+    pairs = [chat(45 + number, rejected_start=start) for number, start in enumerate(starts)]
+    found = run_audit(pairs, datasets=[facts(format="preference")])
+    (line,) = found.warnings if kind else found.facts
+    chosen = np.array([*starts, *(len(p.ids) - s for p, s in zip(pairs, starts, strict=True))])
+    centered = chosen - np.tile([len(pair.ids) / 2 for pair in pairs], 2)
+    correlation = np.corrcoef(centered, [1] * 8 + [-1] * 8)[0, 1]
+    assert f"being chosen: {correlation:+.2f})" in line
+    if kind:
+        assert f"7 of 8 training examples have a chosen answer that is {kind}" in line
+        assert "objective=ipo or simpo" in line
+    else:
+        assert found.warnings == []
 
 
 def test_every_count_has_its_column_and_the_total_adds_up() -> None:

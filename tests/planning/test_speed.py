@@ -131,6 +131,25 @@ def test_the_base_s_own_pass_is_a_forward_pass_of_the_frozen_products() -> None:
         assert gathers[1] / gathers[0] == pytest.approx(more)
 
 
+def test_the_other_rows_answers_of_kto_run_forward_only() -> None:
+    alone = run_of("llama8b", sequence_len=4096, micro_batch_size=2)
+    kto = replace(alone, runs_others=True)
+    half = estimate_gpu_memory(replace(alone, micro_batch_size=1))
+    found = estimate_gpu_memory(kto)
+    assert found.activations == pytest.approx(half.activations, rel=1e-3)
+    assert found.loss == half.loss
+    flops, whole = estimate_flops(kto), estimate_flops(alone)
+    backward = whole.total - whole.forward
+    assert flops.total == pytest.approx(whole.total - backward / 2)
+    assert flops.forward == whole.forward
+    assert 0.6 < estimate_speed(kto).step / estimate_speed(alone).step < 0.9
+    live = [
+        replace(one, runs_base=True, strategy=settings_of("strategy", "zero3"))
+        for one in (alone, kto)
+    ]
+    assert [one.num_forwards for one in live] == [2, 4]
+
+
 def test_a_teacher_adds_its_weights_and_a_forward_pass() -> None:
     alone, teacher = run_of("llama1b", sequence_len=4096), run_of("llama8b").model
     run = replace(alone, teacher=teacher)

@@ -145,6 +145,20 @@ def test_what_slower_settings_cost_is_estimated_where_others_fit() -> None:
     assert on_cpu.lost == {} and on_cpu.speed is None
 
 
+@pytest.mark.parametrize(("sequence_len", "is_bounded"), [(128, False), (8192, True)])
+def test_on_a_cpu_the_process_and_what_malloc_keeps_are_counted(
+    sequence_len: int, is_bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = planned("model=llama8b hardware=h100 strategy=single recompute=none")
+    run = replace(run, is_on_gpu=False, micro_batch_size=1, sequence_len=sequence_len)
+    monkeypatch.setattr(training, "host_bytes", lambda name: {"VmRSS": 400_000_000}[name])
+    memory, step = estimate_training(run).memory, estimate_gpu_memory(run)
+    kept = memory.overhead - 400_000_000
+    assert 0 < kept <= GIB
+    assert (kept == GIB) == is_bounded
+    assert is_bounded or 0.4 < kept / (step.activations + step.loss) < 0.5
+
+
 @pytest.mark.parametrize(
     ("backend", "takes_gqa", "gib_of_heads"),
     [("varlen", False, 3), ("varlen", True, 0), ("flash2", False, 0)],

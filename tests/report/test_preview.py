@@ -156,6 +156,28 @@ def test_nothing_is_cut_in_a_browser_and_ids_are_listed(
     assert min(legend) > 5  # pixels between the entries
 
 
+def test_both_answers_of_a_row_are_shown_with_their_prompt_once(
+    run_preview: Callable[..., Any], tmp_path: Path
+) -> None:
+    pairs = [{"prompt": f"Say {n}.", "chosen": f"It is {n}", "rejected": "no"} for n in range(9)]
+    data = write_rows(tmp_path / "pairs.jsonl", [*pairs])
+    words = [f"model.path={TINY_BASE}", f"data.datasets=[{data}]", "data.val_set_size=0"]
+    _, page, printed = run_preview(*words, "objective=dpo", "preview.rows=1")
+    _, _, after = printed.partition("pairs.jsonl:1: ")
+    first, _, second = after.partition("\n-- rejected answer, ")
+    assert "Say 0.«It is 0" in first and first.count("Say 0.") == 1
+    assert re.match(r"\d tokens? shorter, after the same prompt:\n«no", second)
+    assert "Say 0." not in second.partition("\n\n")[0]
+    assert "shorter, after the same prompt" in page.shown
+    verdicts = [
+        {"prompt": f"Say {n}.", "completion": f"It is {n}", "label": n % 2 == 0} for n in range(9)
+    ]
+    words[1] = f"data.datasets=[{write_rows(tmp_path / 'verdicts.jsonl', verdicts)}]"
+    _, _, printed = run_preview(*words, "objective=kto", "preview.rows=2")
+    assert "verdicts.jsonl:1, label true: " in printed
+    assert "-- answer of another row, after the same prompt:\n«It is " in printed
+
+
 def test_a_preview_needs_only_a_tokenizer(
     run_preview: Callable[..., Any], words: list[str], tmp_path: Path
 ) -> None:
