@@ -173,7 +173,7 @@ class Pipeline(Fsdp):
         batch = batches[number].to(self.root_device, non_blocking=True)
         with self.stages.running(section, hidden):
             if section == self.stages.sections[-1]:
-                output = self.run_forward(loss, batch).reshape(1)
+                output = self.run_forward(loss, batch).reshape(1).float()
             else:
                 self.run_forward(self.lightning_module.run_layers, batch)
                 output = self.stages.take_output()

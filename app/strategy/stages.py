@@ -258,10 +258,10 @@ class _Head:
                 dtype = torch.get_autocast_dtype(device)
             shape = *hidden.shape[:-1], len(head.weight)
             return stages.share(hidden.new_empty(shape, dtype=dtype))
-        assert targets.loss_weights is not None, "a loss, not log-probabilities"
         head.targets = None
-        losses = stages.share(hidden.new_empty(targets.labels.numel(), dtype=torch.float32))
-        head.computed = (losses * targets.loss_weights.flatten()).sum(), losses
+        found = stages.share(hidden.new_empty(targets.labels.numel(), dtype=torch.float32))
+        weights = targets.loss_weights  # none: they are log-probabilities
+        head.computed = (found if weights is None else (found * weights.flatten()).sum()), found
         return hidden.new_empty(*hidden.shape[:2], 0)
 
 

@@ -247,10 +247,14 @@ GROUPS = (
         Conflict(lambda c, d: c.data.streaming,
                  "{strategy} has not been tested with data.streaming=true yet",
                  "data.streaming=false, or strategy=fsdp"),
-        Conflict(lambda c, d: c.objective.name != "sft",
-                 "{strategy} computes the loss of objective=sft in its last stage; {objective} is "
-                 "not built yet",
+        Conflict(lambda c, d: c.objective.name in ("classify", "reward", "distill"),
+                 "{strategy} computes losses of tokens in its last stage; {objective} is not built "
+                 "yet",
                  "objective=sft, or strategy=fsdp"),
+        Conflict(lambda c, d: c.objective.reference_source == "base",
+                 "{strategy} runs each micro-batch through its stages once, and "
+                 "objective.reference=base a second time without the adapter",
+                 "objective.reference=cached, or strategy=fsdp"),
         Conflict(lambda c, d: c.quantization.method == "fp8",
                  "{strategy} has not been tested with quantization=fp8 yet",
                  "quantization=nf4 or none, or strategy=fsdp"),

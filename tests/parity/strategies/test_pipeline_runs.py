@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,11 @@ from tests.parity.strategies.layouts import (
     check_same_files,
     check_same_results,
     check_same_steps,
+    rows_of,
 )
 from tests.runs import check_same_run
+from tests.tiny import SAMPLES
+from tests.training.test_kto import kto_file
 
 PAIR = Layout(strategy="fsdp_pp", num_data_ranks=1)
 FOUR = replace(PAIR, ranks=4, num_data_ranks=2)
@@ -37,6 +41,38 @@ def test_stages_train_as_one_process(name: str, runs: Runs) -> None:
     words = (*ADAPTERS[adapter], CLIPPED, f"model.path={runs.bases[base]}")
     words += ("quantization=nf4",) if name == "nf4" else ()
     check_same_results(runs.train(layout, *words), runs.train(SINGLE, *words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("objective", "layout"),
+    [
+        ("dpo objective.reference=cached", PAIR),
+        ("kto objective.reference=cached", PAIR),
+        ("orpo", replace(FOUR, words=("strategy.schedule=interleaved",))),
+    ],
+)
+def test_stages_learn_preferences_as_one_process(
+    objective: str, layout: Layout, runs: Runs, tmp_path: Path
+) -> None:
+    rows = kto_file(tmp_path) if "kto" in objective else SAMPLES / "pairs.json"
+    words = [
+        f"data.datasets=[{{path: {rows}, max_rows: 120}}]",
+        *ADAPTERS["lora"],
+        "trainer.max_steps=4",
+    ]
+    words += [f"model.path={SAMPLES / 'tiny_base'}", *f"objective={objective}".split()]
+    found, expected = (
+        # Each with log-probabilities of its own.
+        rows_of(runs.train(each, *words, f"data.cache_dir={tmp_path / each.strategy}"))
+        for each in (layout, SINGLE)
+    )
+    assert len(found) == len(expected)
+    for row, other in zip(found, expected, strict=True):
+        assert row.keys() == other.keys()
+        for key, value in row.items():
+            near = pytest.approx(float(other[key] or "nan"), rel=1e-5, abs=1e-6, nan_ok=True)
+            assert float(value or "nan") == near, (row["step"], key)
 
 
 @pytest.mark.slow
