@@ -150,6 +150,7 @@ def _status_lines(known: Mapping[str, Any]) -> list[str]:
         "val_loss": "val loss {:.4f}",
         "tokens_per_second": "{:,.0f} tokens/s",
         "checkpoint": "saved: {}",
+        "late": "the others wait for {}",
         "exit_code": "exit code {}",
     }
     parts += [form.format(known[key]) for key, form in forms.items() if known.get(key) is not None]

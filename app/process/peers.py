@@ -33,6 +33,7 @@ from app.process.heartbeat import (
 )
 from app.process.launch import is_first_on_machine, read_launch
 from app.process.signals import kill_workers, signal_received
+from app.process.status import update_status
 from common.errors import ENVIRONMENT_ERROR
 from common.files import open_no_follow
 
@@ -47,6 +48,8 @@ CONNECT_SECONDS = 60.0
 """timeout of the first connection to the store, in seconds"""
 VERDICT_SECONDS = 2.0
 """time for the other ranks to read the verdict: the store may end with this rank"""
+LATE_SECONDS = 20.0
+"""time without progress after which a rank that others wait for is named in the run's status"""
 EXIT_SECONDS = 5.0
 """longest wait at exit for an exchange with the store to end"""
 _DUMP_SECONDS = 10.0
@@ -95,6 +98,17 @@ def find_hanging(now: Sequence[RankReport], min_seconds: float) -> RankReport | 
     return min(running, key=lambda report: (report.num_beats, report.rank))
 
 
+def find_late(now: Sequence[RankReport]) -> RankReport | None:
+    """Return the rank that others have waited for longer than LATE_SECONDS, or None."""
+    running = [report for report in now if report.state == TRAINS]
+    if len(running) < 2:
+        return None
+    late, *others = sorted(running, key=lambda report: (report.num_beats, report.rank))
+    # A rank whose host is down no longer reports how long it has paused.
+    waits = all(report.pause_seconds > LATE_SECONDS for report in others)
+    return late if waits and late.num_beats < others[-1].num_beats else None
+
+
 def describe_lost(lost: Sequence[RankReport]) -> str:
     """Name the lost ranks, grouped by host."""
     by_host: dict[str, list[int]] = {}
@@ -134,6 +148,8 @@ class Peers:
     """whether the verdict is in the store"""
     _has_failed: bool = False
     """whether the training thread has an error to report"""
+    _late: str | None = None
+    """on rank 0: the rank that the others wait for, as the run's status names it"""
     _rank0: RankReport | None = None
     """newest report of rank 0, which hosts the store"""
     _num_reports: int = 0
@@ -219,6 +235,16 @@ class Peers:
             self._rank0 = RankReport(**json.loads(store.get(_key(0))))
         if self._wants_snapshots.is_set():
             self._snapshots.append(self._read_reports(store))
+        if self.rank == 0 and (self._late or report.pause_seconds > LATE_SECONDS):
+            self._name_late(self._read_reports(store))
+
+    def _name_late(self, reports: Sequence[RankReport]) -> None:
+        """Write into the run's status which rank the others wait for, if that has changed."""
+        late = find_late(reports)
+        named = None if late is None else f"rank {late.rank} on host {late.host}"
+        if named != self._late:
+            self._late = named
+            update_status(self.run_folder, late=named)
 
     def _connect(self) -> TCPStore:
         from torch.distributed import TCPStore

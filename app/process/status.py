@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,11 @@ _FIELDS = {
     "checkpoint": None,
     "exit_code": None,
     "message": None,
+    "late": None,
 }
 """what is known at the start of a run, besides its state"""
+_lock = threading.Lock()
+"""held during a change: the thread that watches the other ranks writes, too"""
 
 
 def begin_status(folder: Path, step: int) -> None:
@@ -52,15 +56,17 @@ def restart_status(folder: Path, step: int) -> None:
 
 def update_status(folder: Path, **changed: Any) -> None:
     """Change the status of a run, unless an error or a signal has ended it."""
-    if (status := _read(folder)) and status.get("state") not in (STOPPED, FAILED):
-        _write(folder, status | changed)
+    with _lock:
+        if (status := _read(folder)) and status.get("state") not in (STOPPED, FAILED):
+            _write(folder, status | changed)
 
 
 def end_status(folder: Path, state: str, exit_code: int, message: str | None = None) -> None:
     """Record how a run ended; nothing if `folder` is not that of a training run."""
-    if status := _read(folder):
-        ending = {"state": state, "exit_code": exit_code, "message": message, "hours_left": None}
-        _write(folder, status | ending)
+    ending = {"state": state, "exit_code": exit_code, "message": message, "hours_left": None}
+    with _lock:
+        if status := _read(folder):
+            _write(folder, status | ending)
 
 
 def _read(folder: Path) -> dict[str, Any]:

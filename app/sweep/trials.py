@@ -212,7 +212,7 @@ class RunningTrial:
             best = min if is_lower_better(self.metric) else max
             objective, error, code = best(until_pruned, default=None), None, TERMINATED
         else:
-            objective = _read_final(self.folder, self.metric) if code == DONE else None
+            objective = read_final(self.folder, self.metric) if code == DONE else None
             reason = self.job.problem or _find_error(self.log) or f"exit code {code}"
             error = None if code == DONE else reason
         return Trial(
@@ -234,7 +234,7 @@ def read_curve(folder: Path, metric: str) -> dict[int, float]:
     return {step: row[metric] for step, row in rows if metric in row and step > 0}
 
 
-def _read_final(folder: Path, metric: str) -> float | None:
+def read_final(folder: Path, metric: str) -> float | None:
     """Return a metric of a finished run; None if it was not measured."""
     file = folder / METRICS_FILE
     if not file.exists():

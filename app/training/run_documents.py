@@ -196,7 +196,7 @@ STATUS = Keys(
     {"state": TEXT, "step": COUNT, "written": _FIGURE, "host": TEXT, "pid": COUNT},
     {
         **dict.fromkeys(("steps", "exit_code"), NULLABLE_COUNT),
-        **dict.fromkeys(("checkpoint", "message"), NULLABLE_TEXT),
+        **dict.fromkeys(("checkpoint", "message", "late"), NULLABLE_TEXT),
         **dict.fromkeys(("epoch", "loss", "val_loss", "hours_left"), or_null(_FIGURE)),
         **dict.fromkeys(("tokens_per_second", "seconds_per_step"), or_null(_FIGURE)),
     },

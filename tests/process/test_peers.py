@@ -26,14 +26,17 @@ from app.process.heartbeat import Pauses
 from app.process.launch import free_port
 from app.process.peers import (
     DONE,
+    LATE_SECONDS,
     STARTS,
     TRAINS,
     Peers,
     RankReport,
     describe_lost,
     find_hanging,
+    find_late,
     find_lost,
 )
+from app.process.status import begin_status
 from app.training.callbacks.monitors import Heartbeat
 from common.errors import RemoteError, TrainingFault, UserError
 from tests.conftest import ROOT
@@ -41,7 +44,7 @@ from tests.processes import LONGEST, user_environment
 from tests.reliability.shell import Shell
 
 RANK = """
-import os, sys, time
+import json, os, sys, time
 from pathlib import Path
 from common.errors import TrainingFault
 from app.process.heartbeat import send_heartbeat, refresh_liveness
@@ -105,6 +108,17 @@ def test_the_rank_with_the_fewest_beats_hangs() -> None:
     compiles = replace(reports[0], state=STARTS)
     assert find_hanging([compiles, reports[1]], 10) is None
     assert find_hanging([replace(report, state=DONE) for report in reports], 10) is None
+
+
+def test_the_rank_that_others_wait_for_is_late() -> None:
+    pause = LATE_SECONDS + 1
+    ahead = replace(REPORT, rank=0, pause_seconds=pause)
+    silent = replace(REPORT, rank=1, num_beats=8, pause_seconds=0.5)  # its host is down
+    assert find_late([ahead, silent]) == silent
+    assert find_late([ahead, replace(silent, num_beats=9)]) is None
+    assert find_late([ahead, silent, replace(ahead, rank=2, pause_seconds=1.0)]) is None
+    assert find_late([ahead, replace(silent, state=STARTS)]) is None
+    assert find_late([ahead]) is None and find_late([]) is None
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.booleans())))
@@ -280,6 +294,31 @@ def run_scripts(
         )
     stderrs = [process.communicate(timeout=LONGEST)[1] for process in processes]
     return [(process.returncode, text) for process, text in zip(processes, stderrs, strict=True)]
+
+
+@pytest.mark.slow
+def test_the_status_names_the_rank_that_is_late_until_it_goes_on(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    begin_status(tmp_path, 0)
+    waits = [
+        "from app.process import peers as module; module.LATE_SECONDS = 2.0",
+        "send_heartbeat(4)",
+        "read = lambda: json.loads((folder / 'status.json').read_text())['late']",
+        "while read() is None: wait(0.1)",
+        "print(read(), file=sys.stderr)",
+        "(folder / 'goes on').touch()",
+        "send_heartbeat(5)",
+        "while read() is not None: wait(0.1)",
+        "peers.mark_done()",
+    ]
+    late = [
+        "while not (folder / 'goes on').exists(): wait(0.1)",
+        "send_heartbeat(4); send_heartbeat(5); wait(3); peers.mark_done()",
+    ]
+    first, second = run_ranks(waits, late, hang_seconds=60.0)
+    assert (first[0], second[0]) == (0, 0), first[1] + second[1]
+    assert f"rank 1 on host {os.uname().nodename}" in first[1]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,10 @@ from app.run.job import IMAGE_HOME
 from tests.conftest import ROOT
 
 DOCKERFILE = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text())
+PIP = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/home/loft"} | {
+    key: value for key, value in os.environ.items() if key.startswith("PIP_")
+}
+"""environment of the lines that are run"""
 INSTALLS = re.compile(r"python\)? -m pip install ((?:(?!&&).)*)")
 
 
@@ -65,6 +70,52 @@ def test_an_image_has_a_user_a_check_and_no_secret() -> None:
     assert DOCKERFILE.count("--no-cache-dir") == DOCKERFILE.count("pip install") == 4
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".git", ".venv*", "outputs", ".env"} <= set(ignored)
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_cpu_image_run_in_a_debian_root(tmp_path: Path) -> None:
+    """A root that `debootstrap --include=python3,python3-venv,ca-certificates` has made, as root.
+
+    It stands in for the base image; its pip must find packages, and /loft must not be there.
+    """
+    if (root := os.environ.get("LOFT_DEBIAN_ROOT")) is None:
+        pytest.skip("type LOFT_DEBIAN_ROOT=FOLDER")
+    base, cpu, _ = DOCKERFILE.split("\nFROM ")[1:]
+    user, variables = "0", dict[str, str]()
+
+    def run(command: str) -> str:
+        given = [f"{key}={value}" for key, value in (PIP | variables).items()]
+        words = ["chroot", f"--userspec={user}", root, "env", "-i", *given, "bash", "-c", command]
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert done.returncode in (0, 3), done.stdout  # 3: `loft doctor` found something missing
+        return done.stdout
+
+    for line in f"{base}\n{cpu}".splitlines():
+        word, _, rest = line.partition(" ")
+        if word == "RUN":
+            run(f"cd {IMAGE_HOME} 2>/dev/null; {rest}")
+        elif word == "USER":
+            user = rest
+        elif word == "ENV":
+            variables["PATH"] = rest.removeprefix("PATH=").split("$PATH")[0] + PIP["PATH"]
+        elif word == "COPY":
+            names = ["git", "ls-files", "-z", "--", ":!tests", ":!benchmarks"]
+            files = subprocess.run(names, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+            packed = tmp_path / "files.tar"
+            words = ["tar", "--create", f"--file={packed}", "--null", "--files-from=-"]
+            subprocess.run(words, cwd=ROOT, input=files, check=True)
+            home = f"{root}{IMAGE_HOME}"
+            subprocess.run(
+                ["tar", "--extract", f"--file={packed}", f"--directory={home}"], check=True
+            )
+            subprocess.run(["chown", "--recursive", f"{user}:{user}", home], check=True)
+    said = run(f"cd {IMAGE_HOME} && loft doctor")
+    assert "GPU" in said, said
+    trained = run(
+        f"cd {IMAGE_HOME} && loft train +experiment=quickstart trainer.max_steps=2 "
+        "evaluation.exact_match=false output.dir=/shared/run trainer.accelerator=cpu"
+    )
+    assert "run: /shared/run" in trained
 
 
 @pytest.mark.parametrize("target", ["cpu", "gpu"])

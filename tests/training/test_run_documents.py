@@ -22,7 +22,7 @@ from app.run.changes import compare_facts
 from app.run.manifest import read_manifest
 from app.sweep.parameters import load_words
 from app.sweep.results import load_results
-from app.sweep.trials import Trial, read_curve, read_objective
+from app.sweep.trials import Trial, read_curve, read_final
 from common.errors import UserError
 from tests.report.test_run_page import write_run
 
@@ -103,9 +103,21 @@ def read_partial(folder: Path) -> None:
     RowRunner(folder=folder)._read_saved("tuned", "x")
 
 
+def read_losses(folder: Path) -> None:
+    read_curve(folder, "val/loss")
+
+
+def read_final_loss(folder: Path) -> None:
+    read_final(folder, "val/loss")
+
+
 READERS: dict[str, tuple[str, Any, list[Callable[[Path], object]]]] = {
     "manifest": ("manifest.json", MANIFEST, [read_resumed, read_pages, read_merged]),
-    "metrics": ("metrics.json", METRICS, [read_objective, read_pages, read_merged]),
+    "metrics": (
+        "metrics.json",
+        METRICS,
+        [read_final_loss, read_pages, read_merged],
+    ),
     "trials": ("sweep.json", [asdict(TRIAL)], [load_results]),
     "mixture": ("mixture.json", [{"name": "a", "rows": 1}], [read_pages]),
     "audit": (
@@ -143,7 +155,7 @@ def test_a_json_document_of_any_shape_is_read_or_refused_with_its_file(
         assert refused > len(DOCUMENTS) // 2
 
 
-@pytest.mark.parametrize("reader", [read_curve, read_pages])
+@pytest.mark.parametrize("reader", [read_losses, read_pages])
 def test_rows_of_any_form_are_read_or_refused_with_their_line(
     reader: Callable[[Path], object], tmp_path: Path
 ) -> None:
