@@ -267,6 +267,11 @@ def build_planned_run(
         raise UserError(
             f"{key}: {hardware.name} has no FP8 products (hardware.fp8_tflops=0); type {instead}"
         )
+    if model.expert_layers and quantization.method in ("int8", "fp8"):
+        raise UserError(
+            f"quantization={quantization.method} would leave the experts of {model.name} as they "
+            "are, most of its weights; type quantization=nf4, or quantization=none"
+        )
     if fuses_norm_and_gate is None:
         fuses_norm_and_gate = trainer.kernels == "auto" or trainer.compile
     return PlannedRun(

@@ -71,6 +71,14 @@ def test_fp8_is_refused_for_a_card_without_fp8_products() -> None:
     assert (run.trains_in_fp8, run.precision) == (True, "bf16")
 
 
+@pytest.mark.parametrize("method", ["int8", "fp8"])
+def test_a_quantization_that_a_mixture_cannot_load_is_refused(method: str) -> None:
+    words = ("+experiment=qwen3_30b_a3b", "hardware=h200")
+    with pytest.raises(UserError, match=r"experts of Qwen/Qwen3-30B-A3B .* quantization=nf4"):
+        run_of(*words, f"quantization={method}")
+    assert run_of(*words, "quantization=nf4")[0].quantization.method == "nf4"
+
+
 def test_memory_by_strategy_length_and_recompute() -> None:
     run, _ = run_of("+experiment=llama8b", "adapter=full", "hardware=8xh100", "strategy=fsdp")
     sharded = estimate_gpu_memory(run)
