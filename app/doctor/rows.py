@@ -336,6 +336,14 @@ def compare_machines(all_facts: Sequence[Facts], skews: Sequence[float] = ()) ->
             )
             found = f"{first.host} and {other.host} differ: {listed}"
             rows.append(Row("versions", PROBLEM, found, "install the same versions on both"))
+        gpus, others = (
+            ", ".join(f"{gpu.name} {gpu.memory_gib:.0f} GiB" for gpu in facts.machine.gpus)
+            for facts in (first, other)
+        )
+        if gpus != others:
+            found = f"{first.host} has {gpus or 'none'}, {other.host} has {others or 'none'}"
+            fix = "use equal machines: the slowest GPU, and the one with least memory, limit all"
+            rows.append(Row("GPUs", WARNING, found, fix))
     skew = max(map(abs, skews), default=0.0)
     if skew > _MAX_SKEW_SECONDS:
         found = f"the clocks of two ranks differ by {skew:,.1f} s"

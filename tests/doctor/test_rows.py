@@ -272,6 +272,9 @@ def test_machines_that_differ() -> None:
     (row,) = compare_machines([GOOD, GOOD, other])
     assert row.status == PROBLEM
     assert row.found == "node1 and node2 differ: torch 2.13.0 and 2.12.0"
+    unlike = replace(GOOD, host="node2", machine=replace(TWO, gpus=(H100,)))
+    (row,) = compare_machines([GOOD, unlike])
+    assert row.status == WARNING and row.found.startswith("node1 has ") and "node2" in row.found
     assert compare_machines([GOOD, GOOD], [0.0, 0.2]) == []
     (skewed,) = compare_machines([GOOD, GOOD], [0.0, -90.5])
     assert isinstance(skewed, Row) and skewed.status == WARNING and "90.5 s" in skewed.found
