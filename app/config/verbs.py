@@ -51,7 +51,10 @@ from app.training.trainer import ACCELERATORS, DEFAULT_MONITOR, PRECISIONS, Trai
 from common.facts import setting
 from data_modules import DataConfig, PackingConfig
 
-_SITES = "hsdp_local_sgd strategy.sites=2 strategy.site=1 strategy.site_address=HOST:29400"
+_SITES = (
+    "hsdp_local_sgd strategy.sites=2 strategy.site=1 strategy.site_address=HOST:29400 "
+    "strategy.synchronous_steps=0 trainer.max_steps=200"
+)
 """what to type for the names of federated averaging in other tools"""
 _FSDP_PP = "fsdp_pp trainer.devices=2 trainer.gradient_accumulation_steps=8"
 """what to type for the names of pipeline parallelism in other tools"""
