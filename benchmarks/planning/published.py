@@ -57,6 +57,11 @@ LORA_TP = (
     "strategy=fsdp_tp strategy.tensor_parallel_size=2 recompute=full trainer.micro_batch_size=2 "
     "data.sequence_len=4096"
 )
+IN_STAGES = (
+    "model=llama3_3_70b strategy=fsdp_pp strategy.pipeline_parallel_size=4 "
+    "strategy.schedule=interleaved recompute=none trainer.micro_batch_size=1 "
+    "data.sequence_len=4096"
+)
 ITS_H100 = "hardware.half_tflops=835 hardware.memory_gb_per_second=2400"
 """HBM2e of 2.4 TB/s and 500 W: its authors place the peak between those of SXM and NVL, 989 and 835
 TFLOPS"""
@@ -236,6 +241,23 @@ ROWS = (
             ("2 x H200", "2xh200", "strategy=fsdp", 9364),
             ("4 x H200", "4xh200", "strategy=fsdp", 9746),
             ("4 x H200, tensor parallel", "4xh200", "strategy=tp", 6284),
+        )
+    ),
+    *(
+        Row(
+            f"{NVIDIA}: Llama 3 70B {adapter}, {hardware}, 4 stages x tensor parallel {split}",
+            f"{IN_STAGES} hardware={hardware} adapter={adapter} "
+            f"strategy.tensor_parallel_size={split} strategy.stages_per_rank={stages} "
+            f"trainer.global_batch_size={batch}",
+            tokens_per_second=speed,
+            note="global batch and recompute not stated: 32 rows for 8 GPUs with LoRA, none",
+            fuses=True,
+        )
+        for hardware, adapter, split, stages, batch, speed in (
+            ("8xh100", "lora", 2, 10, 32, 1797),  # 20 stages a rank, of one layer each
+            ("2x8xh100", "lora", 2, 10, 64, 1743),
+            ("4x8xh100", "lora", 2, 10, 128, 1677),
+            ("4x8xh100", "full", 4, 5, 32, 1219),
         )
     ),
     Row(
