@@ -52,7 +52,7 @@ from common.facts import setting
 from data_modules import DataConfig, PackingConfig
 
 _SITES = (
-    "hsdp_local_sgd strategy.sites=2 strategy.site=1 strategy.site_address=HOST:29400 "
+    "hsdp_local_sgd strategy.sites=2 strategy.site_address=HOST:29400 "
     "strategy.synchronous_steps=0 trainer.max_steps=200"
 )
 """what to type for the names of federated averaging in other tools"""
