@@ -258,20 +258,7 @@ def build_planned_run(
     files are quantized, by any method; they count as nf4.
     """
     trainer, adapter, quantization = config.trainer, config.adapter, config.quantization
-    if "fp8" in (quantization.method, trainer.precision) and is_on_gpu and not hardware.fp8_tflops:
-        key, instead = (
-            ("quantization=fp8", "quantization=nf4 or quantization=none")
-            if quantization.method == "fp8"
-            else ("trainer.precision=fp8", "trainer.precision=bf16")
-        )
-        raise UserError(
-            f"{key}: {hardware.name} has no FP8 products (hardware.fp8_tflops=0); type {instead}"
-        )
-    if model.expert_layers and quantization.method in ("int8", "fp8"):
-        raise UserError(
-            f"quantization={quantization.method} would leave the experts of {model.name} as they "
-            "are, most of its weights; type quantization=nf4, or quantization=none"
-        )
+    _check_precision(trainer.precision, quantization.method, model, hardware if is_on_gpu else None)
     if fuses_norm_and_gate is None:
         fuses_norm_and_gate = trainer.kernels == "auto" or trainer.compile
     return PlannedRun(
@@ -304,6 +291,26 @@ def build_planned_run(
         is_on_gpu=is_on_gpu,
         stream=config.model.stream,
     )
+
+
+def _check_precision(
+    precision: str, quantization: str, model: PlannedModel, hardware: HardwareConfig | None
+) -> None:
+    """Raise UserError if a GPU, or the model's experts, have no such products."""
+    if hardware and "fp8" in (quantization, precision) and not hardware.fp8_tflops:
+        key, instead = (
+            ("quantization=fp8", "quantization=nf4 or quantization=none")
+            if quantization == "fp8"
+            else ("trainer.precision=fp8", "trainer.precision=bf16")
+        )
+        raise UserError(
+            f"{key}: {hardware.name} has no FP8 products (hardware.fp8_tflops=0); type {instead}"
+        )
+    if model.expert_layers and quantization in ("int8", "fp8"):
+        raise UserError(
+            f"quantization={quantization} would leave the experts of {model.name} as they "
+            "are, most of its weights; type quantization=nf4, or quantization=none"
+        )
 
 
 def _plan_teacher(objective: ObjectiveConfig, precision: str) -> PlannedModel | None:
