@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from app.config.verbs import TrainConfig
 
 log = logging.getLogger(__name__)
-URL = re.compile(r"[A-Za-z][\w+.-]*:/")
+URL = re.compile(r"[A-Za-z][\w+.-]*:/|[^/]+:\d{1,5}$")
+"""a URL, or HOST:PORT"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

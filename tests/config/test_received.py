@@ -62,6 +62,7 @@ def test_what_is_never_taken_from_a_run() -> None:
         "evaluation.harness_dir": "code",
         "data.cache_dir": "write",
         "strategy.offload_dir": "write",
+        "strategy.site_address": "host",
         "data.datasets": "host",
         "data.val_datasets": "host",
         "data.test_datasets": "host",
@@ -75,10 +76,23 @@ GRANTED = {
     "evaluation.harness_dir": "tasks",
     "data.cache_dir": "elsewhere",
     "strategy.offload_dir": "elsewhere",
+    "strategy.site_address": "example.org:29400",
     "data.datasets": "[{path: 'https://example.org/rows.jsonl'}]",
     "data.val_datasets": "[{path: 'gs://bucket/rows.jsonl'}]",
     "data.test_datasets": "[{path: 's3://bucket/rows.jsonl'}]",
 }
+
+
+WHOLE = {
+    "evaluation.metric": ["evaluation.allow_code=true"],
+    "evaluation.harness_dir": ["evaluation.allow_code=true", "evaluation.harness=[own]"],
+    "strategy.offload_dir": ["strategy.offload_optimizer=disk"],
+    "strategy.site_address": [
+        *("strategy=hsdp_local_sgd", "strategy.sites=2", "strategy.synchronous_steps=0"),
+        "trainer.max_steps=9",
+    ],
+}
+"""what a setting needs to have an effect"""
 
 
 @pytest.fixture
@@ -90,7 +104,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("key", GRANTING)
 def test_each_is_found_in_a_config_and_not_when_it_is_typed(key: str, words: list[str]) -> None:
-    config = load_config("train", [*words, f"{key}={GRANTED[key]}"])
+    option = [word for word in WHOLE.get(key, ()) if word.startswith("strategy=")]
+    config = load_config("train", [*words, *option, f"{key}={GRANTED[key]}"])
     assert isinstance(config, TrainConfig)
     assert [each.key for each in not_taken(config, set())] == [key]
     group = key.partition(".")[0]
@@ -271,13 +286,6 @@ def test_a_granting_setting_knows_its_default() -> None:
     config = load_config("train", ["+experiment=quickstart"])
     assert isinstance(config, TrainConfig)
     assert not_taken(dataclasses.replace(config), set()) == []
-
-
-WHOLE = {
-    "evaluation.metric": ["evaluation.allow_code=true"],
-    "evaluation.harness_dir": ["evaluation.allow_code=true", "evaluation.harness=[own]"],
-    "strategy.offload_dir": ["strategy.offload_optimizer=disk"],
-}
 
 
 @pytest.mark.parametrize("key", GRANTING)

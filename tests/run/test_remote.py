@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -41,6 +42,7 @@ s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.moto_server.werkzeug_app")
 ROOT = Path(__file__).parents[2]
 URL = "s3://bucket/team/run"
+LONGER = ("trainer.max_steps=24",)
 Fault = Callable[[dict[str, Any]], str | None]
 
 
@@ -273,32 +275,49 @@ def last_weights(folder: Path) -> bytes:
     return (folder / "adapter/adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
-def test_a_run_killed_ten_times_on_ten_machines_ends_bit_equal(
-    server: Server, tmp_path: Path
-) -> None:
-    said, _ = start_training(tmp_path, f"output.dir={tmp_path / 'whole'}").communicate(
-        timeout=LONGEST
-    )
-    assert (tmp_path / "whole/metrics.json").exists(), said
-    chance, kills = random.Random(1), 0
+def newest_step() -> int:
+    """Return the step of the newest whole checkpoint at the URL, 0 without one."""
+    marked = [Path(name).parent.name for name in names() if name.endswith(MARKER)]
+    return max((int(each.removeprefix("step-")) for each in marked), default=0)
+
+
+def kill_and_resume(server: Server, folder: Path, kills: int) -> tuple[int, int]:
+    """Kill a run on up to `kills` machines, and finish it on another, folder/last.
+
+    Each has saved a new checkpoint before. Returns how many were killed, and how many machines
+    went on from a checkpoint of the bucket.
+    """
+    words = (*LONGER, f"output.dir={URL}", "resume=auto")
+    chance, num_killed, num_resumed = random.Random(1), 0, 0
     server.fault = lambda request: time.sleep(0.05)  # uploads take longer than steps
-    while kills < 10:
-        machine = tmp_path / f"machine-{kills}"
-        process = start_training(machine, f"output.dir={URL}", "resume=auto")
-        training = machine / "outputs/s3:/bucket/team/run/metrics.csv"
-        while not training.exists() and process.poll() is None:
+    while num_killed < kills:
+        machine, newest = folder / f"machine-{num_killed}", newest_step()
+        process = start_training(machine, *words)
+        saved = CheckpointStore(machine / "outputs/s3:/bucket/team/run/checkpoints")
+        while (saved.newest_step() or 0) <= newest and process.poll() is None:
             time.sleep(0.1)
-        time.sleep(chance.uniform(0, 4))
+        time.sleep(chance.uniform(0, 3))
         process.send_signal(signal.SIGKILL)
-        process.communicate()
-        kills += 1
+        num_resumed += b"RESUME: from " in process.communicate()[0]
+        if process.returncode != -signal.SIGKILL:
+            break
+        num_killed += 1
     server.fault = lambda request: None
-    last = tmp_path / "last"
-    process = start_training(last, f"output.dir={URL}", "resume=auto")
+    process = start_training(folder / "last", *words)
     said, _ = process.communicate(timeout=LONGEST)
     assert process.returncode == 0, said
-    assert last_weights(last / "outputs/s3:/bucket/team/run") == last_weights(tmp_path / "whole")
+    return num_killed, num_resumed + (b"RESUME: from " in said)
+
+
+@pytest.mark.slow
+def test_a_run_killed_on_ten_machines_ends_bit_equal(server: Server, tmp_path: Path) -> None:
+    whole = start_training(tmp_path, *LONGER, f"output.dir={tmp_path / 'whole'}")
+    said, _ = whole.communicate(timeout=LONGEST)
+    assert (tmp_path / "whole/metrics.json").exists(), said
+    killed, resumed = kill_and_resume(server, tmp_path, kills=10)
+    assert killed >= 5 and resumed >= killed - 2
+    last = tmp_path / "last/outputs/s3:/bucket/team/run"
+    assert last_weights(last) == last_weights(tmp_path / "whole")
     assert {"adapter/adapter_model.safetensors", "report.html", "metrics.json"} <= names()
     assert fetch_status(URL)["state"] == "finished"
 
@@ -353,6 +372,22 @@ def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
         tmp_path / "whole"
     )
     assert fetch_status(URL)["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_reaches_the_machine_that_has_none(
+    server: Server, tmp_path: Path
+) -> None:
+    words = ("strategy=fsdp", "optimizer.lr=1", "trainer.checkpoint.keep_best=1")
+    folders = (tmp_path / "first", tmp_path / "second")
+    output = []
+    for process in start_machines(folders, *words, "output.from=best", f"output.dir={URL}"):
+        output.append(process.communicate(timeout=LONGEST)[0].decode())
+        assert process.returncode == 0, output
+    found = re.search(r"result: step (\d+)", output[0])
+    assert found is not None and int(found[1]) < 8, output[0]
+    there = CheckpointStore(folders[1] / "outputs/s3:/bucket/team/run/checkpoints")
+    assert there.steps() == [int(found[1])]
 
 
 def test_a_checkpoint_damaged_on_its_way_to_another_machine_stops_the_run(
