@@ -903,8 +903,8 @@ BUGS = [
     Bug(
         name="a trial that a signal ended has a negative exit code",
         file="app/sweep/trials.py",
-        right="return returncode if returncode >= 0 else 128 - returncode",
-        wrong="return returncode",
+        right="return 128 - code if code is not None and code < 0 else code",
+        wrong="return code",
         test="tests/sweep/test_slurm.py::test_a_trial_that_a_signal_ends_can_be_read",
     ),
 ]
