@@ -23,6 +23,7 @@ from app.process.status import STATUS_FILE
 from app.run.job import SIGNAL_SECONDS
 from app.training.checkpoint.store import CheckpointStore
 from tests.hosts import Host, hosts_error, two_hosts
+from tests.launch.test_launch import EXPERIMENTS, start
 from tests.processes import LONGEST, RUN
 from tests.runs import check_same_run
 from tests.tiny import small_run
@@ -52,8 +53,9 @@ SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 SlurmdTimeout=10
 ReturnToService=2
-NodeName={first.name} NodeAddr={first.address} CPUs=8
-NodeName={second.name} NodeAddr={second.address} CPUs=8
+GresTypes=gpu
+NodeName={first.name} NodeAddr={first.address} CPUs=8 Gres=gpu:8
+NodeName={second.name} NodeAddr={second.address} CPUs=8 Gres=gpu:8
 PartitionName=all Nodes=ALL Default=YES
 """
 """a requeued job starts again when its credentials expire, and the scheduler looks at its queue;
@@ -89,6 +91,9 @@ class Cluster:
         text = CONFIG.format(first=first, second=second, folder=self.folder, user=user)
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # need not be mounted
+        for number in range(8):
+            (self.folder / f"gpu{number}").touch()
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
         self.start_controller()
         for host in self.pair:
             self.start_daemon(host, "slurmd", "-N", host.name)
@@ -185,6 +190,19 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+def test_slurm_takes_the_jobs_of_six_experiments(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("app.launch.__main__.check_files", lambda *_, **__: [])  # bases of the hub
+    for experiment in EXPERIMENTS:
+        words = ["launcher=slurm", "launch.submit=false", "launcher.cpus=1", "hardware=2x8xh100"]
+        words += [f"+experiment={experiment}", f"output.dir={tmp_path / experiment}"]
+        assert start(*words) == 0
+        said = cluster.type("sbatch", "--test-only", str(tmp_path / experiment / "job.sbatch"))
+        assert "using 16 processors on nodes node[1-2]" in said, said
+
+
 def test_a_job_that_reaches_its_time_limit_goes_on_and_ends_bit_equal(
     cluster: Cluster, whole: Path, tmp_path: Path
 ) -> None:
@@ -254,3 +272,25 @@ def test_a_failed_run_ends_its_job_and_the_watch_with_its_exit_code(
         assert watched[fault].returncode == code and expected in said, said
         job = json.loads((tmp_path / str(number) / JOB_FILE).read_text())["id"]
         assert cluster.job(job)["ExitCode"] == f"{code}:0"
+
+
+def test_a_sweep_that_is_interrupted_finds_its_jobs(cluster: Cluster, tmp_path: Path) -> None:
+    sweep, words = (
+        tmp_path / "sweep",
+        ["trainer.accelerator=cpu", "trainer.devices=1", "adapter.r=2,4"],
+    )
+    words += ["launcher=slurm", "launcher.cpus=2", "sweep.parallel=2", f"output.dir={sweep}"]
+    command = [sys.executable, "-m", "app.train", "-m"]
+    started = cluster.pair[0].start(
+        *command, *small_run(*RUN, *words), environment=cluster.environment
+    )
+    wait_for(lambda: len([*sweep.glob("slurm/*.id")]) == 2)
+    started.send_signal(signal.SIGINT)
+    said, _ = started.communicate(timeout=LONGEST)
+    assert started.returncode == 128 + signal.SIGINT and "scancel " in said, said
+    ids = {file.read_text() for file in sweep.glob("slurm/*.id")}
+    cluster.type(*command, f"resume={sweep}")
+    assert {file.read_text() for file in sweep.glob("slurm/*.id")} == ids
+    rows = json.loads((sweep / "sweep.json").read_text())
+    assert [row["exit_code"] for row in rows] == [0, 0]
+    assert all(row["seconds"] > 0 and row["objective"] > 0 for row in rows)
