@@ -41,10 +41,10 @@ AIMS = {
     "files of a row to its batch": 18,
 }
 MOST = {
-    "modules": 325,
-    "lines that are not blank": 70_500,
+    "modules": 306,
+    "lines that are not blank": 68_270,
     LONG_FUNCTIONS: 0,
-    "modules with one importer": 80,
+    "modules with one importer": 65,
 }
 """what no change may exceed: lower these after a cut, raise them only for a capability"""
 
