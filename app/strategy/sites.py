@@ -21,12 +21,13 @@ from torch import Tensor
 
 from app.model.adapter import trainable_weights
 from app.process.heartbeat import refresh_liveness
+from app.process.signals import signal_received
 from app.strategy.fsdp import Fsdp
 from app.strategy.local_sgd import LocalSgd
 from app.strategy.rendezvous import POLL_SECONDS, listen
 from app.strategy.settings import TIMEOUT, LocalSgdConfig
 from app.strategy.state import StateTensor, local
-from common.errors import UserError
+from common.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
     from data_modules import Batch
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MESSAGE_SIZE = 2**20
 """elements of a message: 4 MiB, of the 8 MiB that a value of the store may have"""
+_SIGNAL_SECONDS = 5.0
+"""how long a site that is to end still waits for another, to save a step that all have made"""
 _AGAIN = "end all sites, and type the same commands with resume=auto"
 
 
@@ -228,7 +231,8 @@ class _Link:
 
     def _get(self, key: str, site: int = 1) -> bytes:
         """Return what a site sets, once it has."""
-        until = time.monotonic() + TIMEOUT.total_seconds()
+        unsignalled = time.monotonic()
+        until = unsignalled + TIMEOUT.total_seconds()
         of_step = key.startswith(f"{self.step}/")
         while not self._ask(lambda: self._store.check([key])):
             refresh_liveness()
@@ -241,6 +245,10 @@ class _Link:
                 )
             if time.monotonic() > until:
                 raise OSError(f"sites: site {site} has sent nothing for {TIMEOUT}; {_AGAIN}")
+            if (signum := signal_received()) is None:
+                unsignalled = time.monotonic()
+            elif time.monotonic() - unsignalled > _SIGNAL_SECONDS:
+                raise Interrupted(signum, f"site {site} did not answer; this step is not saved")
             time.sleep(POLL_SECONDS)
         value: bytes = self._ask(lambda: self._store.get(key))
         return value

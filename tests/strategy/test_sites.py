@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -14,7 +15,7 @@ from torch import Tensor
 from app.process.launch import free_port
 from app.strategy import sites
 from app.strategy.settings import LocalSgdConfig
-from common.errors import UserError
+from common.errors import Interrupted, UserError
 
 SIZE = 2 * sites._MESSAGE_SIZE + 3
 """elements of a vector that takes three messages"""
@@ -93,6 +94,21 @@ def test_a_site_that_sends_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     error = at_sites(2, work)[0].exception()
     assert isinstance(error, OSError) and "site 2 has sent nothing for 0:00:01" in str(error)
+
+
+def test_a_signal_ends_the_wait_for_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites, "_SIGNAL_SECONDS", 0.5)
+    monkeypatch.setattr(sites, "signal_received", lambda: signal.SIGTERM)
+
+    def work(link: sites._Link, site: int) -> None:
+        link.compare(0, {})
+        link.step = 4
+        if site == 1:
+            link.mean(torch.ones(4), 1.0)
+
+    error = at_sites(2, work)[0].exception()
+    assert isinstance(error, Interrupted) and error.code == 128 + signal.SIGTERM
+    assert "site 2 did not answer" in str(error)
 
 
 def test_a_first_site_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
