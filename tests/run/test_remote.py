@@ -42,7 +42,7 @@ s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.moto_server.werkzeug_app")
 ROOT = Path(__file__).parents[2]
 URL = "s3://bucket/team/run"
-LONGER = ("trainer.max_steps=24",)
+LONGER = ("trainer.max_steps=48",)
 Fault = Callable[[dict[str, Any]], str | None]
 
 
@@ -284,8 +284,8 @@ def newest_step() -> int:
 def kill_and_resume(server: Server, folder: Path, kills: int) -> tuple[int, int]:
     """Kill a run on up to `kills` machines, and finish it on another, folder/last.
 
-    Each has saved a new checkpoint before. Returns how many were killed, and how many machines
-    went on from a checkpoint of the bucket.
+    Each has added a checkpoint to the bucket before. Returns how many were killed, and how many
+    machines went on from a checkpoint of the bucket.
     """
     words = (*LONGER, f"output.dir={URL}", "resume=auto")
     chance, num_killed, num_resumed = random.Random(1), 0, 0
@@ -293,10 +293,9 @@ def kill_and_resume(server: Server, folder: Path, kills: int) -> tuple[int, int]
     while num_killed < kills:
         machine, newest = folder / f"machine-{num_killed}", newest_step()
         process = start_training(machine, *words)
-        saved = CheckpointStore(machine / "outputs/s3:/bucket/team/run/checkpoints")
-        while (saved.newest_step() or 0) <= newest and process.poll() is None:
-            time.sleep(0.1)
-        time.sleep(chance.uniform(0, 3))
+        while newest_step() <= newest and process.poll() is None:
+            time.sleep(0.05)
+        time.sleep(chance.uniform(0, 0.5))
         process.send_signal(signal.SIGKILL)
         num_resumed += b"RESUME: from " in process.communicate()[0]
         if process.returncode != -signal.SIGKILL:
@@ -310,12 +309,12 @@ def kill_and_resume(server: Server, folder: Path, kills: int) -> tuple[int, int]
 
 
 @pytest.mark.slow
-def test_a_run_killed_on_ten_machines_ends_bit_equal(server: Server, tmp_path: Path) -> None:
+def test_a_run_killed_on_five_machines_ends_bit_equal(server: Server, tmp_path: Path) -> None:
     whole = start_training(tmp_path, *LONGER, f"output.dir={tmp_path / 'whole'}")
     said, _ = whole.communicate(timeout=LONGEST)
     assert (tmp_path / "whole/metrics.json").exists(), said
-    killed, resumed = kill_and_resume(server, tmp_path, kills=10)
-    assert killed >= 5 and resumed >= killed - 2
+    killed, resumed = kill_and_resume(server, tmp_path, kills=5)
+    assert killed == resumed == 5
     last = tmp_path / "last/outputs/s3:/bucket/team/run"
     assert last_weights(last) == last_weights(tmp_path / "whole")
     assert {"adapter/adapter_model.safetensors", "report.html", "metrics.json"} <= names()

@@ -228,7 +228,7 @@ def test_what_was_fine_tuned_before_is_kept(
     words = ["+experiment=dpo_quickstart", f"model.path={base}", "logger=csv"]
     shell.train_into(run, *words)
     accuracies = read_column(run, "val/accuracy")
-    assert accuracies[max(accuracies)] > 0.9 > 0.5 > accuracies[0]
+    assert accuracies[0] == 0.5 and accuracies[max(accuracies)] > 0.9  # first all are ties
     skills = {
         "lists": "lists_test.json",
         "orders": "orders_test.jsonl",
