@@ -10,6 +10,7 @@ import ctypes
 import functools
 import ipaddress
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -332,7 +333,13 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a port that is free now; another program may take it at any time."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port that is free now; another program may take it at any time.
+
+    Not one of those from which Linux takes ports for connections (32768 to 60999): ranks listen
+    seconds later.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port

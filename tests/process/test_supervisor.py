@@ -10,11 +10,13 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -326,8 +328,14 @@ def test_another_port_is_tried_if_one_is_in_use(
     assert [start[2] for start in run.starts(1)] == ["4001", "4002"]
 
 
-def test_free_ports_vary() -> None:
-    assert len({free_port() for _ in range(8)}) > 1
+def test_free_ports_vary_and_are_given_to_no_connection() -> None:
+    ports = {free_port() for _ in range(8)}
+    assert len(ports) > 1 and max(ports) < 32768
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        taken = listener.getsockname()[1]
+        with patch("secrets.randbelow", side_effect=[taken - 20_000, 1]):
+            assert free_port() == 20_001
 
 
 READY = "(folder / f'ready-{rank}').touch()"
