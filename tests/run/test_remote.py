@@ -42,7 +42,7 @@ s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.moto_server.werkzeug_app")
 ROOT = Path(__file__).parents[2]
 URL = "s3://bucket/team/run"
-LONGER = ("trainer.max_steps=48",)
+LONGER = ("trainer.max_steps=160",)
 Fault = Callable[[dict[str, Any]], str | None]
 
 
