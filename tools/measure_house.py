@@ -42,7 +42,7 @@ AIMS = {
 }
 MOST = {
     "modules": 306,
-    "lines that are not blank": 68_270,
+    "lines that are not blank": 68_280,
     LONG_FUNCTIONS: 0,
     "modules with one importer": 65,
 }
