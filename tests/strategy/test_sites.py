@@ -83,8 +83,8 @@ def test_sites_that_do_not_belong_together_end(
     assert any(isinstance(each, UserError) and said in str(each) for each in errors), errors
 
 
-def test_a_site_that_sends_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "TIMEOUT", timedelta(seconds=1))
+def error_without_second_site() -> BaseException | None:
+    """Return what the first site's wait for the weights of a second one, which ends, comes to."""
 
     def work(link: sites._Link, site: int) -> None:
         link.compare(0, {})
@@ -92,21 +92,22 @@ def test_a_site_that_sends_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         if site == 1:
             link.mean(torch.ones(4), 1.0)
 
-    error = at_sites(2, work)[0].exception()
+    return at_sites(2, work)[0].exception()
+
+
+def test_a_site_that_sends_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites, "TIMEOUT", timedelta(seconds=1))
+
+    error = error_without_second_site()
     assert isinstance(error, OSError) and "site 2 has sent nothing for 0:00:01" in str(error)
 
 
 def test_a_signal_ends_the_wait_for_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites, "TIMEOUT", timedelta(seconds=5))
     monkeypatch.setattr(sites, "_SIGNAL_SECONDS", 0.5)
     monkeypatch.setattr(sites, "signal_received", lambda: signal.SIGTERM)
 
-    def work(link: sites._Link, site: int) -> None:
-        link.compare(0, {})
-        link.step = 4
-        if site == 1:
-            link.mean(torch.ones(4), 1.0)
-
-    error = at_sites(2, work)[0].exception()
+    error = error_without_second_site()
     assert isinstance(error, Interrupted) and error.code == 128 + signal.SIGTERM
     assert "site 2 did not answer" in str(error)
 
