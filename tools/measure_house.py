@@ -41,10 +41,10 @@ AIMS = {
     "files of a row to its batch": 18,
 }
 MOST = {
-    "modules": 306,
-    "lines that are not blank": 68_280,
+    "modules": 310,
+    "lines that are not blank": 69_300,
     LONG_FUNCTIONS: 0,
-    "modules with one importer": 65,
+    "modules with one importer": 68,
 }
 """what no change may exceed: lower these after a cut, raise them only for a capability"""
 
