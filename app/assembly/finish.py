@@ -21,7 +21,7 @@ from app.model.shards import round_weights
 from app.process.collectives import run_on_rank0
 from app.process.launch import is_first_rank, quote_words
 from app.process.logs import LOG_FILE, show
-from app.process.status import FINISHED, end_status
+from app.process.status import FINISHED, confirm_finished, end_status
 from app.report.model_card import write_card
 from app.report.run_page import end_loggers, speed_lines, write_page
 from app.run import Run, checkpoints_of
@@ -90,14 +90,15 @@ def finish(
         evaluator.write_predictions(run.folder)
         if not saves_whole_model(config.adapter) and not config.model.labels:
             save_stop_tokens(model, saved)
-        write_atomically(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         print_samples(evaluator, config.evaluation.show_answers)
         print_comparison(metrics, data.dataset_names)
         report_changes(changes, groups, run.folder)
-        write_page(run.folder, settings)
-        write_card(saved, run.folder, settings)
+        write_page(run.folder, settings, metrics=metrics)
+        write_card(saved, run.folder, settings, metrics=metrics)
         end_loggers(trainer.loggers, run.folder, metrics, settings)
         record_result(run.folder, asdict(result))
+        # The last file: a run that has it counts as finished, and is not resumed.
+        write_atomically(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         end_status(run.folder, FINISHED, DONE)
         show("\n".join([f"\nresult: {result}", *speed_lines(metrics)]))
         print_next(run, saved)
@@ -204,6 +205,7 @@ def print_next(run: Run, saved: Path) -> None:
 def print_done(run: Run) -> float | None:
     """Print that the run has finished already; return its final validation loss."""
     if is_first_rank():
+        confirm_finished(run.folder)
         shown = printable(str(run.folder))
         step, planned = run.last_step, run.manifest["total_steps"]
         early = f" of {planned}, stopped early" if step < planned else ""

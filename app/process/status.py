@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common.errors import DONE
 from common.files import write_atomically
 from common.untrusted import read_json_object
 
@@ -67,6 +68,12 @@ def end_status(folder: Path, state: str, exit_code: int, message: str | None = N
     with _lock:
         if status := _read(folder):
             _write(folder, status | ending)
+
+
+def confirm_finished(folder: Path) -> None:
+    """Record that a run has finished which was killed before it could say so."""
+    if _read(folder).get("state") in (STARTING, TRAINING, EVALUATING, STOPPED):
+        end_status(folder, FINISHED, DONE)
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -35,17 +35,23 @@ _MAX_README = 1_000_000
 
 
 def write_card(
-    saved: Path, run: Path, settings: Sequence[Setting], *, repo: str | None = None
+    saved: Path,
+    run: Path,
+    settings: Sequence[Setting],
+    *,
+    repo: str | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> None:
     """Write the card of a saved adapter or model into its folder, with the plot of its curves.
 
     `repo`: hub repository that the folder is pushed to; the card then loads the model from there.
+    `metrics`: those of metrics.json, if it is not written yet.
     All files in the folder get the mode of the card, which follows the user's umask: safetensors
     makes its own files private.
     """
     if (run / CURVES_FILE).is_file():
         write_atomically(saved / CURVES_FILE, (run / CURVES_FILE).read_bytes())
-    files = read_run_files(run)
+    files = read_run_files(run, metrics)
     write_atomically(saved / CARD_FILE, render_run_card(saved, files, settings, repo=repo))
     mode = (saved / CARD_FILE).stat().st_mode & 0o777
     for file in saved.iterdir():

@@ -77,13 +77,16 @@ class RunFiles:
         return points[-1][1] if points else None
 
 
-def read_run_files(folder: Path) -> RunFiles:
-    """Read all files that a page or a card needs."""
+def read_run_files(folder: Path, metrics: Mapping[str, Any] | None = None) -> RunFiles:
+    """Read all files that a page or a card needs.
+
+    `metrics`: those of a run that has not written metrics.json yet, its last file.
+    """
     problems: list[str] = []
     curves: dict[str, list[tuple[float, float]]] = {}
     try:
-        for step, metrics in read_curves(folder / CSV_FILE):
-            for name, value in metrics.items():
+        for step, row in read_curves(folder / CSV_FILE):
+            for name, value in row.items():
                 if not any(part in name for part in NOT_DRAWN):
                     curves.setdefault(name, []).append((step, value))
     except UserError as error:
@@ -103,7 +106,7 @@ def read_run_files(folder: Path) -> RunFiles:
         manifest=read("manifest.json", SHOWN_MANIFEST),
         metrics={
             name: value
-            for name, value in read("metrics.json", METRICS).items()
+            for name, value in (metrics or read("metrics.json", METRICS)).items()
             if value is not None and math.isfinite(value)
         },
         curves=curves,

@@ -138,17 +138,19 @@ def write_page(
     folder: Path,
     settings: Sequence[Setting] = (),
     *,
+    metrics: Mapping[str, float] | None = None,
     error: str = "",
     refresh_seconds: int | None = None,
 ) -> Path | None:
     """Write the page of the run in `folder`, and a PNG of its curves if it has any.
 
-    `settings`: those that differ from their defaults; `error`: why the run stopped, if it failed;
-    `refresh_seconds`: how often a browser reads the page of a running run again, without a PNG.
+    `settings`: those that differ from their defaults; `metrics`: those of metrics.json, if it is
+    not written yet; `error`: why the run stopped, if it failed; `refresh_seconds`:
+    how often a browser reads the page of a running run again, without a PNG.
     Never raises, because a page must not fail a run: logs the problem and returns None.
     """
     try:
-        run = read_run_files(folder)
+        run = read_run_files(folder, metrics)
         run = replace(run, error=error or run.error)
         write_atomically(folder / PAGE_FILE, render_run(run, settings, refresh_seconds))
         charts = _learned_charts({"": run})[:_MAX_PNG_CHARTS]

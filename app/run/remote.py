@@ -69,6 +69,8 @@ _SNAPSHOT = ".upload"
 _NOT_UPLOADED = {CHECKPOINTS, LOCK_FILE, UNFINISHED, "partial"}
 _NOT_FETCHED = {STATUS_FILE, REASON_FILE}
 """what the first rank has begun anew when another one downloads the run"""
+_LAST = (METRICS_FILE, STATUS_FILE)
+"""files uploaded after all others: a run with metrics.json counts as finished"""
 _PROBE = ".writable"
 
 
@@ -243,7 +245,10 @@ def fetch_run(url: str, folder: Path, *, resumes: bool) -> None:
         if CONFIG_FILE not in names or newest_here > newest:
             return
         with into_folder(folder):
-            for name in names.keys() - _NOT_FETCHED:
+            skipped = set(_NOT_FETCHED)
+            if METRICS_FILE in names and not (folder / STATUS_FILE).exists():
+                skipped.remove(STATUS_FILE)  # a finished run begins nothing anew
+            for name in names.keys() - skipped:
                 if not name.startswith(f"{CHECKPOINTS}/"):
                     store.get(name, folder / name)
         if resumes or METRICS_FILE not in names:
@@ -379,8 +384,9 @@ class Uploader:
         """Upload the run's files, then the newest checkpoint; remove those that are gone here."""
         step = self._local().newest_step()
         snapshot = None if step is None else self._link(step)
-        for file in sorted(self.folder.rglob("*")):
-            self._put_changed(file)
+        for file in sorted(self.folder.rglob("*"), key=lambda file: (file.name in _LAST, file)):
+            if file.name not in _LAST or self.failure is None:
+                self._put_changed(file)
         self._newest = step
         if snapshot is None or step is None:
             return

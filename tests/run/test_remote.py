@@ -20,6 +20,7 @@ import pytest
 
 from app.config import load_config
 from app.process.launch import Launch, free_port
+from app.process.status import begin_status, confirm_finished, end_status
 from app.run.remote import (
     Uploader,
     check_store,
@@ -149,6 +150,36 @@ def test_what_a_machine_has_saved_after_its_last_upload_stays_unless_there_are_s
     (run / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="another run"):
         fetch_run(URL, run, resumes=True)
+
+
+def test_a_run_killed_during_its_last_upload_is_completed_from_an_empty_machine(
+    server: Server, run: Path
+) -> None:
+    """metrics.json, by which a run counts as finished, arrives after all but status.json."""
+    begin_status(run, 4)
+    upload(run)
+    (run / "metrics.json").write_text("{}")
+    (run / "report.html").write_text("a page")
+    end_status(run, "finished", 0)
+    arrived: list[str] = []
+
+    def fault(request: dict[str, Any]) -> str | None:
+        if request["REQUEST_METHOD"] == "PUT":
+            arrived.append(Path(request["PATH_INFO"]).name)
+            return "403 Forbidden" if arrived[-1] == "status.json" else None
+        return None
+
+    server.fault = fault
+    with pytest.raises(OSError, match=r"resume=.* to upload it"):
+        upload(run)
+    assert list(dict.fromkeys(arrived))[-3:] == ["report.html", "metrics.json", "status.json"]
+    server.fault = lambda request: None
+    assert fetch_status(URL)["state"] == "starting"
+    shutil.rmtree(run)
+    fetch_run(URL, run, resumes=True)
+    confirm_finished(run)
+    upload(run)
+    assert fetch_status(URL)["state"] == "finished"
 
 
 @pytest.mark.parametrize(

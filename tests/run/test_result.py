@@ -14,10 +14,13 @@ from safetensors.torch import load_file
 from app.assembly.finish import Result, print_next
 from app.config import load_config
 from app.evaluation.comparison import print_comparison
+from app.process.status import end_status
 from app.run import Run
+from app.status import read_status
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics
 from tests.conftest import read_column
+from tests.resumed import go_on
 from tests.tiny import small_run, train_into
 
 FULL = (
@@ -85,6 +88,29 @@ def test_rounding_within_noise_keeps_the_dtype_of_the_base(
     run = train_into(tmp_path / "run", *FULL, "trainer.max_steps=1")
     assert ", within noise): saved in bf16" in said(run)
     assert {tensor.dtype for tensor in saved_weights(run).values()} == {torch.bfloat16}
+
+
+def test_a_run_that_ends_before_its_last_file_is_not_done_and_one_after_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with monkeypatch.context() as killed:
+
+        def kill(*given: Any) -> None:
+            assert "Base vs tuned" in (folder / "report.html").read_text()
+            assert (folder / "adapter/README.md").exists()
+            raise MemoryError
+
+        killed.setattr("app.assembly.finish.record_result", kill)
+        with pytest.raises(MemoryError):
+            train_into(folder, "evaluation.exact_match=false", "trainer.max_steps=1")
+    assert not (folder / "metrics.json").exists()
+    go_on(folder)
+    assert read_status(folder)["state"] == "finished" and figures(folder)["tuned/val/loss"]
+    for state, after in (("evaluating", "finished"), ("failed", "failed")):
+        end_status(folder, state, 4)
+        go_on(folder)
+        assert read_status(folder)["state"] == after
 
 
 RATED = {0: 0.9, 1: 0.5, 2: 0.1, 3: 0.3, 4: 0.2, 5: 0.4}
