@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from data_modules.collator import Batch as Batch
     from data_modules.collator import DecoderInputs as DecoderInputs
     from data_modules.collator import SequenceSlice as SequenceSlice
+    from data_modules.collator import deal_columns as deal_columns
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
     from data_modules.datamodule import StepRow as StepRow
     from data_modules.packing import PackingConfig as PackingConfig
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "audit.figures": ("Audit",),
-    "collator": ("Batch", "DecoderInputs", "SequenceSlice"),
+    "collator": ("Batch", "DecoderInputs", "SequenceSlice", "deal_columns"),
     "datamodule": ("FinetuneDataModule", "StepRow"),
     "packing": ("PackingConfig",),
     "packing.plan": ("fit_accumulation",),

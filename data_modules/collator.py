@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _IGNORED = -100
+_MAX_ROUNDS = 4
+"""most rounds in which the columns of a row are dealt to ranks"""
+MIN_CHUNK = 512
+"""fewest tokens of a chunk in more than one round"""
 Row = list[Example]
 Ints = npt.NDArray[np.int64]
 
@@ -38,14 +42,41 @@ class DecoderInputs:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """The columns [start, stop) of whole rows: the tokens of their documents that a rank holds.
+    """The columns of whole rows that a rank holds: chunks of equal length, from left to right.
 
-    `ranks`: those that hold equal slices of the same rows, in the order of the columns.
+    `ranks`: those that together hold all columns.
     """
 
-    start: int
-    stop: int
+    chunks: Sequence[range]
     ranks: ProcessGroup | None = None
+
+    @classmethod
+    def of_rank(cls, num_columns: int, ranks: ProcessGroup) -> SequenceSlice:
+        """Return this rank's columns of rows that are dealt to `ranks`."""
+        return cls(deal_columns(num_columns, ranks.size())[ranks.rank()], ranks)
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the own columns of whole rows [rows, columns, ...]."""
+        length = len(self.chunks[0])
+        parts = whole.split(length, 1)  # not by slices: each would allocate a gradient of all rows
+        return torch.cat([parts[chunk.start // length] for chunk in self.chunks], 1)
+
+
+def deal_columns(num_columns: int, size: int) -> list[list[range]]:
+    """Deal the columns of a row to `size` ranks, in chunks and zigzag order; return them by rank.
+
+    A token attends to those before it, so each rank gets early and late ones: as many pairs of one
+    long document. Several rounds also share the pairs of shorter ones, and answers at a row's end.
+    """
+    length, left = divmod(num_columns, 2 * size)
+    assert not left, "rows are padded to a multiple of two chunks a rank"
+    rounds = math.gcd(length, max(1, min(_MAX_ROUNDS, length // MIN_CHUNK)))
+    length //= rounds
+    by_rank: list[list[range]] = [[] for _ in range(size)]
+    order = [*range(size), *reversed(range(size))] * rounds
+    for number, rank in enumerate(order):
+        by_rank[rank].append(range(number * length, (number + 1) * length))
+    return by_rank
 
 
 @dataclass(slots=True)
@@ -104,16 +135,20 @@ class Batch:
         """
         if any(x is not None for x in (self.decoder, self.sequence, self.unit_weights)):
             raise ValueError("only whole rows of a causal model, of single answers, can be split")
-        start, stop = sequence.start, sequence.stop
         by_position = ("input_ids", "position_ids", "labels", "loss_weights", "dataset_ids")
-        columns = self.trained_columns
-        own = columns[(columns >= start) & (columns < stop)] - start
-        ends = [min(sum(lengths), stop) for lengths in self.document_lengths]
+        is_trained = self.trained_columns.new_zeros(1, self.labels.shape[1])
+        is_trained[:, self.trained_columns] = 1
+        own = sequence.take(is_trained)[0].nonzero().flatten()
+        num_tokens = sum(
+            len(each[: max(0, sum(lengths) - each.start)])
+            for lengths in self.document_lengths
+            for each in sequence.chunks
+        )
         return replace(
             self,
-            **{name: getattr(self, name)[:, start:stop] for name in by_position},
+            **{name: sequence.take(getattr(self, name)) for name in by_position},
             trained_columns=own if len(own) else own.new_zeros(1),
-            num_tokens=sum(max(0, end - start) for end in ends),
+            num_tokens=num_tokens,
             sequence=sequence,
         )
 

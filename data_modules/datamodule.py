@@ -550,12 +550,13 @@ class FinetuneDataModule(lightning.LightningDataModule):
         # Encoder and decoder rows fill up at different packs, so neither is padded to full length.
         has_row_len = packed and self._decoder_start is None
         full = batching.micro_batch_size * self.sequence_len
+        chunks = 1 if batching.row_slices == 1 else 2 * batching.row_slices
         return Collator(
             0 if pad is None else pad,
             packed,
             self._decoder_start,
             full if has_row_len and batching.pad_packs else None,
-            math.lcm(batching.row_multiple if has_row_len else 1, batching.row_slices),
+            math.lcm(batching.row_multiple if has_row_len else 1, chunks),
             has_verdicts=self._has_verdicts,
         )
 

@@ -218,6 +218,6 @@ class BatchSpec:
     row_multiple: int = 1
     """tokens of a packed row are rounded up to a multiple of this"""
     row_slices: int = 1
-    """ranks that hold equal slices of a row, whose tokens are rounded up to a multiple of this"""
+    """ranks that share a row, whose tokens are rounded up to two equal chunks for each of them"""
     pad_packs: bool = False
     """pad every packed row of a causal model to the size of a full one"""

@@ -330,9 +330,8 @@ def _exchange_bytes(
         # The output of attention, by head: by token it is saved anyway. And repeated key heads.
         repeated = key_repeats(widths.heads, widths.key_heads, size) - 1
         return value_bytes * (widths.query + 2.0 * repeated * widths.key_value), 0.0
-    # The last of the ranks adds masks, which its layers share, to the scores of all keys.
-    before = (1 - 0.5 / size) * execution.sequence_len
-    masks = value_bytes * before * execution.sequence_len / size
+    # A rank adds masks, which its layers share, to the scores of its queries and the keys before.
+    masks = value_bytes * execution.sequence_len**2 / (2 * size)
     return (size - 1) * 2.0 * value_bytes * widths.key_value, masks
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from app.model.attention import gather_reason
 from app.model.recompute import WHOLE_LAYERS
 from app.planning.communication import (
     ALL_GATHER,
@@ -183,7 +182,7 @@ def _pass_seconds(run: PlannedRun, collectives: list[Collective]) -> tuple[float
     # With few tokens, reading the weights takes longer than the products.
     products = max(products, _weight_reads(run) * run.accumulation / split / bandwidth)
     attention = flops.attention + flops.recomputed_scores + flops.recomputed_attention
-    attention *= tokens / split * _scores_of_slowest(run)
+    attention *= tokens / split
     attention /= min(ATTENTION * _full_rate(run), _FASTEST_ATTENTION)
     traffic = _traffic(run) * tokens + _dequantized(run) * run.accumulation / split
     _, of_gradients, _ = num_shards(run.strategy, run.num_ranks, run.num_nodes)
@@ -192,16 +191,6 @@ def _pass_seconds(run: PlannedRun, collectives: list[Collective]) -> tuple[float
     copied = [c for c in collectives if c.overlaps and c.kind in (ALL_GATHER, REDUCE_SCATTER)]
     traffic += _COPIED * sum(each.num_bytes * each.times for each in copied)
     return products, attention, traffic / bandwidth
-
-
-def _scores_of_slowest(run: PlannedRun) -> float:
-    """Return the scores of the rank that computes most of them, relative to the mean rank's.
-
-    Of ranks that gather keys, the one with the end of a document as long as a row.
-    """
-    widths, ranks = run.model.widths, run.context_size
-    gathers = ranks > 1 and gather_reason(widths.heads, widths.key_heads, ranks)
-    return 2 - 1 / ranks if gathers else 1.0
 
 
 def _launch_seconds(run: PlannedRun) -> float:

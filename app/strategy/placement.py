@@ -71,10 +71,7 @@ class Placement:
             return batch
         from data_modules import SequenceSlice
 
-        tokens, left = divmod(batch.input_ids.shape[1], ranks.size())
-        assert not left, "rows are padded to a multiple of context_size"
-        start = ranks.rank() * tokens
-        return batch.part(SequenceSlice(start, start + tokens, ranks))
+        return batch.part(SequenceSlice.of_rank(batch.input_ids.shape[1], ranks))
 
     def build_model(self, build: BuildModel) -> Any:
         """Build the model and place its weights; called before the optimizer is built."""

@@ -182,11 +182,13 @@ def balance_loss(logits: list[Tensor], batch: Batch, num_chosen: int) -> Tensor:
 
 def is_token(batch: Batch) -> Tensor:
     """Return a mask of tokens that are not padding: bool [rows, tokens], on the batch's device."""
+    if batch.sequence is not None:
+        numbers, padding = document_numbers(batch)
+        return numbers != padding
     real = torch.ones_like(batch.input_ids, dtype=torch.bool)
-    begin = 0 if batch.sequence is None else batch.sequence.start
     for row, lengths in enumerate(batch.document_lengths):
-        if (end := sum(lengths) - begin) < real.shape[1]:
-            real[row, max(0, end) :] = False
+        if (end := sum(lengths)) < real.shape[1]:
+            real[row, end:] = False
     return real
 
 

@@ -561,7 +561,7 @@ def test_recurrent_layers_compute_whole_rows_on_each_rank_that_shares_them() -> 
 def test_ranks_that_gather_keys_are_planned_with_them_and_their_masks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Four ranks cannot share 14 heads: the last one has 512 queries, and 1,536 to 2,048 keys.
+    """Four ranks cannot share 14 heads: each has 512 queries, and 1,024 keys before one on average.
 
     If they could, without repeating key heads, each would save the output of attention twice: by
     head and by token.
@@ -572,7 +572,7 @@ def test_ranks_that_gather_keys_are_planned_with_them_and_their_masks(
     monkeypatch.setattr("app.planning.activations.gather_reason", lambda *_: None)
     monkeypatch.setattr("app.planning.activations.key_repeats", lambda *_: 1)
     keys = 512 * 3 * 2 * 128 * 2 * four.model.num_layers
-    masks = 2 * 512 * (2048 - 256)
+    masks = 2 * 512 * 1024
     outputs = 512 * 2 * (14 * 64) * four.model.num_layers
     exchanged = estimate_gpu_memory(four).activations
     assert gathered - exchanged == pytest.approx(keys + masks - outputs)

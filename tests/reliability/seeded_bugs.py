@@ -270,8 +270,8 @@ BUGS = [
     Bug(
         name="a rank that holds the end of a row counts the documents of its start",
         file="app/training/objective/forward.py",
-        right="whole[begin : begin + numbers.shape[1]]",
-        wrong="whole[: numbers.shape[1]]",
+        right="        numbers = batch.sequence.take(numbers)\n",
+        wrong="        numbers = numbers[:, : batch.labels.shape[1]]\n",
         test="tests/training/test_sequence_slice.py::test_the_parts_of_rows_add_up",
     ),
     Bug(
@@ -759,9 +759,9 @@ BUGS = [
     ),
     Bug(
         name="a document that continues in a slice sees only that slice",
-        file="app/model/attention/exchange.py",
-        right="(part[row, None, :, first:end] for part in whole)",
-        wrong="(part[row, None, :, start:end] for part in whole)",
+        file="app/model/attention/documents.py",
+        right="range(chunk.start, end), first, []",
+        wrong="range(chunk.start, end), chunk.start, []",
         test="tests/strategy/test_context_parallel.py"
         "::test_slices_give_the_loss_and_gradients_of_whole_rows",
     ),

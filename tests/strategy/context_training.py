@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +15,7 @@ from transformers import AttentionInterface
 
 from app.evaluation.evaluator import ShownBatches
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
-from app.model.attention.exchange import check_exchange
+from app.model.attention.exchange import check_exchange, exchanging
 from app.model.attention.probes import check_isolation
 from app.model.base import ModelConfig
 from app.model.build import build_model
@@ -26,7 +27,7 @@ from app.training.objective.objective import Sft, batch_loss, validate
 from app.training.objective.sums import DatasetSums
 from app.training.routing import balance_loss
 from common.errors import Origin, UserError
-from data_modules import Batch, Example
+from data_modules import Batch, Example, collator
 from data_modules.collator import Collator
 from tests.families import FAMILIES
 
@@ -284,7 +285,8 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def compare_all(cases: list[str]) -> dict[str, dict[str, float]]:
-    """Compare the cases, on a rank of those that hold slices of the same rows."""
+    """Compare the cases, on a rank of those that hold slices of the same rows, in many chunks."""
+    collator.MIN_CHUNK = 16
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
     counted = {"calls": 0, "bytes": 0}
     send = dist.all_to_all_single
@@ -312,28 +314,29 @@ def peak_of_a_document(num_tokens: int) -> int:
     return peaks[1] - peaks[0]
 
 
-def refused_and_balanced() -> tuple[str, list[list[float]], list[float]]:
-    """Return why a model without the exchange is refused, and losses of slices and of whole rows.
+def refused_and_balanced() -> tuple[list[str], list[list[float]], list[float]]:
+    """Return why two faults of attention are refused, and losses of slices and of whole rows.
 
-    The losses are those of an evaluation, by data set and in all, and the routers'.
+    The faults: no exchange, and one that ignores documents. The losses are those of an evaluation,
+    by data set and in all, and the routers'.
     """
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
     slices, model = Slices(), make_model("llama")
     assert slices.context_ranks is not None
     losses = [evaluated(model, None, None), evaluated(model, slices, summed)]
     kind = model.config._attn_implementation
-    AttentionInterface.register(kind, lambda *args, exchange=None, **rest: attend(*args, **rest))
-    try:
-        check_exchange(model, "sdpa", slices.root_device, slices.context_ranks)
-        refusal = ""
-    except UserError as error:
-        refusal = str(error)
+    refusals = []
+    for faulty in (lambda *args, exchange=None, **rest: attend(*args), exchanging(attend)):
+        AttentionInterface.register(kind, faulty)
+        with pytest.raises(UserError) as caught:
+            check_exchange(model, "sdpa", slices.root_device, slices.context_ranks)
+        refusals.append(str(caught.value))
     batch = make_batch("llama")
     logits = torch.randn(TOKENS, 4, generator=torch.Generator().manual_seed(3))
     part = slices.shard_batch(batch)
     assert part.sequence is not None
-    own = balance_loss([logits[part.sequence.start : part.sequence.stop]], part, 2)
-    return refusal, losses, [balance_loss([logits], batch, 2).item(), summed(own).item()]
+    own = balance_loss([part.sequence.take(logits.unsqueeze(0))[0]], part, 2)
+    return refusals, losses, [balance_loss([logits], batch, 2).item(), summed(own).item()]
 
 
 def evaluated(
@@ -353,7 +356,7 @@ def summed(tensor: Tensor) -> Tensor:
 
 
 def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any) -> Any:
-    """Attend to a slice alone."""
+    """Attend causally to all keys, whatever document they belong to."""
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, enable_gqa=True
     )

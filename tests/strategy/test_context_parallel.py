@@ -108,9 +108,11 @@ def test_the_way_is_chosen_by_heads_and_bytes() -> None:
     assert key_repeats(16, 6, 2) == 2  # the mean of Gemma 4's layers, in a plan
 
 
-def test_layers_without_exchange_are_refused_and_slices_are_evaluated_as_whole_rows() -> None:
-    for refusal, (whole, sliced), (whole_balance, balance) in on_ranks(2, refused_and_balanced):
-        assert "strategy.context_parallel_size=2: slices of a row give other logits" in refusal
+def test_leaks_over_ranks_are_refused_and_slices_are_evaluated_as_whole_rows() -> None:
+    for refusals, (whole, sliced), (whole_balance, balance) in on_ranks(2, refused_and_balanced):
+        for refusal in refusals:  # neither exchange nor boundaries; an exchange without boundaries
+            assert "strategy.context_parallel_size=2: an edit of a document on one rank" in refusal
+        assert ["slices of a row give other" in refusal for refusal in refusals] == [True, False]
         assert len(whole) >= 3 and sliced == pytest.approx(whole, rel=1e-6)
         assert balance == pytest.approx(whole_balance, rel=1e-6)
 

@@ -133,23 +133,39 @@ def place_documents(document_lengths: Lengths, tokens: int) -> list[DocumentSpan
     return placed
 
 
-def place_in_slice(
-    document_lengths: Lengths, tokens: int, start: int, stop: int
-) -> tuple[list[list[int]], dict[int, DocumentSpan]]:
-    """Return what columns [start, stop) of rows of `tokens` hold of each document.
+class RowPiece(NamedTuple):
+    """Neighbouring tokens of a row: a part of a document, or the documents that begin in them."""
 
-    First the lengths by row, padding included; then, by row, the document that begins before
-    `start`, up to its last token in the slice.
+    row: int
+    columns: range
+    first: int
+    """first column to which the tokens attend: before theirs for a document that continues"""
+    begun: list[int]
+    """tokens of each document that begins in them, padding included; empty for one that continues
     """
-    lengths: list[list[int]] = [[] for _ in document_lengths]
-    continued = {}
-    for row, first, end in place_documents(document_lengths, tokens):
-        begin, end = max(first, start), min(end, stop)
-        if begin < end:
-            lengths[row].append(end - begin)
-            if first < start:
-                continued[row] = DocumentSpan(row, first, end)
-    return lengths, continued
+
+
+def place_in_chunks(
+    document_lengths: Lengths, tokens: int, chunks: Sequence[range]
+) -> list[RowPiece]:
+    """Return what chunks of the columns of rows of `tokens` hold of documents, row by row."""
+    pieces = []
+    for row, lengths in enumerate(document_lengths):
+        documents = place_documents([lengths], tokens)
+        for chunk in chunks:
+            begun = []
+            for _, first, end in documents:
+                if end <= chunk.start or first >= chunk.stop:
+                    continue
+                end = min(end, chunk.stop)
+                if first < chunk.start:
+                    pieces.append(RowPiece(row, range(chunk.start, end), first, []))
+                else:
+                    begun.append(end - first)
+            if begun:
+                first = chunk.stop - sum(begun)
+                pieces.append(RowPiece(row, range(first, chunk.stop), first, begun))
+    return pieces
 
 
 def boundary_arguments(documents: Sequence[DocumentSpan], device: torch.device) -> dict[str, Any]:
@@ -195,10 +211,11 @@ class RowSlices:
     """The ranks that hold slices of a batch's rows, and the documents in this rank's slice."""
 
     ranks: ProcessGroup
-    own: dict[str, Any]
-    """arguments of attention that keep the slice's parts of documents apart"""
-    continued: dict[int, DocumentSpan]
-    """by row, the document that begins before the slice, up to its last token in it"""
+    pieces: list[RowPiece]
+    """this rank's tokens, row by row"""
+    begun: dict[str, Any]
+    """arguments of attention that keep apart the documents that begin in the pieces, joined into
+    one row; empty without any"""
     rules: dict[int, MaskRule] = field(default_factory=dict)
     """by window, the masks that layers without a mask rule of their own share"""
 

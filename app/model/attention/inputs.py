@@ -18,7 +18,7 @@ from app.model.attention.documents import (
     group_documents,
     group_pairs,
     place_documents,
-    place_in_slice,
+    place_in_chunks,
     to_device,
 )
 from app.model.attention.flex import block_mask
@@ -59,20 +59,20 @@ def _sliced_inputs(
     sequence: SequenceSlice,
     ranks: ProcessGroup,
 ) -> dict[str, Any]:
-    """Return the inputs of a slice: its own mask, and the documents of whole rows and of itself."""
+    """Return the inputs of a slice: its mask, and the documents of whole rows and its own."""
     rows, tokens = _shape(ids)
     whole = ids.new_zeros(()).expand(rows, tokens * ranks.size())
-    lengths, continued = place_in_slice(
-        document_lengths, whole.shape[1], sequence.start, sequence.stop
-    )
     inputs = mixer_inputs(model, document_lengths, _shape(whole), ids.device, ranks)
     if not has_attention(model):
         return inputs | {"attention_mask": None}
-    own = _mask_inputs(model, backend, lengths, ids)
+    pieces = place_in_chunks(document_lengths, whole.shape[1], sequence.chunks)
+    begun = {}
+    if lengths := [length for piece in pieces for length in piece.begun]:
+        begun = _mask_inputs(model, backend, [lengths], whole.new_zeros(1, sum(lengths)))
+        del begun["attention_mask"]
     inputs |= _mask_inputs(model, backend, document_lengths, whole)
-    mask = own.pop("attention_mask")
-    slices = RowSlices(ranks=ranks, own=own, continued=continued)
-    return inputs | {"attention_mask": mask, "exchange": slices}
+    slices = RowSlices(ranks=ranks, pieces=pieces, begun=begun)
+    return inputs | {"attention_mask": _placeholder_mask(model, ids), "exchange": slices}
 
 
 def has_attention(model: PreTrainedModel) -> bool:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from app.model.attention.documents import DocumentGroups, Lengths, group_documents
 from common.errors import UserError
+from data_modules import SequenceSlice
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +221,7 @@ def _run_on_whole_rows(
 
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     tokens = next(tensors).shape[1]
-    start, whole = ranks.rank() * tokens, ranks.size() * tokens
+    own = SequenceSlice.of_rank(ranks.size() * tokens, ranks)
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         is_by_token = tensor.ndim > 1 and tensor.shape[1] == tokens
@@ -229,10 +230,10 @@ def _run_on_whole_rows(
     args, kwargs = tree_map_only(torch.Tensor, gather, (args, kwargs))
     output = forward(*args, **kwargs)
     if isinstance(output, torch.Tensor):
-        return output[:, start : start + tokens]
+        return own.take(output)
     return tuple(
-        part[:, start : start + tokens]
-        if isinstance(part, torch.Tensor) and part.shape[1:2] == (whole,)
+        own.take(part)
+        if isinstance(part, torch.Tensor) and part.shape[1:2] == (ranks.size() * tokens,)
         else None
         for part in output
     )

@@ -57,16 +57,19 @@ def document_numbers(batch: Batch) -> tuple[Tensor, int]:
     """
     rows = (batch if batch.decoder is None else batch.decoder).document_lengths
     last = sum(map(len, rows))
-    numbers = torch.full(batch.labels.shape, last)
-    begin = 0 if batch.sequence is None else batch.sequence.start
+    num_rows, columns = batch.labels.shape
+    if batch.sequence is not None:
+        columns = batch.sequence.chunks[-1].stop
+    numbers = torch.full((num_rows, columns), last)
     first = 0
     for row, lengths in enumerate(rows):
         row_numbers = torch.arange(first, first + len(lengths))
         repeats = torch.tensor(lengths).long()
         whole = row_numbers.repeat_interleave(repeats, output_size=sum(lengths))
-        own = whole[begin : begin + numbers.shape[1]]
-        numbers[row, : len(own)] = own
+        numbers[row, : len(whole)] = whole[:columns]
         first += len(lengths)
+    if batch.sequence is not None:
+        numbers = batch.sequence.take(numbers)
     return to_device(numbers, batch.labels.device), last
 
 

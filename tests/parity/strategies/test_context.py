@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.parity.strategies import on_small_gpus
+from tests.parity.strategies import leaking_ranks, on_small_gpus
 from tests.parity.strategies.layouts import (
     ADAPTERS,
     CLIPPED,
@@ -77,6 +77,17 @@ def test_rows_that_auto_splits_train_as_one_process(long_rows: tuple[str, ...], 
     output = runs.shell.train_into(run, *runs.typed(layout, *words), module=on_small_gpus.MODULE)
     assert "ddp strategy.context_parallel_size=2 (2 ranks that share each row of 256" in output
     check_same_results(run, runs.train(SINGLE, *words))
+
+
+@pytest.mark.slow
+def test_a_leak_between_documents_over_ranks_stops_the_run(
+    long_rows: tuple[str, ...], runs: Runs
+) -> None:
+    run = runs.new_folder("leak")
+    words = runs.typed(sliced("ddp"), *ADAPTERS["lora"], *long_rows)
+    output = runs.shell.train_into(run, *words, module=leaking_ranks.MODULE, code=2)
+    assert "an edit of a document on one rank changes the logits of another document" in output
+    assert not (run / "checkpoints").exists()
 
 
 @pytest.mark.slow
