@@ -126,8 +126,7 @@ def _measure_models(
     """
     from app.assembly.tuned import adapter_of, place_as_trained
     from app.evaluation.evaluator import Evaluator
-    from app.evaluation.progress import Progress
-    from app.evaluation.row_runner import build_row_runner, build_sum_over_ranks
+    from app.evaluation.row_runner import Progress, build_row_runner, build_sum_over_ranks
     from app.evaluation.tasks.questions import build_tasks
     from app.model.adapter import saves_whole_model
     from app.training.objective.build import build_objective

@@ -102,7 +102,7 @@ def _show_preview(result: Preview, folder: Path, max_tokens: int) -> None:
     """Write `preview.html` and print the preview, with at most `max_tokens` tokens of each row."""
     from rich.console import Console
 
-    from app.report.preview_page import print_preview, render_page
+    from app.report.preview import print_preview, render_page
 
     write_atomically(folder / "preview.html", redact(render_page(result)))
     # A terminal that cannot encode a character prints its escape instead.

@@ -122,8 +122,7 @@ def _save_and_compare(
     """Save the trained model, verify it, and measure it and its base; return all four of them."""
     from app.evaluation.comparison import compare_trained
     from app.evaluation.evaluator import Evaluator
-    from app.evaluation.progress import Progress
-    from app.evaluation.row_runner import RowRunner
+    from app.evaluation.row_runner import Progress, RowRunner
     from app.evaluation.tasks.questions import build_tasks
     from app.model.adapter import saves_whole_model
     from app.model.save import save_model

@@ -1,17 +1,23 @@
 """Parse the overrides of a command line: quote values for Hydra's grammar, refuse unsafe ones.
 
-Whether a key or a value exists is checked later, by `load` and `validation`.
+Whether a key or a value exists is checked later, by `load` and `validation`. For a word of another
+tool, `other_tools.yaml` has what to type here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
-from app.config.other_tools import answer_for
-from app.config.schema import suggest
+import yaml  # type: ignore[import-untyped]
+
+from app.config.schema import Setting, suggest
 from app.config.verbs import (
     OPTION_ALIASES,
     RENAMED,
@@ -25,6 +31,7 @@ from app.planning.hardware import split_name
 from app.process.reporting import MAX_PROBLEMS
 from common.errors import UserError, nearest
 from common.facts import hints_of
+from common.installation import verb_command
 from common.redaction import REDACTED, holds_token
 from common.untrusted import LIMITS_VARIABLE, limits
 
@@ -52,6 +59,9 @@ SHORT = 64
 _MAX_ITEMS = 4000
 """maximum number of items of a typed list or mapping"""
 _BRACKETS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\[{(]|[\]})]""")
+FILE = Path(__file__).with_name("other_tools.yaml")
+ANY, VALUE = "any", "VALUE"
+_VERBS_IN_ANSWERS = ("chat", "evaluate", "merge", "preview", "push", "serve", "train")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -366,3 +376,53 @@ def _text_of(value: Any) -> str:
         return "null" if value is None else str(value).lower()
     text = str(value)
     return text if _UNQUOTED.fullmatch(text) else _in_quotes(text)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherTools:
+    """The words of other tools."""
+
+    keys: dict[str, str]
+    """word -> the setting that takes the same values"""
+    values: dict[str, dict[str, str]]
+    """word -> value (or `any`) -> what to type"""
+    advice: dict[str, str]
+    """word -> a sentence that begins with what to do"""
+
+
+@functools.cache
+def read_other_tools() -> OtherTools:
+    """Read the table of words; only an error needs it."""
+    table = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    advice = {word: row["answer"] for row in table["advice"] for word in row["words"]}
+    return OtherTools(table["keys"], table["values"], advice)
+
+
+def answer_for(word: str, value: str, settings: Iterable[Setting]) -> str | None:
+    """Return what to type for `word=value` of another tool; None if it is not known.
+
+    `settings`: those of the verb, to which an answer is limited.
+    """
+    others = read_other_tools()
+    by_key = {each.typed_key: each for each in settings}
+    if (key := others.keys.get(word)) is not None:
+        return _with_value(by_key[key], value) if key in by_key else None
+    by_value = others.values.get(word, {})
+    if typed := by_value.get(value.lower(), by_value.get(ANY)):
+        first = typed.partition("=")[0].removeprefix("+")
+        if first not in by_key and first != "experiment":
+            return None
+        return f"type {typed.replace(VALUE, shlex.quote(value) if value else VALUE)}"
+    if (sentence := others.advice.get(word)) is None:
+        return None
+    commands = {verb: verb_command(verb) for verb in _VERBS_IN_ANSWERS}
+    return sentence.format(upper=word.upper(), **commands)
+
+
+def _with_value(setting: Setting, value: str) -> str:
+    """Return `type KEY=VALUE` with the value as it is called here."""
+    key = setting.typed_key
+    option = setting.facts.option_aliases.get(value.lower())
+    if option is not None:
+        return f"type {key}={option}"
+    return f"type {shlex.quote(f'{key}={value}') if value else f'{key}={VALUE}'}"

@@ -1,10 +1,18 @@
-"""The settings of a run: saved, compared with the defaults, and inherited by later commands."""
+"""The settings of a run: saved, compared with the defaults, and inherited by later commands.
+
+Settings that run code, name a place to write to or a host to contact (`grants` at their fields) are
+never taken from a folder, which may be somebody else's: a run's or a trial's config.yaml, or the
+words of a sweep. They count only if they are typed again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import logging
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from app.config.conf_files import ConfFile
-from app.config.received import not_taken, reset_to_default, settle
 from app.config.verbs import (
     PARTS,
     PER_START,
@@ -25,15 +32,20 @@ from app.run import find_run, find_run_to_resume
 from app.run.find import FINAL
 from app.run.folder import CONFIG_FILE, NAME_PATTERN, verb_line
 from common.errors import UserError
-from common.facts import as_typed, default_of, facts_of, hints_of, is_settings
+from common.facts import Grant, as_typed, default_of, facts_of, hints_of, is_settings, leaves_of
 from common.files import write_atomically
 from common.redaction import REDACTED, redact, redacted, redacted_keys
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from app.config.verbs import TrainConfig
+
 _INHERITED_FROM_TRAINER = ("precision", "micro_batch_size")
 """settings of the run's trainer that an evaluation inherits"""
+log = logging.getLogger(__name__)
+URL = re.compile(r"[A-Za-z][\w+.-]*:/|[^/]+:\d{1,5}$")
+"""a URL, or HOST:PORT"""
 
 
 def save_config(config: TrainConfig | TunedConfig, path: Path) -> None:
@@ -210,3 +222,97 @@ def _check_secrets(
         f"'{key}={as_typed(functools.reduce(getattr, key.split('.'), config))}'"
         for key in sorted(without_secret - typed)
     ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Granting:
+    """A setting read from a folder that grants something, with its value."""
+
+    grants: Grant
+    key: str
+    """the key to type: for a setting of a list's element, that of the list"""
+    value: str
+    """the value to type"""
+    default: Any
+    """dataclasses.MISSING if it is required"""
+    at: str
+    """its own key and value"""
+    names: str = ""
+    """the code that would run"""
+
+    def problem(self) -> str:
+        """Say why it must be typed, and what."""
+        override = shlex.quote(f"{self.key}={self.value}")
+        if self.grants == "host":
+            return (
+                f"{self.at} contacts a host that the folder names, and is never taken from it; if "
+                f"you trust that host, type {override}"
+            )
+        return (
+            f"{self.at} runs {self.names}, and is never taken from a folder; read it, then type "
+            f"{override} (or {self.key}={as_typed(self.default)} to continue without)"
+        )
+
+
+def not_taken(
+    config: TrainConfig, typed: AbstractSet[str], *, skip: Collection[str] = ()
+) -> list[Granting]:
+    """List the settings of a config read from a folder that grant something and were not typed.
+
+    The parts and settings of the top level that `skip` names are not looked at.
+    """
+    model, code = config.model, config.evaluation.metric or "that of its tasks"
+    revision = "" if model.revision is None else f" (revision {model.revision})"
+    names = {
+        "model.trust_remote_code": f"Python files that come with the model {model.path}{revision}",
+        "evaluation.allow_code": f"code of the evaluation ({code})",
+    }
+    found = []
+    for at, _, field, value in leaves_of(config, skip=skip):
+        grants, default, key = facts_of(field).grants, default_of(field), at.partition("[")[0]
+        is_harmless = value == default or (grants == "host" and not URL.match(str(value)))
+        if grants in (None, "nothing") or is_harmless or is_typed(key, typed):
+            continue
+        whole = functools.reduce(getattr, key.split("."), config)
+        found.append(
+            Granting(
+                grants=grants,
+                key=key,
+                value=redact(as_typed(whole)),
+                default=default,
+                at=f"{at}={redact(as_typed(value))}",
+                names=names.get(key, "the code that it names"),
+            )
+        )
+    return found
+
+
+def is_typed(key: str, typed: AbstractSet[str]) -> bool:
+    """Whether a setting or a group that contains it was typed."""
+    names = key.split(".")
+    return any(".".join(names[: end + 1]) in typed for end in range(len(names)))
+
+
+def settle(found: Iterable[Granting], place: Path) -> tuple[list[Granting], list[str]]:
+    """Return the settings of `place` to reset to their defaults, and what must be typed.
+
+    A place to write to falls back to its default, with a warning; what else a result may depend on
+    must be typed.
+    """
+    reset, problems = [], []
+    for each in found:
+        if each.grants != "write":
+            problems.append(f"{place}: {each.problem()}")
+            continue
+        reset.append(each)
+        log.warning(
+            "%s: %s is not inherited: a folder never decides where to write; type it to use it",
+            *(place, each.at),
+        )
+    return reset, list(dict.fromkeys(problems))
+
+
+def reset_to_default(config: TrainConfig, granting: Granting) -> None:
+    """Set a setting to its default."""
+    *parts, name = granting.key.split(".")
+    setattr(functools.reduce(getattr, parts, config), name, granting.default)

@@ -16,8 +16,7 @@ from typing import Any
 
 from app.config import schema
 from app.config.conf_files import CONF, ConfFile, list_groups
-from app.config.other_tools import answer_for
-from app.config.overrides import Override, safety_error
+from app.config.overrides import Override, answer_for, safety_error
 from app.config.verbs import only_in
 from app.process.launch import is_child, is_first_rank
 from common.errors import nearest

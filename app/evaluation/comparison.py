@@ -158,7 +158,7 @@ def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> Non
 
 def report_confusion(evaluator: Evaluator, folder: Path) -> None:
     """Write which classes a classifier confuses to a file; print it unless there are many."""
-    from app.evaluation.classes import CONFUSION_FILE, MAX_SHOWN_CLASSES, confusion_cells
+    from app.evaluation.metrics import CONFUSION_FILE, MAX_SHOWN_CLASSES, confusion_cells
 
     if (counts := evaluator.confusion()) is None:
         return

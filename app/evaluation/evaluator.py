@@ -294,7 +294,7 @@ class Evaluator:
 
     def _class_metrics(self, variant: str) -> dict[str, float]:
         """Return how well the classes are told apart, of all rows and by data set."""
-        from app.evaluation.classes import class_metrics
+        from app.evaluation.metrics import class_metrics
 
         if variant not in self.row_outputs:
             return {}
@@ -379,7 +379,7 @@ class Evaluator:
 
         int64 [true, guessed], None unless a text has one class.
         """
-        from app.evaluation.classes import confusion
+        from app.evaluation.metrics import confusion
 
         if not self.row_outputs or self.objective.is_multi_label:
             return None

@@ -1,10 +1,11 @@
-"""Metrics that compare a model's answer with a reference.
+"""Metrics that compare a model's answer with a reference, or a classifier's with its classes.
 
 `METRICS` lists their names. Each is from 0 to 1; a custom metric can be any finite number. ROUGE,
 BLEU and chrF come from rouge-score and sacrebleu (the extra `eval`).
 
 Scripts that write no space between words (Chinese, Japanese, Thai, Khmer, ...) are split into
-characters, as sacrebleu's tokenizers `zh` and `char` and MLQA's F1 do.
+characters, as sacrebleu's tokenizers `zh` and `char` and MLQA's F1 do. Numbers are read as people
+and models of many languages write them, and no unit is converted: 50 % is 50.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from app.evaluation.numbers import last_number
 from common.errors import UserError, nearest
 from common.installation import install_extra
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from app.evaluation.generation import EvaluationConfig
+
+    Floats = npt.NDArray[np.float64]
+    Counts = npt.NDArray[np.int64]
 
 METRICS = ("exact_match", "numeric", "f1", "rouge1", "rouge2", "rougeL", "bleu", "chrf")
 PACKAGES = {
@@ -45,6 +52,48 @@ _UNSPACED = (
 )
 _CHARACTER = re.compile(f"[{_UNSPACED}]")
 _WIDE = re.compile(f"[{_UNSPACED}\u3000-\u303f\uff00-\uffef][\u0300-\u036f]*")
+CONFUSION_FILE = "confusion.csv"
+MAX_SHOWN_CLASSES = 10
+"""classes up to which the table of confused classes is printed"""
+_PLAIN = str.maketrans(
+    dict(zip("\uff0b\uff0c\uff0e\uff05\uff0f\uff3b\uff3d", "+,.%/[]", strict=True))
+    | dict.fromkeys("\u2212\uff0d\ufe63\u2010\u2011\u2012\u2013", "-")  # minus signs and dashes
+    | {"\u066b": ".", "\u2044": "/"}  # the Arabic decimal sign, the slash of fractions
+)
+_SUPERSCRIPT = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+_LATEX_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!;: ])(?=\d{3})")
+_LATEX_FRACTION = re.compile(
+    r"\\[cdt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))"
+)
+_LIST = re.compile(r"\[[^\[\]\n]*\]|\(\s*[-+\d.]+(?:,[-+\d.]+)+\s*\)")
+_POWER = re.compile(r"(?<=\d)\*\*(?=\d)")
+_VULGAR_AFTER_DIGIT = re.compile("(?<=\\d)(?=[¼-¾⅐-⅞])")
+_DATE = re.compile(r"(?<!\d)\d+(?:/\d+){2,}")
+_UNIT_EXPONENT = re.compile(r"(?<!\d)\^(?:\{[-+]?\d+\}|[-+]?\d+)")
+_COMMAS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d?(?:,\d{2})+,\d{3}")
+_NUMBER = re.compile(
+    rf"""
+    (?: (?<![^\W_]) (?<![)\]}}%°]) (?P<sign>[-+]) (?=[$€£¥₹₽]?[\d.]) )?
+    (?: [$€£¥₹₽] (?P<late_sign>[-+])? )?
+    (?P<value>
+        (?:{_COMMAS.pattern}) (?:\.\d+)? (?![\d,]\d|\d)         # 1,234.5 and India's 1,00,000
+      | [1-9]\d{{0,2}} (?:[ \u00a0\u202f\u2009]\d{{3}})+ (?!\d) (?:[.,]\d+)?
+      | [1-9]\d{{0,2}} (?:['’\u066c_]\d{{3}})+ (?!\d) (?:[.,]\d+)?
+      | [1-9]\d{{0,2}} (?:\.\d{{3}})+ ,\d+ (?![\d,]\d|\d)       # 1.234,5
+      | [1-9]\d{{0,2}} (?:\.\d{{3}}){{2,}} (?![\d.]\d|\d)       # 1.234.567
+      | (?<!,) (?: 0,\d+ | \d+,(?:\d{{1,2}}|\d{{4,}}) ) (?![\d,]\d|\d)  # 1,5: a decimal comma
+      | \d+ (?:\.\d+)?
+      | (?<!\d) \.\d+
+    )
+    (?: \s{{1,2}} (?P<mixed>\d+/[1-9]\d*) (?![\d/]) | (?P<over>\s?/\s?-?[1-9]\d*) (?![\d/.]) )?
+    (?: [eE] (?P<exponent>[-+]?\d+) (?![^\W_]) )?
+    (?: \s*(?:×|x|\*|·|\\times|\\cdot)\s*10\^ (?P<ten>\{{[-+]?\d+\}}|[-+]?\d+) )?
+    (?: \^ (?P<power>\{{[-+]?\d+\}}|[-+]?\d+) )?
+    """,
+    re.VERBOSE,
+)
+_MAX_DIGITS, _MAX_EXPONENT = 300, 300
 
 
 class Answer(NamedTuple):
@@ -288,3 +337,144 @@ def _without_punctuation(text: str) -> str:
 def _space_characters(text: str) -> str:
     """Put spaces around each character of a script without spaces, and its wide punctuation."""
     return _WIDE.sub(r" \g<0> ", text)
+
+
+def class_metrics(
+    outputs: Floats, labels: Counts, names: Sequence[str], *, is_multi_label: bool = False
+) -> dict[str, float]:
+    """Return `f1` and `auc`, each the mean over classes, and `f1_NAME` of each class.
+
+    The AUC of a class ranks its rows against all others by its probability; a class that no row
+    has, or all have, has no AUC, and one that is never guessed either has no F1.
+
+    Args:
+        outputs: logits [classes, rows].
+        labels: class of each row, or with `is_multi_label` its classes as bits [rows].
+        names: names of the classes.
+    """
+    import numpy as np
+
+    numbers, scores = np.arange(len(names))[:, None], outputs
+    if is_multi_label:
+        of, guessed = (labels >> numbers) & 1 > 0, outputs > 0
+    else:
+        of, guessed = labels == numbers, outputs.argmax(0) == numbers
+        scores = np.exp(outputs - outputs.max(0))
+        scores /= scores.sum(0)
+    right, total = (of & guessed).sum(1), of.sum(1) + guessed.sum(1)
+    metrics = {
+        f"f1_{name}": float(2 * right[index] / total[index])
+        for index, name in enumerate(names)
+        if total[index]
+    }
+    if metrics:
+        metrics["f1"] = float(np.mean(list(metrics.values())))
+    areas = [
+        area_under_curve(score, own)
+        for score, own in zip(scores, of, strict=True)
+        if own.any() and not own.all()
+    ]
+    return metrics | ({"auc": float(np.mean(areas))} if areas else {})
+
+
+def area_under_curve(scores: Floats, is_positive: npt.NDArray[np.bool_]) -> float:
+    """Return the share of pairs of a positive and a negative row that `scores` rank rightly.
+
+    A tie counts as half a pair (Mann and Whitney's U).
+    """
+    import numpy as np
+
+    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
+    num_positive = int(is_positive.sum())
+    above = ranks[is_positive].sum() - num_positive * (num_positive + 1) / 2
+    return float(above / (num_positive * (len(scores) - num_positive)))
+
+
+def confusion(outputs: Floats, labels: Counts) -> Counts:
+    """Return the number of rows of each class that were taken for each class [true, guessed]."""
+    import numpy as np
+
+    counts = np.zeros((len(outputs), len(outputs)), np.int64)
+    np.add.at(counts, (labels, outputs.argmax(0)), 1)
+    return counts
+
+
+def confusion_cells(counts: Counts, names: Sequence[str]) -> list[list[str]]:
+    """Return `confusion` as a table: a row for each class, a column for each guess."""
+    rows = zip(names, counts.tolist(), strict=True)
+    return [["class", *names], *([name, *map(str, row)] for name, row in rows)]
+
+
+def last_number(text: str) -> float | None:
+    """Return the first number after the last `####` that has one, else the last of the text.
+
+    `####` is GSM8K's mark of the final answer. A whole number is an int, however large.
+    """
+    plain = _plain(text)
+    for end in reversed(plain.split("####")[1:]):
+        if match := _NUMBER.search(end):
+            return _value(match)
+    matches = list(_NUMBER.finditer(plain))
+    return _value(matches[-1]) if matches else None
+
+
+def _plain(text: str) -> str:
+    """Return the text with one spelling for each sign, separator, fraction and exponent."""
+    text = text.translate(_PLAIN)
+    text = _SUPERSCRIPT.sub(lambda raised: "^" + raised[0].translate(_RAISED), text)
+    if not text.isascii():
+        text = "".join(map(_plain_character, _VULGAR_AFTER_DIGIT.sub(" ", text)))
+    text = _LATEX_SEPARATOR.sub(",", text)
+    text = _POWER.sub("^", text)
+    text = _LATEX_FRACTION.sub(lambda found: f"{found[1] or found[2]}/{found[3] or found[4]}", text)
+    text = _DATE.sub(lambda date: date[0].replace("/", "; "), text)
+    text = _LIST.sub(_spaced_list, text)
+    return _UNIT_EXPONENT.sub("", text)
+
+
+def _plain_character(character: str) -> str:
+    if character.isdecimal():
+        return str(unicodedata.decimal(character))
+    parts = unicodedata.normalize("NFKC", character).replace("\u2044", "/")
+    return parts if "/" in parts and unicodedata.category(character) == "No" else character
+
+
+def _spaced_list(found: re.Match[str]) -> str:
+    """Return a list with a space after its commas, so that none reads as a separator."""
+    is_one_number = found[0].startswith("(") and _COMMAS.fullmatch(found[0].strip("() "))
+    return found[0] if is_one_number else found[0].replace(",", ", ")
+
+
+def _value(match: re.Match[str]) -> float:
+    """Return the value of a match of `_NUMBER`: an int if it is whole."""
+    digits = _decimal(match["value"])
+    if len(digits) > _MAX_DIGITS:
+        return float(digits)
+    value = Fraction(digits)
+    if match["mixed"]:
+        value += Fraction(match["mixed"])
+    if match["over"] and value.denominator == 1:
+        value /= int(re.sub(r"[/\s]", "", match["over"]))
+    exponents = [match[name] for name in ("exponent", "ten") if match[name]]
+    tens = sum(int(exponent.strip("{}")[:9]) for exponent in exponents)
+    power = int((match["power"] or "1").strip("{}")[:9])
+    if max(abs(tens), abs(power)) > _MAX_EXPONENT or (value == 0 and power < 0):
+        return math.inf if max(tens, power) > 0 else 0.0
+    value = value**power * Fraction(10) ** tens
+    if "-" in (match["sign"], match["late_sign"]):
+        value = -value
+    try:
+        return int(value) if value.denominator == 1 else float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _decimal(text: str) -> str:
+    """Return digits with at most one point from digits with separators."""
+    digits = re.sub(r"[^\d.,]", "", text)
+    whole, _, rest = digits.rpartition("." if digits.rfind(".") > digits.rfind(",") else ",")
+    is_grouped = _COMMAS.fullmatch(digits) or (digits.count(".") > 1 and "," not in digits)
+    if is_grouped or not (whole or rest != digits):
+        return re.sub(r"\D", "", digits)
+    return f"{re.sub(r'[^0-9]', '', whole) or 0}.{rest}"

@@ -27,12 +27,13 @@ from app.planning.hardware import (
     known_card,
     with_local_host,
 )
-from app.planning.host import estimate_disk_states, estimate_host_memory
 from app.planning.memory import (
     GIB,
     GpuMemory,
     PlannedRun,
+    estimate_disk_states,
     estimate_gpu_memory,
+    estimate_host_memory,
     fits,
     usable_bytes,
 )

@@ -1,6 +1,7 @@
 """DeepSpeed ZeRO: optimizer states, gradients or weights sharded over the ranks.
 
 The engine is DeepSpeed's. Optimizer, schedule, autocast and checkpoints are the same as under DDP.
+Operators that DeepSpeed compiles on first use are built before, on one rank, with a log line.
 
 Reads private attributes of DeepSpeed's optimizers (flat groups, positions, averaged gradients),
 tested with 0.19.8. The public `safe_get_full_*` functions do not allow bit-identical checkpoints:
@@ -10,13 +11,16 @@ the first step.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +30,6 @@ from torch import Tensor
 from app.model.adapter import external_parameters, unfuse_adapters
 from app.process.collectives import run_on_ranks
 from app.strategy.deepspeed_config import deepspeed_config
-from app.strategy.deepspeed_operators import prepare_operator
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
 from app.strategy.mixin import StrategyMixin
 from app.strategy.placement import BuildModel
@@ -37,6 +40,13 @@ from common.errors import UserError
 
 if TYPE_CHECKING:
     import lightning as L
+
+log = logging.getLogger(__name__)
+
+_LOCK = "lock"
+"""name of torch's lock file in an operator's build folder; torch waits for it without a timeout"""
+STARTUP_SECONDS = 10.0
+"""time after which a running build must have started its compiler"""
 
 
 def build_zero(config: ZeroConfig, *, accelerator: str, accumulation: int) -> StrategyMixin:
@@ -437,3 +447,71 @@ def _release_after_backward(
         for name, value in kwargs.items()
     }
     return args, hooked
+
+
+def prepare_operator(builder: Any, advice: str) -> None:
+    """Build one of DeepSpeed's operators unless it exists; UserError if that fails.
+
+    One rank per machine calls this before the others load the operator. `advice`: what to type
+    instead, for the error.
+    """
+    # Private, tested with torch 2.13: the folder also depends on TORCH_EXTENSIONS_DIR and CUDA.
+    from torch.utils.cpp_extension import _get_build_directory
+
+    name: str = builder.name
+    if not builder.is_compatible(verbose=False):
+        raise UserError(
+            f"DeepSpeed cannot build its operator {name} on this machine (`python -m "
+            f"deepspeed.env_report` lists what is missing); {advice}"
+        )
+    folder = Path(_get_build_directory(name, verbose=False))
+    with _exclusive_lock(folder):
+        remove_stale_lock(folder)
+        if any(folder.glob("*.so")):
+            return
+        log.info("building DeepSpeed's %s in %s: takes some minutes, once", name, folder)
+        started = time.monotonic()
+        try:
+            builder.load(verbose=False)
+        except Exception as error:  # DeepSpeed raises many types, e.g. for a CUDA mismatch
+            reason = str(error).strip() or type(error).__name__
+            raise UserError(
+                f"DeepSpeed's operator {name} could not be built in {folder}: "
+                f"{reason.splitlines()[0]}; {advice}"
+            ) from error
+        log.info("built %s in %.0f s", name, time.monotonic() - started)
+
+
+def remove_stale_lock(folder: Path) -> None:
+    """Remove the lock of a killed build, for which every later build would wait."""
+    lock = folder / _LOCK
+    while not _is_in_use(folder):
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:  # no lock, or its build has just ended
+            return
+        if age > STARTUP_SECONDS:
+            lock.unlink(missing_ok=True)
+            log.info("removed %s, left behind by a killed build", lock)
+            return
+        time.sleep(0.5)
+
+
+def _is_in_use(folder: Path) -> bool:
+    """Return whether `folder` is the working directory of a process, such as a compiler."""
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                if (process / "cwd").resolve() == folder.resolve():
+                    return True
+            except OSError:  # the process has ended, or belongs to another user
+                continue
+    return False
+
+
+@contextmanager
+def _exclusive_lock(folder: Path) -> Iterator[None]:
+    """Hold a lock against builds of other runs; the kernel releases it if this run is killed."""
+    with (folder / ".in_use").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield

@@ -2,7 +2,7 @@
 
 They are saved in its folder, from which it is resumed. The folder may be somebody else's: links in
 it are refused, and overrides that grant something count only if they are typed again
-(`app.config.received`).
+(`app.config.run_config`).
 """
 
 from __future__ import annotations

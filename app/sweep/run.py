@@ -16,7 +16,7 @@ from typing import Any
 
 from app.config import TrainConfig, check_before_start, compose, load_config
 from app.config.overrides import quote_value
-from app.config.received import Granting, is_typed, not_taken, settle
+from app.config.run_config import Granting, is_typed, not_taken, settle
 from app.model.adapter import DEFAULT_LR
 from app.preflight import requested_devices
 from app.process.launch import quote_words

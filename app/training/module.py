@@ -34,8 +34,7 @@ from app.training.objective.forward import head_inputs
 from app.training.objective.objective import Objective, batch_loss
 from app.training.objective.sums import DatasetSums, RowSums
 from app.training.optimizers import base_lr
-from app.training.parameter_table import print_parameter_table
-from app.training.prepare import prepare_model
+from app.training.prepare import prepare_model, print_parameter_table
 from app.training.resume import Resume
 from app.training.routing import ExpertLoad, RouterBalance
 from app.training.schedule import ScheduleConfig, build_schedule

@@ -15,8 +15,8 @@ from data_modules.format.format import guess_format as guess_format
 from data_modules.format.format import unread_in as unread_in
 from data_modules.format.labels import CLASSIFICATION as CLASSIFICATION
 from data_modules.format.labels import KTO as KTO
+from data_modules.format.labels import PREFERENCE as PREFERENCE
 from data_modules.format.labels import label_of as label_of
 from data_modules.format.labels import labels_of as labels_of
 from data_modules.format.labels import with_other_answers as with_other_answers
-from data_modules.format.preference import PREFERENCE as PREFERENCE
 from data_modules.format.turns import ROLES as ROLES

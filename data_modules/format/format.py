@@ -42,14 +42,18 @@ from data_modules.format.fields import (
     typo_hint,
 )
 from data_modules.format.labels import (
+    ANSWERS,
     CLASS_COLUMNS,
     CLASSIFICATION,
     KTO,
+    PREFERENCE,
+    PROMPTS,
     read_class,
+    read_pair,
     read_verdict,
+    unused_prompts,
     with_verdict,
 )
-from data_modules.format.preference import ANSWERS, PREFERENCE, PROMPTS, read_pair, unused_prompts
 from data_modules.format.tokens import DOCUMENT_IDS, MASKS, PACKED, read_tokens
 from data_modules.format.turns import (
     MEDIA,

@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import DataError
 from data_modules.template.masking import LayoutBuilder, MaskConfig
-from data_modules.template.reasoning import move_to_tags, split_reasoning
-from data_modules.template.rendering import Chat, Renderer, RowRefusedError
+from data_modules.template.rendering import (
+    Chat,
+    Renderer,
+    RowRefusedError,
+    move_to_tags,
+    split_reasoning,
+)
 from data_modules.types import Conversation, Document, Encoded, Item, Note, Tokens
 
 if TYPE_CHECKING:

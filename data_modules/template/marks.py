@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from data_modules.template.reasoning import split_reasoning
-from data_modules.template.rendering import Chat
+from data_modules.template.rendering import Chat, split_reasoning
 from data_modules.types import ToolCall, Turn
 
 TOOLS = -1

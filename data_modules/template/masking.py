@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from common.text import shown
 from data_modules.template.marks import RenderedChat, TurnSpan
-from data_modules.template.reasoning import reasoning_of, split_reasoning
 from data_modules.template.rendering import (
     Chat,
     ReasoningTails,
     Renderer,
     RowRefusedError,
     UnusableTemplateError,
+    reasoning_of,
+    split_reasoning,
 )
 from data_modules.template.spans import SpanFinder
 from data_modules.types import Conversation, Document, Item, Note, Ranges, Tokens, Turn

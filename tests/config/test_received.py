@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from app.config import load_config, load_run_config, words_to_type
-from app.config.received import not_taken
+from app.config.run_config import not_taken
 from app.config.schema import Setting, list_settings
 from app.config.verbs import GRANTING, PARTS, VERBS, TrainConfig
 from app.process.launch import quote_words, resume_words
@@ -242,7 +242,7 @@ IN_NEW_FOLDERS = {
     "app/push.py": "a temporary folder",
     "app/__main__.py": "a file of the shell, of this user",
     "app/process/reporting.py": "the error file that torchrun names",
-    "app/strategy/deepspeed_operators.py": "the cache of compiled operators",
+    "app/strategy/deepspeed.py": "the cache of compiled operators",
     "app/run/remote.py": "an object store",
     "app/run/folder.py": "a copy whose earlier name is removed",
     "data_modules/audit/figures.py": "a run: links were refused and hard links copied at its start",

@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, Origin
-from data_modules.audit import audit, overlap
-from data_modules.audit.audit import audit_documents
+from data_modules.audit import audit
+from data_modules.audit.audit import audit_documents, find_overlap, hash_grams
 from data_modules.audit.figures import short_file, short_origins
-from data_modules.audit.overlap import find_overlap, hash_grams
 from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings
 from data_modules.tokens.encode import Counts
 from data_modules.types import Example
@@ -413,9 +412,9 @@ def test_overlap_equals_the_reference_with_sets(
     sides = [Side(docs, "f") for docs in (train, held_out)]
     limits = {"max_train_tokens": 10**9, "max_held_out_tokens": 10**9}
     with (
-        mock.patch.object(overlap, "CHUNK_TOKENS", chunk),
-        mock.patch.object(overlap, "FEW_DOCUMENTS", few),
-        mock.patch.object(overlap, "SAME_QUESTION_SHARE", 0),  # tested above
+        mock.patch.object(audit, "CHUNK_TOKENS", chunk),
+        mock.patch.object(audit, "FEW_DOCUMENTS", few),
+        mock.patch.object(audit, "_is_other_exercise", return_value=False),  # tested above
     ):
         found = find_overlap(*sides, ngram, min_share=min_share, **limits)
     assert found.flagged.tolist() == reference(train, held_out, ngram, min_share, few)

@@ -14,7 +14,7 @@ from common.errors import Origin
 from data_modules.format import convert_row
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
-from data_modules.template.reasoning import split_reasoning
+from data_modules.template.rendering import split_reasoning
 from data_modules.types import Encoded, Row
 from tests.data_modules.published import published_templates, tokenizer_for
 from tests.data_modules.test_template import encode, runs

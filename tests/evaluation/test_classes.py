@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from app.evaluation.classes import area_under_curve, class_metrics, confusion, confusion_cells
+from app.evaluation.metrics import area_under_curve, class_metrics, confusion, confusion_cells
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.assembly import evaluation as during
+from app.assembly import training as during
 from app.process.signals import DataStalled, MeasurementInterrupted
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics, is_measured_at

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from app.evaluation.metrics import Answer, is_numeric_match
-from app.evaluation.numbers import last_number
+from app.evaluation.metrics import Answer, is_numeric_match, last_number
 
 FORMS: dict[str, list[tuple[str, float | None]]] = {
     "plain": [("She has 18 left.", 18), ("costs $.5", 0.5), ("5.", 5), ("no number", None)],

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.model import feed_forward
+from app.model import kernels
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
-from app.model.feed_forward import ChunkedFeedForward, chunk_feed_forwards
-from app.model.kernels import unfuse_layers
+from app.model.kernels import ChunkedFeedForward, chunk_feed_forwards, unfuse_layers
 from app.model.layers import repeated_layers
 from tests.strategy.context_training import LLAMA
 from tests.tiny import built
@@ -73,7 +72,7 @@ def step(model: Any, *, half: bool = False) -> tuple[dict[str, Tensor], int]:
 def test_chunks_give_the_gradients_of_whole_rows(
     numbers: dict[str, Any], adapter: AdapterConfig, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_forward, "FEED_FORWARD_TOKENS", CHUNK)
+    monkeypatch.setattr(kernels, "FEED_FORWARD_TOKENS", CHUNK)
     model = build(numbers, adapter)
     whole, most = step(model, half=half)
     chunk_feed_forwards(model)
@@ -97,7 +96,7 @@ def test_restored_layers_still_compute_in_chunks(monkeypatch: pytest.MonkeyPatch
     hidden = torch.randn(2, 64, 64)
     with torch.no_grad():
         whole = module(hidden)
-        monkeypatch.setattr(feed_forward, "FEED_FORWARD_TOKENS", CHUNK)
+        monkeypatch.setattr(kernels, "FEED_FORWARD_TOKENS", CHUNK)
         assert torch.allclose(module(hidden), whole, atol=1e-6) and whole.abs().max() > 0
     assert tokens == [64, *[CHUNK] * 5, 128 - 5 * CHUNK]
 
@@ -105,7 +104,7 @@ def test_restored_layers_still_compute_in_chunks(monkeypatch: pytest.MonkeyPatch
 def test_dropout_of_chunks_is_drawn_again_in_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(feed_forward, "FEED_FORWARD_TOKENS", CHUNK)
+    monkeypatch.setattr(kernels, "FEED_FORWARD_TOKENS", CHUNK)
     model = build(LLAMA, LoraConfig(r=4, dropout=0.5))
     chunk_feed_forwards(model)
     layer = model.get_submodule(repeated_layers(model)[0]).mlp
@@ -128,7 +127,7 @@ def test_dropout_of_chunks_is_drawn_again_in_the_backward_pass(
 
 
 def test_a_recompute_ends_before_the_feed_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_forward, "FEED_FORWARD_TOKENS", CHUNK)
+    monkeypatch.setattr(kernels, "FEED_FORWARD_TOKENS", CHUNK)
     model = build(LLAMA, FullConfig())
     layer = model.get_submodule(repeated_layers(model)[0]).mlp.up_proj
     tokens: list[int] = []

@@ -27,9 +27,8 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAltUp
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.mixer_search import missing_kernels
-from app.model.attention.mixers import MixerForward
+from app.model.attention.mixers import CHUNK, MixerForward, causal_conv1d, triton_causal_conv1d
 from app.model.attention.probes import check_isolation, hide_boundaries_from_mixers
-from app.model.cpu.packed_mixers import CHUNK, causal_conv1d, triton_causal_conv1d
 from app.model.weight_reads import disable_bypassing_kernels
 from common.installation import install_extra
 from tests.families import tiny_family

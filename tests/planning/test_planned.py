@@ -10,12 +10,13 @@ from app.config import load_config, settings_of
 from app.config.verbs import PlanConfig
 from app.model.chunks import FUSED_CHUNKS, rows_per_chunk
 from app.planning.activations import estimate_loss, layer_bytes
-from app.planning.host import estimate_disk, estimate_host_memory
 from app.planning.memory import (
     GIB,
     GpuMemory,
     PlannedRun,
+    estimate_disk,
     estimate_gpu_memory,
+    estimate_host_memory,
     estimate_moments,
     fits,
 )

@@ -23,8 +23,14 @@ from app.planning.communication import (
 )
 from app.planning.flops import estimate_flops
 from app.planning.hardware import HardwareConfig
-from app.planning.host import estimate_disk, estimate_host_memory
-from app.planning.memory import PlannedRun, estimate_gpu_memory, estimate_moments, fits
+from app.planning.memory import (
+    PlannedRun,
+    estimate_disk,
+    estimate_gpu_memory,
+    estimate_host_memory,
+    estimate_moments,
+    fits,
+)
 from app.planning.planned_model import PlannedModel, build_planned_model
 from app.planning.speed import describe_range, estimate_speed
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig

@@ -817,7 +817,7 @@ BUGS = [
     ),
     Bug(
         name="the sign of an answer is lost",
-        file="app/evaluation/numbers.py",
+        file="app/evaluation/metrics.py",
         right='if "-" in (match["sign"], match["late_sign"]):',
         wrong='if "-" == match["sign"]:',
         test="tests/evaluation/test_numbers.py::test_a_number_is_read_as_written",
@@ -860,7 +860,7 @@ BUGS = [
     ),
     Bug(
         name="the gradients of weights are those of the last chunk",
-        file="app/model/feed_forward.py",
+        file="app/model/kernels.py",
         right="totals = tuple(map(torch.add, totals, found[1:])) if totals else found[1:]",
         wrong="totals = found[1:]",
         test="tests/model/test_feed_forward.py::test_chunks_give_the_gradients_of_whole_rows",
@@ -888,7 +888,7 @@ BUGS = [
     ),
     Bug(
         name="ties of an AUC count as right",
-        file="app/evaluation/classes.py",
+        file="app/evaluation/metrics.py",
         right="np.cumsum(counts) - (counts - 1) / 2",
         wrong="np.cumsum(counts)",
         test="tests/evaluation/test_classes.py::test_the_auc_is_the_share_of_rightly_ranked_pairs",

@@ -25,8 +25,8 @@ from app.report.preview import (
     Passage,
     Piece,
     TokenRenderer,
+    render_passage,
 )
-from app.report.preview_page import render_passage
 from common.errors import DataError
 from common.text import printable
 from tests.conftest import SHARED

@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from app.report.sweep_page import HEIGHT, MARGIN, TrialView, parallel_coordinates, render_sweep_page
 from app.sweep.parameters import parse_parameters
-from app.sweep.results import write_page
+from app.sweep.results import (
+    HEIGHT,
+    MARGIN,
+    TrialView,
+    parallel_coordinates,
+    render_sweep_page,
+    write_page,
+)
 from app.sweep.trials import Trial
 from tests.report.test_run_page import OUTSIDE
 from tests.serving.browser import browsing, needs_browser

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app.strategy import deepspeed_operators as operators
-from app.strategy.deepspeed_operators import prepare_operator, remove_stale_lock
+from app.strategy import deepspeed as operators
+from app.strategy.deepspeed import prepare_operator, remove_stale_lock
 from common.errors import UserError
 
 

@@ -14,10 +14,9 @@ from unittest import mock
 import pytest
 
 from app.config import conf_files
-from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep import run_sweep
 from app.sweep.parameters import parse_parameters
-from app.sweep.results import explain_best, print_results
+from app.sweep.results import TrialView, explain_best, print_results, render_sweep_page
 from app.sweep.run import check_search
 from app.sweep.trials import LocalJob, Trial
 from common.errors import UserError

@@ -34,7 +34,7 @@ from app.training.optimizers import (
     OptimizerConfig,
     build_optimizer,
 )
-from app.training.parameter_table import (
+from app.training.prepare import (
     MAX_BRIEF_ROWS,
     MAX_ROWS,
     TrainedPattern,

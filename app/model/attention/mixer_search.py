@@ -173,7 +173,7 @@ class _Search:
         edited: list[Any],
     ) -> Any:
         """Choose how a mixer runs from now on, and return its output for these arguments."""
-        from app.model.cpu.packed_mixers import install_kernels
+        from app.model.attention.mixers import install_kernels
 
         install_kernels(type(tested.module).forward)
         by_document = MixerForward(tested.module, tested.forward)
