@@ -30,7 +30,7 @@ from app.process.signals import end_process, exit_after_grace, install_signal_ha
 from app.report.run_page import page_on_failure
 from app.run import ExistingRun, compare_existing, open_run
 from app.run.ranks import requeue, resume_command, run_ranks, starts_ranks
-from app.run.remote import uploading
+from app.run.upload import uploading
 from app.sweep import run_sweep
 from common.errors import Interrupted
 

@@ -28,7 +28,7 @@ from app.run import Run, checkpoints_of
 from app.run.find import checkpoint_of_step
 from app.run.folder import METRICS_FILE, OUTPUTS
 from app.run.manifest import record_result
-from app.run.remote import share_checkpoint, uploading
+from app.run.upload import share_checkpoint, uploading
 from app.training.checkpoint.documents import MODEL
 from app.training.run_documents import METRICS, read_document
 from common.errors import DONE, TrainingFault

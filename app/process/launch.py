@@ -221,6 +221,12 @@ def is_child() -> bool:
     return read_launch().is_child
 
 
+def child_environment() -> dict[str, str]:
+    """Return the environment of a child that is no rank, and that `exit_with_parent` ends."""
+    kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    return kept | {PARENT_VARIABLE: str(os.getpid())}
+
+
 def exit_with_parent() -> None:
     """Make the kernel kill this process when the process that started it ends."""
     read_launch()

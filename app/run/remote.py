@@ -1,9 +1,8 @@
 """A run whose output.dir is a URL: it works in a local folder, and an object store gets a copy.
 
-The store holds what the folder does. Of a checkpoint the marker is uploaded last; the newest one
-with a marker counts. Of several machines the first one's folder is copied, and each of the others
-downloads what it resumes from. Credentials come from the environment, where s3fs and gcsfs look for
-them.
+The store holds what the folder does; the newest checkpoint with a marker counts. Here are the URL,
+the store and what is downloaded, `upload` copies the folder. Credentials come from the environment,
+where s3fs and gcsfs look for them.
 """
 
 from __future__ import annotations
@@ -14,24 +13,18 @@ import logging
 import os
 import re
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 
-from app.process.collectives import run_on_rank0, run_on_ranks
-from app.process.heartbeat import refresh_liveness, waiting_for_thread
-from app.process.launch import is_child, is_first_on_machine, is_first_rank, read_launch
+from app.process.launch import is_child, is_first_rank, read_launch
 from app.process.reporting import REASON_FILE
 from app.process.status import STATUS_FILE
 from app.run.folder import (
     CONFIG_FILE,
-    LOCK_FILE,
     METRICS_FILE,
     OUTPUTS,
-    UNFINISHED,
     WRITTEN_AT_START,
     expand_home,
     into_folder,
@@ -60,17 +53,8 @@ _ADDRESS = re.compile(r"(s3|gs):/{1,2}([a-z0-9][a-z0-9._-]+)/([\w.=-]+(?:/[\w.=-
 """bucket and path; a Path drops the second slash"""
 _PART_BYTES = 16 << 20
 """bytes of a file that are in memory while it is uploaded"""
-PAUSES = (1, 2, 4, 8, 16, 32, 60)
-"""seconds before each further attempt, after those of the file system itself"""
-LOOK_SECONDS, STATUS_SECONDS = 0.5, 30.0
-"""time between looks for a new checkpoint, and between uploads of status.json"""
-_SNAPSHOT = ".upload"
-"""suffix of a folder of hard links: a checkpoint that is removed while it is uploaded"""
-_NOT_UPLOADED = {CHECKPOINTS, LOCK_FILE, UNFINISHED, "partial"}
 _NOT_FETCHED = {STATUS_FILE, REASON_FILE}
 """what the first rank has begun anew when another one downloads the run"""
-_LAST = (METRICS_FILE, STATUS_FILE)
-"""files uploaded after all others: a run with metrics.json counts as finished"""
 _PROBE = ".writable"
 
 
@@ -141,13 +125,16 @@ class ObjectStore:
         below = {place.removeprefix(f"{self.root}/"): info["size"] for place, info in found}
         return {name: size for name, size in below.items() if ".." not in PurePosixPath(name).parts}
 
-    def put(self, name: str, source: IO[bytes]) -> None:
-        """Upload an open file in parts; it is there as a whole or not at all."""
+    def put(self, name: str, source: IO[bytes], alive: Callable[[], object]) -> None:
+        """Upload an open file in parts; it is there as a whole or not at all.
+
+        `alive` is called after each MiB.
+        """
         source.seek(0)
         with self.files.open(f"{self.root}/{name}", "wb", block_size=_PART_BYTES) as target:
             while block := source.read(1 << 20):
                 target.write(block)
-                refresh_liveness()
+                alive()
 
     def get(self, name: str, file: Path) -> None:
         """Download a file; it is there as a whole or not at all."""
@@ -253,7 +240,7 @@ def fetch_run(url: str, folder: Path, *, resumes: bool) -> None:
                     store.get(name, folder / name)
         if resumes or METRICS_FILE not in names:
             for step in steps:
-                if step == newest_here or _fetch_checkpoint(store, names, folder, step):
+                if step == newest_here or fetch_checkpoint(store, names, folder, step):
                     return
 
 
@@ -270,7 +257,7 @@ def _check_same_run(store: ObjectStore, names: dict[str, int], folder: Path) -> 
         )
 
 
-def _fetch_checkpoint(store: ObjectStore, names: dict[str, int], folder: Path, step: int) -> bool:
+def fetch_checkpoint(store: ObjectStore, names: dict[str, int], folder: Path, step: int) -> bool:
     """Download a checkpoint; False, with a warning, if it is damaged."""
     target = folder / CHECKPOINTS / f"step-{step}"
     unfinished = target.with_suffix(".tmp")
@@ -289,182 +276,8 @@ def _fetch_checkpoint(store: ObjectStore, names: dict[str, int], folder: Path, s
     return True
 
 
-def share_checkpoint(folder: Path, step: int) -> None:
-    """Bring a checkpoint that the first machine has to all machines of a run; all ranks call it."""
-    url = url_of(folder)
-    if url is None or read_launch().num_nodes == 1:
-        return
-
-    def upload() -> None:
-        with open_store(url) as store:
-            Uploader(folder, url).put_checkpoint(store, step, folder / CHECKPOINTS / f"step-{step}")
-
-    def download() -> None:
-        if step not in CheckpointStore(folder / CHECKPOINTS).steps():
-            with open_store(url) as store:
-                if not _fetch_checkpoint(store, store.sizes(), folder, step):
-                    raise UserError(f"{url}: step-{step} is damaged: resume the run")
-
-    run_on_rank0(upload)
-    run_on_ranks(download, runs=is_first_on_machine())
-
-
 def _steps(names: dict[str, int]) -> set[int]:
     """Return the steps whose checkpoint has a marker."""
     places = (PurePosixPath(name) for name in names)
     marked = (place.parent.name for place in places if place.name == MARKER)
     return {int(match[1]) for each in marked if (match := STEP_FOLDER.fullmatch(each))}
-
-
-@contextlib.contextmanager
-def uploading(folder: Path) -> Iterator[None]:
-    """Copy the run in `folder` to its URL, if it has one, while the block runs and at its end.
-
-    OSError if the copy is not complete in the end.
-    """
-    url = url_of(folder)
-    if url is None or not is_first_rank():
-        yield
-        return
-    uploader = Uploader(folder, url)
-    uploader.thread.start()
-    try:
-        yield
-    except BaseException:
-        uploader.end()
-        raise
-    if (reason := uploader.end()) is not None:
-        raise OSError(
-            f"{url} lacks what is new in {folder}: {reason}; type resume={folder} to upload it"
-        )
-
-
-@dataclass(slots=True)
-class Uploader:
-    """Uploads each new checkpoint in a thread, with the other files of the run."""
-
-    folder: Path
-    url: str
-    uploaded: dict[Path, tuple[int, int]] = field(default_factory=dict)
-    """size and modification time of the run's files as they were uploaded"""
-    ended: threading.Event = field(default_factory=threading.Event)
-    failure: str | None = None
-    thread: threading.Thread = field(init=False)
-    _newest: int | None = None
-    """step of the newest checkpoint that has been dealt with"""
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, name="upload", daemon=True)
-
-    def end(self) -> str | None:
-        """Wait until all is uploaded; return why it is not, or None."""
-        self.ended.set()
-        log.info("uploading the rest to %s", self.url)
-        with waiting_for_thread():
-            self.thread.join()
-        return self.failure
-
-    def _run(self) -> None:
-        for leftover in (self.folder / CHECKPOINTS).glob(f"*{_SNAPSHOT}"):
-            shutil.rmtree(leftover)
-        next_status = 0.0
-        while not self.ended.wait(LOOK_SECONDS):
-            if self._local().newest_step() != self._newest:
-                self._upload()
-            elif time.monotonic() >= next_status:
-                self._put_changed(self.folder / STATUS_FILE)
-                next_status = time.monotonic() + STATUS_SECONDS
-        self.failure = None  # what has failed is tried again
-        self._upload()
-
-    def _local(self) -> CheckpointStore:
-        return CheckpointStore(self.folder / CHECKPOINTS)
-
-    def _upload(self) -> None:
-        """Upload the run's files, then the newest checkpoint; remove those that are gone here."""
-        step = self._local().newest_step()
-        snapshot = None if step is None else self._link(step)
-        for file in sorted(self.folder.rglob("*"), key=lambda file: (file.name in _LAST, file)):
-            if file.name not in _LAST or self.failure is None:
-                self._put_changed(file)
-        self._newest = step
-        if snapshot is None or step is None:
-            return
-        if self._try(lambda store: self.put_checkpoint(store, step, snapshot)):
-            self._try(self._rotate)
-        shutil.rmtree(snapshot)
-
-    def _link(self, step: int) -> Path | None:
-        """Return a folder of links to a checkpoint's files; None if it is being removed."""
-        source = self.folder / CHECKPOINTS / f"step-{step}"
-        snapshot = source.with_suffix(_SNAPSHOT)
-        try:
-            shutil.copytree(source, snapshot, copy_function=os.link)
-        except (OSError, shutil.Error):
-            shutil.rmtree(snapshot, ignore_errors=True)
-            return None
-        # A removal deletes the marker first.
-        return snapshot if (source / MARKER).exists() else None
-
-    def _put_changed(self, file: Path) -> None:
-        name = file.relative_to(self.folder)
-        if name.parts[0] in _NOT_UPLOADED or any(part.startswith(".") for part in name.parts):
-            return
-        with contextlib.suppress(FileNotFoundError):  # of files that are replaced meanwhile
-            facts = file.stat()
-            known = (facts.st_size, facts.st_mtime_ns)
-            if not file.is_file() or self.uploaded.get(file) == known:
-                return
-            with file.open("rb") as source:
-                if self._try(lambda store: store.put(name.as_posix(), source)):
-                    self.uploaded[file] = known
-
-    def put_checkpoint(self, store: ObjectStore, step: int, snapshot: Path) -> None:
-        """Upload a checkpoint's files, its marker once all of them have arrived as they are."""
-        above, there = f"{CHECKPOINTS}/step-{step}", store.sizes()
-        if f"{above}/{MARKER}" in there:
-            return
-        files = [file for file in sorted(snapshot.iterdir()) if file.name != MARKER]
-        sizes = {f"{above}/{file.name}": file.stat().st_size for file in files}
-        for file in files:
-            with file.open("rb") as source:
-                store.put(f"{above}/{file.name}", source)
-            newer = [saved for saved in self._local().steps() if saved > step]
-            if len(newer) > 1:
-                log.warning(
-                    "upload to %s: step-%d is still on its way, and step-%d is saved already; type "
-                    "a larger trainer.checkpoint.every_steps",
-                    *(self.url, step, newer[-1]),
-                )
-        arrived = store.sizes()
-        if wrong := [name for name, size in sizes.items() if arrived.get(name) != size]:
-            raise OSError(f"{wrong[0]} has not arrived as it is")
-        with (snapshot / MARKER).open("rb") as source:
-            store.put(f"{above}/{MARKER}", source)
-        log.info("uploaded: %s/%s", self.url, above)
-
-    def _rotate(self, store: ObjectStore) -> None:
-        """Remove the checkpoints that are gone here, the marker of each first."""
-        kept = {f"step-{step}" for step in self._local().steps()} | {f"step-{self._newest}"}
-        gone = [
-            name
-            for name in store.sizes()
-            if name.startswith(f"{CHECKPOINTS}/") and PurePosixPath(name).parts[1] not in kept
-        ]
-        for name in sorted(gone, key=lambda name: not name.endswith(f"/{MARKER}")):
-            store.remove(name)
-
-    def _try(self, work: Callable[[ObjectStore], object]) -> bool:
-        """Return whether `work` succeeds, tried again after pauses."""
-        for pause in (*PAUSES, None):
-            try:
-                with open_store(self.url) as store:
-                    work(store)
-                return True
-            except UserError as error:
-                if pause is None:
-                    self.failure = str(error)
-                    log.warning("upload: %s", error)
-                else:
-                    time.sleep(pause)
-        return False

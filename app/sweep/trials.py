@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from app.config.overrides import quote_value
-from app.process.launch import PARENT_VARIABLE, RANK_VARIABLES
+from app.process.launch import child_environment
 from app.run.folder import CONFIG_FILE, METRICS_FILE
 from app.training.run_documents import (
     CSV_FILE,
@@ -96,11 +95,9 @@ def _start_process(
     run_overrides = [f"output.dir={quote_value(str(folder))}"]
     if (folder / CONFIG_FILE).exists():  # an earlier process of this sweep started it
         run_overrides.append("resume=auto")
-    inherited = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    inherited[PARENT_VARIABLE] = str(os.getpid())  # the trial exits when this process does
     return subprocess.Popen(
         [*command, *run_overrides],
-        env=inherited | environment,
+        env=child_environment() | environment,  # the trial exits when this process does
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -21,16 +21,8 @@ import pytest
 from app.config import load_config
 from app.process.launch import Launch, free_port
 from app.process.status import begin_status, confirm_finished, end_status
-from app.run.remote import (
-    Uploader,
-    check_store,
-    fetch_run,
-    open_store,
-    share_checkpoint,
-    uploading,
-    url_of,
-    working_folder,
-)
+from app.run.remote import check_store, fetch_run, open_store, url_of, working_folder
+from app.run.upload import Uploader, share_checkpoint, uploading
 from app.status import fetch_status
 from app.training.checkpoint.checkpoint import MARKER
 from app.training.checkpoint.store import CheckpointStore
@@ -83,7 +75,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         "AWS_MAX_ATTEMPTS": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("app.run.remote.PAUSES", (0.05,) * 8)
+    monkeypatch.setattr("app.run.upload.PAUSES", (0.05,) * 8)
     # A cut is noticed when the answer does not come, for each request after 15 s otherwise.
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 2)
     monkeypatch.chdir(tmp_path)
@@ -97,8 +89,14 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def upload(folder: Path) -> None:
-    with uploading(folder):
-        pass
+    """Upload a run that has ended, in this process, where the waits are the test's."""
+    assert why_not_uploaded(folder) is None
+
+
+def why_not_uploaded(folder: Path) -> str | None:
+    uploader = Uploader(folder, URL)
+    uploader.run(lambda seconds: True)
+    return uploader.failure
 
 
 def names() -> set[str]:
@@ -170,8 +168,7 @@ def test_a_run_killed_during_its_last_upload_is_completed_from_an_empty_machine(
         return None
 
     server.fault = fault
-    with pytest.raises(OSError, match=r"resume=.* to upload it"):
-        upload(run)
+    assert why_not_uploaded(run) is not None
     assert list(dict.fromkeys(arrived))[-3:] == ["report.html", "metrics.json", "status.json"]
     server.fault = lambda request: None
     assert fetch_status(URL)["state"] == "starting"
@@ -224,7 +221,8 @@ def test_a_checkpoint_without_its_marker_or_with_damage_does_not_count(run: Path
     with open_store(URL) as store:
         for file in newest.iterdir():
             if file.name != MARKER:
-                store.put(f"checkpoints/step-4/{file.name}", file.open("rb"))
+                name = f"checkpoints/step-4/{file.name}"
+                store.put(name, file.open("rb"), alive=lambda: None)
         shutil.rmtree(run)
         fetch_run(URL, run, resumes=True)
         assert CheckpointStore(run / "checkpoints").steps() == [2]
@@ -238,11 +236,74 @@ def test_a_checkpoint_without_its_marker_or_with_damage_does_not_count(run: Path
 @pytest.mark.slow
 def test_a_failing_store_is_said_at_the_end_and_not_before(server: Server, run: Path) -> None:
     server.fault = lambda request: "403 Forbidden" if request["REQUEST_METHOD"] == "PUT" else None
-    with pytest.raises(OSError, match=r"resume=.* to upload it"):
-        upload(run)
+    assert "no right to list" in str(why_not_uploaded(run))
     server.fault = lambda request: None
     upload(run)
     assert f"checkpoints/step-4/{MARKER}" in names()
+
+
+def test_a_process_uploads_and_what_it_says_is_logged(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with uploading(run):
+        pass
+    assert f"checkpoints/step-4/{MARKER}" in names()
+    assert f"uploaded: {URL}/checkpoints/step-4" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ('print(\'{"failure": "no bucket"}\')', r"no bucket; type resume=.* to upload it"),
+        ("import os; os.kill(os.getpid(), 9)", "the process that uploads ended with -9"),
+    ],
+)
+def test_why_a_run_was_not_uploaded_is_said_at_its_end(
+    code: str, said: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.run.upload.child_command", lambda module: [sys.executable, "-c", code])
+    with pytest.raises(OSError, match=said), uploading(run):
+        pass
+    with pytest.raises(KeyError), uploading(run):  # what has ended the run is said instead
+        raise KeyError
+
+
+def test_the_process_that_uploads_is_ended_by_the_end_of_the_one_that_trains_only(
+    server: Server, run: Path
+) -> None:
+    code = (
+        "import pathlib, signal, sys; from app.run.upload import uploading\n"
+        "with uploading(pathlib.Path(sys.argv[1])): signal.pause()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    training = subprocess.Popen(
+        [sys.executable, "-c", code, str(run)], env=environment, stderr=subprocess.PIPE
+    )
+
+    def wait_for(step: int) -> None:
+        while f"checkpoints/step-{step}/{MARKER}" not in names():
+            assert training.poll() is None
+            time.sleep(0.1)
+
+    wait_for(4)
+    [child] = Path(f"/proc/{training.pid}/task/{training.pid}/children").read_text().split()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(int(child), signum)
+    shutil.copytree(run / "checkpoints/step-4", run / "checkpoints/step-6")
+    wait_for(6)
+    killed, tried = threading.Event(), threading.Event()
+
+    def hang(request: dict[str, Any]) -> None:
+        tried.set()
+        killed.wait()
+
+    server.fault = hang
+    shutil.copytree(run / "checkpoints/step-4", run / "checkpoints/step-8")
+    tried.wait()
+    training.kill()
+    training.communicate(timeout=LONGEST)  # until the child, too, has closed stderr
+    killed.set()
 
 
 def test_an_upload_two_checkpoints_behind_is_said(
@@ -425,10 +486,10 @@ def test_a_checkpoint_damaged_on_its_way_to_another_machine_stops_the_run(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = Launch(num_ranks=2, num_local_ranks=1)
-    monkeypatch.setattr("app.run.remote.read_launch", lambda: launch)
-    monkeypatch.setattr("app.run.remote.url_of", lambda folder: URL)
-    monkeypatch.setattr("app.run.remote.run_on_rank0", lambda work: None)
-    monkeypatch.setattr("app.run.remote.run_on_ranks", lambda work, runs: work())
+    monkeypatch.setattr("app.run.upload.read_launch", lambda: launch)
+    monkeypatch.setattr("app.run.upload.url_of", lambda folder: URL)
+    monkeypatch.setattr("app.run.upload.run_on_rank0", lambda work: None)
+    monkeypatch.setattr("app.run.upload.run_on_ranks", lambda work, runs: work())
     upload(run)
     with open_store(URL) as store:
         store.files.pipe_file(f"{store.root}/checkpoints/step-4/{MARKER}", b"another hash")
