@@ -646,7 +646,7 @@ def test_a_hub_id_without_network(
 
     def connect(*_: Any, **__: Any) -> None:
         if answers == "is silent":
-            time.sleep(6)
+            time.sleep(60)
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "create_connection", connect)
@@ -654,7 +654,7 @@ def test_a_hub_id_without_network(
     started = time.monotonic()
     with pytest.raises(OSError, match=r"model\.path=org/name: no network") as caught:
         is_offline(model, DataConfig())
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert exit_code(caught.value) == 3
     assert str(tmp_path) in str(caught.value) and "--local-dir FOLDER" in str(caught.value)
     (tmp_path / "models--org--name").mkdir()
@@ -664,7 +664,7 @@ def test_a_hub_id_without_network(
     started = time.monotonic()
     with pytest.raises(OSError, match=r"Owner/rows: no such file here, .* cannot be reached"):
         is_offline(model, data)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(OSError, match=r"Owner/rows: .* HF_HUB_OFFLINE is set"):
         is_offline(model, data)

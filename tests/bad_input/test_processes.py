@@ -26,10 +26,13 @@ pytestmark = pytest.mark.slow
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a file of so many chunks that several processes tokenise it, each slowly."""
     monkeypatch.setattr("data_modules.source.opening.CHUNK_BYTES", 4000)
-    encode = ChunkEncoder.__call__
+    encode, encoded = ChunkEncoder.__call__, []
 
     def slowly(encoder: ChunkEncoder, chunk: Chunk) -> EncodedChunk:
+        encoded.append(chunk)
         time.sleep(0.04)
+        while len(encoded) > 2 and (tmp_path / "hold").exists():
+            time.sleep(0.01)
         return encode(encoder, chunk)
 
     monkeypatch.setattr(ChunkEncoder, "__call__", slowly)
@@ -61,9 +64,12 @@ def forked(target: Callable[[], None]) -> Iterator[int]:
 
 
 def test_two_runs_prepare_the_same_data_at_once(large: Path, base: Any) -> None:
-    results: Any = multiprocessing.get_context("fork").Queue()
+    fork = multiprocessing.get_context("fork")
+    results: Any = fork.Queue()
+    both = fork.Barrier(2)
 
     def run() -> None:
+        both.wait(LONGEST)
         data = prepare(large, base, num_proc=2)
         results.put((data.how, str(data.folder), content(data)))
 
@@ -100,6 +106,8 @@ def test_a_run_killed_while_it_prepares(large: Path, base: Any) -> None:
     def run() -> None:
         prepare(large, base, num_proc=2)
 
+    hold = large.parent / "hold"
+    hold.touch()
     with forked(run) as pid:
         until = time.monotonic() + LONGEST
         workers: list[int] = []
@@ -107,12 +115,12 @@ def test_a_run_killed_while_it_prepares(large: Path, base: Any) -> None:
             assert time.monotonic() < until, "it never began"
             time.sleep(0.01)
             workers = children(pid)
-        time.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
     until = time.monotonic() + GONE_WITHIN
     while any(map(is_running, workers)):
         assert time.monotonic() < until, "a worker goes on without its run"
         time.sleep(0.01)
+    hold.unlink()
     assert list(cache.glob("*.tmp-*")) and not list(cache.glob("*/key.json"))
     after = prepare(large, base, num_proc=2)
     assert after.how == "tokenized (now cached)"

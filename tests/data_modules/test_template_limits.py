@@ -53,7 +53,7 @@ def test_time_and_memory_limits(work: Callable[[], object], expected: str) -> No
     started = time.perf_counter()
     with pytest.raises(LimitError, match=expected):
         run_limited(work, SMALL)
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 50
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_row_on_which_the_template_loops_is_named_and_the_others_are_encoded(
     ]
     started = time.perf_counter()
     results = list(template.encode(rows))
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 50
     assert [isinstance(result, Encoded) for result in results] == [True, False, True, False, False]
     slow, last = results[1], results[4]
     assert isinstance(slow, RowProblem) and isinstance(last, RowProblem)

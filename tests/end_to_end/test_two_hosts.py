@@ -411,8 +411,10 @@ def test_a_port_in_use_is_refused_with_a_fix(
     hosts: tuple[Host, Host], shell: Shell, tmp_path: Path
 ) -> None:
     port = 20000 + 77
-    listens = f"import socket, time; socket.create_server(('', {port})); time.sleep(600)"
-    hosts[0].start(sys.executable, "-c", listens.replace("socket.create", "s = socket.create"))
+    listens = f"import socket, time; taken = socket.create_server(('', {port}))"
+    listens += "; print('listens', flush=True); time.sleep(600)"
+    listener = hosts[0].start(sys.executable, "-c", listens)
+    assert listener.stdout is not None and listener.stdout.readline() == "listens\n"
     _, output = Job(hosts, tmp_path, shell).run()
     of_ranks, _, of_status = output.partition("\nfailed  step 0 of 8  epoch 0.00  exit code 3\n")
     for said in (of_ranks, of_status):

@@ -343,7 +343,7 @@ def test_a_requested_delay_of_an_hour_is_a_failure(tmp_path: Path) -> None:
     with judging(lambda _: (429, {"retry-after": "3600"}, b"")) as (judge, url):
         began = time.monotonic()
         judged = judged_by(url, tmp_path, num_parallel=1)
-    assert time.monotonic() - began < 5 and len(judge.requests) == 3
+    assert time.monotonic() - began < 60 and len(judge.requests) == 3
     assert "status 429 with a requested delay of 3600 s" in str(judged.failure)
 
 
@@ -450,7 +450,7 @@ def test_an_answer_that_never_begins_ends_at_the_deadline(kind: str, tmp_path: P
         began = time.monotonic()
         with pytest.raises(JudgeError, match=r"no answer within 0\.5 s"):
             Endpoint(config, None, tmp_path).complete([{"role": "user", "content": "x"}])
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20  # all headers would take 37 s
         stopped.set()
 
 

@@ -336,11 +336,13 @@ def test_a_hanging_rank_is_named_and_all_ranks_end(run_ranks: RunRanks, tmp_path
 
 
 SLOW_STORE = """
-import json, sys, time
+import json, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 from app.process.peers import Peers
+reports = threading.Event()
 def set(key, value):
+    reports.set()
     time.sleep(0.3)
     print(json.loads(value)["state"])
 store = SimpleNamespace(set=set, check=lambda keys: False)
@@ -348,7 +350,7 @@ Peers._connect = lambda self: store
 peers = Peers(rank=1, num_ranks=2, run_folder=Path("."), hang_seconds=None,
               save_reason=print, resume_command=str)
 peers.start()
-time.sleep(0.1)
+reports.wait()
 exec(sys.argv[1])
 """
 
@@ -387,8 +389,11 @@ def test_a_rank_ended_by_a_signal_names_only_a_lost_rank(
     """
     signalled = ["install_signal_handlers()", "defer_signals(True)", "os.kill(os.getpid(), 15)"]
     closed = "RuntimeError('[/x/pair.cc:5] Connection closed by peer [1.2.3.4]:5. This is ')"
-    first = ["wait(1)", *(signalled if all_signalled else []), "wait(3)", "os.kill(os.getpid(), 9)"]
-    second = ["wait(4.5)", *signalled, f"os._exit(report({closed}))"]
+    first = ["(folder / 'pid').write_text(str(os.getpid()))", "wait(1)"]
+    first += [*(signalled if all_signalled else []), "wait(3)", "os.kill(os.getpid(), 9)"]
+    second = ["wait(1)", "pid = (folder / 'pid').read_text()"]
+    second += ["while os.path.exists(f'/proc/{pid}'): wait(0.1)"]
+    second += [*signalled, f"os._exit(report({closed}))"]
     _, (code, _) = run_ranks(first, second, hang_seconds=60.0)
     error_file = tmp_path / "1.json"
     if all_signalled:

@@ -186,6 +186,7 @@ def test_stalled_data_is_not_waited_for_after_a_signal(read: str, stderr: str) -
 def test_a_step_whose_data_arrives_in_time_is_finished() -> None:
     process = Process(
         "import threading",
+        "signals._DATA_SECONDS = 3.0",
         READS,
         "threading.Timer(0.7, os.write, (writer, b'x')).start()",
         "write('ready')",
@@ -301,14 +302,18 @@ def test_a_process_waits_for_its_threads() -> None:
 
 def test_a_rank_that_waits_for_termination_keeps_its_exit_code() -> None:
     code = (
-        "import os, signal, sys, threading\n"
+        "import os, signal, sys, threading, time\n"
         "from app.process.signals import install_signal_handlers, wait_for_termination\n"
         "install_signal_handlers()\n"
-        "threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
-        "wait_for_termination(60)\n"
+        "before = signal.getsignal(signal.SIGINT)\n"
+        "def send():\n"
+        "    while signal.getsignal(signal.SIGINT) is before: time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "threading.Thread(target=send).start()\n"
+        "wait_for_termination(600)\n"
         "sys.exit(138)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LONGEST
     )
     assert (done.returncode, done.stderr) == (138, "")

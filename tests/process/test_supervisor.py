@@ -94,7 +94,7 @@ def supervise(
         *script: str,
         saved: Sequence[int] = (),
         first_step: int = 0,
-        grace: float = 1.0,
+        grace: float = LONGEST,
         **settings: int | float | None,
     ) -> SupervisedRun:
         monkeypatch.setattr(supervisor_module, "GRACE_SECONDS", grace)
@@ -199,7 +199,7 @@ DIES_TWICE = (
 
 @pytest.mark.slow
 def test_a_run_that_gets_further_each_time_is_restarted(supervise: Supervise) -> None:
-    run = supervise(*DIES_TWICE, saved=[3, 6], max_restarts=2)
+    run = supervise(*DIES_TWICE, saved=[3, 6], grace=0.0, max_restarts=2)
     assert run.code == 0
     assert [start[1] for start in run.starts(0)] == ["0", "3", "6"]
     assert [start[1] for start in run.starts(1)] == ["0", "3", "6"]
@@ -209,12 +209,12 @@ def test_a_run_that_gets_further_each_time_is_restarted(supervise: Supervise) ->
 
 @pytest.mark.slow
 def test_the_number_of_restarts_is_limited(supervise: Supervise) -> None:
-    run = supervise(*DIES_TWICE, saved=[3], max_restarts=1)
+    run = supervise(*DIES_TWICE, saved=[3], grace=0.0, max_restarts=1)
     assert run.code == 3 and len(run.starts(0)) == 2
 
 
 def test_the_same_step_failing_twice_ends_the_run(supervise: Supervise) -> None:
-    run = supervise(*DIES_TWICE, saved=[0, 0, 0], max_restarts=9)
+    run = supervise(*DIES_TWICE, saved=[0, 0, 0], grace=0.0, max_restarts=9)
     assert run.code == 3 and len(run.starts(0)) == 2
     assert "the run failed twice after step 2: not restarted" in run.stderr
 
@@ -280,9 +280,9 @@ def test_a_stopped_rank_is_named(supervise: Supervise) -> None:
 def test_a_run_of_long_steps_does_not_hang(supervise: Supervise) -> None:
     slow = (
         "send_heartbeat(1)",
-        "time.sleep(0.9)",
+        "time.sleep(0.7)",
         "send_heartbeat(2)",
-        "time.sleep(2.4)",
+        "time.sleep(1.6)",
         "send_heartbeat(3)",
     )
     assert supervise(*slow, hang_minutes=0.02).code == 0
@@ -323,6 +323,7 @@ def test_another_port_is_tried_if_one_is_in_use(
         "if os.environ['MASTER_PORT'] == '4001':",
         "    if rank == 1: wait()",
         "    sys.exit(report(RuntimeError('port: 4001, name: EADDRINUSE, message: in use')))",
+        grace=0.0,
     )
     assert (run.code, run.stderr) == (0, "")
     assert [start[2] for start in run.starts(1)] == ["4001", "4002"]

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.processes import LONGEST
 from tests.reliability.shell import Shell
 
 
@@ -29,4 +30,4 @@ def test_a_signal_after_the_end_does_not_change_the_exit_code(
     for number in signals:
         process.send_signal(number)
     process.send_signal(signal.SIGCONT)
-    assert process.wait(10) == 7
+    assert process.wait(LONGEST) == 7

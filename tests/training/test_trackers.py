@@ -102,7 +102,7 @@ def test_a_tracker_that_fails_or_hangs_is_abandoned(
         for step in range(500):
             tracker.log_metrics({"train/loss": 1.0}, step)
         tracker.finish(RunSummary())
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30  # waiting at each step would take 50 s
     (message,) = caplog.messages
     assert message.startswith(warning) and "\n" not in message
     assert len(made[0].rows) == 3

@@ -98,12 +98,13 @@ def test_rows_stay_and_a_killed_site_comes_back(
     sniffer = pair[0].start(sys.executable, "-c", SNIFFER, str(sniffed))
     assert sniffer.stdout is not None and sniffer.stdout.readline() == "listening\n"
     folders = train_sites(runs, pair, *words)
-    time.sleep(0.5)
-    sniffer.send_signal(signal.SIGKILL)
-    sent = sniffed.read_bytes()
     expected = adapter_of(folders[0])
     last = max(expected.values(), key=torch.Tensor.numel).contiguous().numpy().tobytes()
-    assert any(last[at : at + 64] in sent for at in range(0, 4096, 64))  # what the sniffer sees
+    parts, until = [last[at : at + 64] for at in range(0, 4096, 64)], time.monotonic() + LONGEST
+    while not any(part in (sent := sniffed.read_bytes()) for part in parts):
+        assert time.monotonic() < until, "the sniffer does not see what is sent"
+        time.sleep(0.1)
+    sniffer.send_signal(signal.SIGKILL)
     for file in FILES:
         rows = json.loads(file.read_text()) if file.suffix == ".json" else None
         texts = rows or [json.loads(line) for line in file.read_text().splitlines()]
