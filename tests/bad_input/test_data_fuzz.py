@@ -31,6 +31,7 @@ from data_modules.types import Conversation, Document, Item, Tokens
 from tests.bad_input.opened import at_most
 from tests.bad_input.prepared import chat, named, prepare
 from tests.data_modules.conftest import zst
+from tests.reliability.shell import Shell
 
 pytestmark = pytest.mark.slow
 
@@ -271,9 +272,9 @@ def test_damaged_text_never_ends_otherwise(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BINARIES)
-def test_damaged_bytes_never_end_otherwise(name: str, tmp_path: Path) -> None:
+def test_damaged_bytes_never_end_otherwise(name: str, shell: Shell, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bad_input.test_data_fuzz", name, str(tmp_path)],
+        [shell.python, "-m", "tests.bad_input.test_data_fuzz", name, str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from app.training.checkpoint.store import CheckpointStore
 from tests.hosts import Host, hosts_error, two_hosts
 from tests.launch.test_launch import EXPERIMENTS, start
 from tests.processes import LONGEST, RUN
+from tests.reliability.shell import Shell
 from tests.runs import check_same_run
 from tests.tiny import small_run
 
@@ -76,6 +76,7 @@ class Cluster:
 
     pair: tuple[Host, Host]
     folder: Path
+    python: str
     environment: dict[str, str] = field(init=False)
     controller: subprocess.Popen[str] = field(init=False)
 
@@ -125,7 +126,7 @@ class Cluster:
     def command(self, run: Path, *words: str) -> list[str]:
         """Return the command that launches a run on both nodes."""
         settings = small_run(*RUN, *TWO_NODES, *words)
-        launch = (sys.executable, "-m", "app.launch", "launcher=slurm", "launcher.cpus=2")
+        launch = (self.python, "-m", "app.launch", "launcher=slurm", "launcher.cpus=2")
         return [*launch, f"output.dir={run}", *settings]
 
     def launch(self, run: Path, *words: str) -> str:
@@ -169,14 +170,14 @@ def status_of(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """SLURM on two hosts; skips the test where its daemons or simulated hosts are missing."""
     if missing := [name for name in ("slurmctld", "slurmd") if shutil.which(name) is None]:
         pytest.skip(f"{missing[0]} not found (packages slurmctld, slurmd and slurm-client)")
     if (reason := hosts_error()) is not None:
         pytest.skip(reason)
     with two_hosts() as pair:
-        started = Cluster(pair, tmp_path_factory.mktemp("slurm"))
+        started = Cluster(pair, tmp_path_factory.mktemp("slurm"), shell.python)
         started.start()
         yield started
 
@@ -280,7 +281,7 @@ def test_a_sweep_that_is_interrupted_finds_its_jobs(cluster: Cluster, tmp_path: 
         ["trainer.accelerator=cpu", "trainer.devices=1", "adapter.r=2,4"],
     )
     words += ["launcher=slurm", "launcher.cpus=2", "sweep.parallel=2", f"output.dir={sweep}"]
-    command = [sys.executable, "-m", "app.train", "-m"]
+    command = [cluster.python, "-m", "app.train", "-m"]
     started = cluster.pair[0].start(
         *command, *small_run(*RUN, *words), environment=cluster.environment
     )

@@ -28,6 +28,7 @@ from app.training.checkpoint.checkpoint import MARKER
 from app.training.checkpoint.store import CheckpointStore
 from common.errors import UserError
 from tests.processes import LONGEST
+from tests.reliability.shell import Shell
 from tests.resumed import contents, make_run
 from tests.tiny import small_run
 
@@ -344,7 +345,7 @@ def test_what_is_wrong_with_a_bucket_is_refused_before_training(
 
 
 def start_training(
-    folder: Path, *words: str, variables: Mapping[str, str] | None = None
+    python: str, folder: Path, *words: str, variables: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a run of eight steps that saves each of them, in `folder`, which may be new."""
     folder.mkdir(exist_ok=True)
@@ -355,7 +356,7 @@ def start_training(
     environment.pop("LOFT_RUN_DIR", None)
     environment |= variables or {}
     return subprocess.Popen(
-        [sys.executable, "-m", "app.train", *settings],
+        [python, "-m", "app.train", *settings],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -373,7 +374,7 @@ def newest_step() -> int:
     return max((int(each.removeprefix("step-")) for each in marked), default=0)
 
 
-def kill_and_resume(server: Server, folder: Path, kills: int) -> tuple[int, int]:
+def kill_and_resume(python: str, server: Server, folder: Path, kills: int) -> tuple[int, int]:
     """Kill a run on up to `kills` machines, and finish it on another, folder/last.
 
     Each has added a checkpoint to the bucket before. Returns how many were killed, and how many
@@ -384,7 +385,7 @@ def kill_and_resume(server: Server, folder: Path, kills: int) -> tuple[int, int]
     server.fault = lambda request: time.sleep(0.05)  # uploads take longer than steps
     while num_killed < kills:
         machine, newest = folder / f"machine-{num_killed}", newest_step()
-        process = start_training(machine, *words)
+        process = start_training(python, machine, *words)
         while newest_step() <= newest and process.poll() is None:
             time.sleep(0.05)
         time.sleep(chance.uniform(0, 0.5))
@@ -395,18 +396,20 @@ def kill_and_resume(server: Server, folder: Path, kills: int) -> tuple[int, int]
             break
         num_killed += 1
     server.fault = lambda request: None
-    process = start_training(folder / "last", *words)
+    process = start_training(python, folder / "last", *words)
     said, _ = process.communicate(timeout=LONGEST)
     assert process.returncode == 0, said
     return num_killed, num_resumed + (b"RESUME: from " in said)
 
 
 @pytest.mark.slow
-def test_a_run_killed_on_five_machines_ends_bit_equal(server: Server, tmp_path: Path) -> None:
-    whole = start_training(tmp_path, *LONGER, f"output.dir={tmp_path / 'whole'}")
+def test_a_run_killed_on_five_machines_ends_bit_equal(
+    server: Server, shell: Shell, tmp_path: Path
+) -> None:
+    whole = start_training(shell.python, tmp_path, *LONGER, f"output.dir={tmp_path / 'whole'}")
     said, _ = whole.communicate(timeout=LONGEST)
     assert (tmp_path / "whole/metrics.json").exists(), said
-    killed, resumed = kill_and_resume(server, tmp_path, kills=5)
+    killed, resumed = kill_and_resume(shell.python, server, tmp_path, kills=5)
     assert killed == 5 and resumed >= 4
     last = tmp_path / "last/outputs/s3:/bucket/team/run"
     assert last_weights(last) == last_weights(tmp_path / "whole")
@@ -414,14 +417,16 @@ def test_a_run_killed_on_five_machines_ends_bit_equal(server: Server, tmp_path: 
     assert fetch_status(URL)["state"] == "finished"
 
 
-def start_machines(folders: tuple[Path, Path], *words: str) -> list[subprocess.Popen[bytes]]:
+def start_machines(
+    python: str, folders: tuple[Path, Path], *words: str
+) -> list[subprocess.Popen[bytes]]:
     """Start a run on two machines of one rank each, as torchrun does; each sees its folder only."""
     port = str(free_port())
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     shared |= {"TORCHELASTIC_RUN_ID": "one", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return [
         start_training(
-            *(folder, "trainer.num_nodes=2", "trainer.devices=1", "resume=auto", *words),
+            *(python, folder, "trainer.num_nodes=2", "trainer.devices=1", "resume=auto", *words),
             variables={**shared, "RANK": rank},
         )
         for rank, folder in zip("01", folders, strict=True)
@@ -431,14 +436,16 @@ def start_machines(folders: tuple[Path, Path], *words: str) -> list[subprocess.P
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp_compressed strategy.compression=topk", "fsdp"])
 def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
-    strategy: str, server: Server, tmp_path: Path
+    strategy: str, server: Server, shell: Shell, tmp_path: Path
 ) -> None:
     """Both are killed at random moments; then one of them, or both, is replaced by an empty one.
 
     With topk each rank has tensors of its own, which the second machine's sends to the first.
     """
     words = (*f"strategy={strategy}".split(), "output.from=best")
-    whole = start_machines((tmp_path / "a", tmp_path / "b"), *words, f"output.dir={tmp_path}/whole")
+    whole = start_machines(
+        shell.python, (tmp_path / "a", tmp_path / "b"), *words, f"output.dir={tmp_path}/whole"
+    )
     for process in whole:
         said, _ = process.communicate(timeout=LONGEST)
         assert process.returncode == 0, said
@@ -446,7 +453,7 @@ def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
     server.fault = lambda request: time.sleep(0.05)  # uploads take longer than steps
     folders = (tmp_path / "first-0", tmp_path / "second-0")
     for kill in range(1, 4):
-        processes = start_machines(folders, *words, f"output.dir={URL}")
+        processes = start_machines(shell.python, folders, *words, f"output.dir={URL}")
         training = folders[0] / "outputs/s3:/bucket/team/run/metrics.csv"
         while not training.exists() and processes[0].poll() is None:
             time.sleep(0.1)
@@ -457,7 +464,7 @@ def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
         first, second = (tmp_path / f"{name}-{kill}" for name in ("first", "second"))
         folders = [(first, second), (folders[0], second), (first, folders[1])][kill % 3]
     server.fault = lambda request: None
-    for process in start_machines(folders, *words, f"output.dir={URL}"):
+    for process in start_machines(shell.python, folders, *words, f"output.dir={URL}"):
         said, _ = process.communicate(timeout=LONGEST)
         assert process.returncode == 0, said
     assert last_weights(folders[0] / "outputs/s3:/bucket/team/run") == last_weights(
@@ -468,12 +475,14 @@ def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
 
 @pytest.mark.slow
 def test_the_best_checkpoint_reaches_the_machine_that_has_none(
-    server: Server, tmp_path: Path
+    server: Server, shell: Shell, tmp_path: Path
 ) -> None:
     words = ("strategy=fsdp", "optimizer.lr=1", "trainer.checkpoint.keep_best=1")
     folders = (tmp_path / "first", tmp_path / "second")
     output = []
-    for process in start_machines(folders, *words, "output.from=best", f"output.dir={URL}"):
+    for process in start_machines(
+        shell.python, folders, *words, "output.from=best", f"output.dir={URL}"
+    ):
         output.append(process.communicate(timeout=LONGEST)[0].decode())
         assert process.returncode == 0, output
     found = re.search(r"result: step (\d+)", output[0])

@@ -55,7 +55,7 @@ def start_site(runs: Runs, host: Host, site: int, run: Path, *words: str) -> sub
     address = f"strategy.site_address=10.77.0.1:{PORT}"
     own = ("strategy.sites=2", f"strategy.site={site}", address, "strategy.synchronous_steps=0")
     typed = words_of(runs, site, layout, *own, *words)
-    command = (sys.executable, "-m", "app.train", *typed, f"output.dir={run}")
+    command = (runs.shell.python, "-m", "app.train", *typed, f"output.dir={run}")
     return host.start(*command, environment={"OMP_NUM_THREADS": "1"})
 
 
