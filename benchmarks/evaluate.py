@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.figure import Figure
 from benchmarks.peers import peer_python
+from tools.tiny_base.corpus import WORDS_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = ROOT / "data_modules" / "samples"
@@ -224,7 +225,7 @@ def _few_shot() -> list[tuple[str, str]]:
 
 def _words(chance: random.Random, least: int, most: int) -> str:
     """Return random words of the shipped samples."""
-    known = json.loads((SAMPLES / "corpus" / "words.json").read_text(encoding="utf-8"))
+    known = json.loads(WORDS_FILE.read_text(encoding="utf-8"))
     return " ".join(chance.choices(known["names"] + known["cities"], k=chance.randint(least, most)))
 
 

@@ -380,7 +380,7 @@ def found_labels(config: DataConfig) -> list[str]:
     """Return the labels in the first rows of the files of data sets with a loss, sorted."""
     found: set[str] = set()
     for dataset in config.loss_datasets:
-        if source.is_remote(dataset.path) or source.is_generated(dataset.path):
+        if source.is_remote(dataset.path):
             continue
         for chunk in chunks_of(dataset, config, source.Budget(CHECKED_BYTES)):
             for items in read_chunk(chunk, formats.CLASSIFICATION, dataset):
@@ -392,7 +392,7 @@ def found_labels(config: DataConfig) -> list[str]:
 
 def _check_first_rows(dataset: DatasetConfig, data: DataConfig, budget: source.Budget) -> list[str]:
     """Return the problems of the rows that `budget` allows to read."""
-    if source.is_remote(dataset.path) or source.is_generated(dataset.path):
+    if source.is_remote(dataset.path):
         return []
     bad = BadRows(data)
     try:

@@ -3,7 +3,6 @@
 from data_modules.source.hub import explain_refusal as explain_refusal
 from data_modules.source.limits import MAX_ROW_BYTES as MAX_ROW_BYTES
 from data_modules.source.limits import Limits as Limits
-from data_modules.source.locating import is_generated as is_generated
 from data_modules.source.locating import is_hub_id as is_hub_id
 from data_modules.source.locating import is_remote as is_remote
 from data_modules.source.locating import is_url as is_url

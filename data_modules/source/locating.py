@@ -21,7 +21,6 @@ from typing import Any
 
 from common.errors import DataError, Problems
 from common.text import listed, reason_of, shown
-from data_modules.source.corpus import CORPORA, SAMPLES
 from data_modules.source.limits import Limits
 from data_modules.source.opening import (
     Chunk,
@@ -36,7 +35,8 @@ from data_modules.source.remote import REMOTE_MARKS, Url, fresh_info, list_urls,
 from data_modules.source.tables import read_arrow, read_csv, read_parquet
 from data_modules.source.text import read_json, read_jsonl, read_txt
 
-SAMPLE_PREFIX = "sample:"
+_SAMPLE_PREFIX = "sample:"
+_SAMPLES = Path(__file__).parents[1] / "samples"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MAX_DEPTH = 3
 _MAX_NAMES = 20_000
@@ -75,7 +75,7 @@ def name_of(path: str) -> str:
 
     For a pattern it is the part before the first wildcard, unless that is the name of a split.
     """
-    file = Path(str(Url(path)) if is_url(path) else path.removeprefix(SAMPLE_PREFIX))
+    file = Path(str(Url(path)) if is_url(path) else path.removeprefix(_SAMPLE_PREFIX))
     while glob.has_magic(file.name):
         fixed = re.split(r"[*?[]", file.name)[0]
         stem = (stem_of(fixed) if _is_readable(fixed) else fixed).rstrip("-_.")
@@ -85,11 +85,6 @@ def name_of(path: str) -> str:
     if _is_readable(file.name):
         return stem_of(file.name)
     return file.name or "data"
-
-
-def is_generated(path: str) -> bool:
-    """Return whether the rows of `path` are generated: it is one of the shipped base's corpora."""
-    return path.startswith(SAMPLE_PREFIX) and path.removeprefix(SAMPLE_PREFIX) in CORPORA
 
 
 def is_url(path: str) -> bool:
@@ -123,7 +118,7 @@ def locate(path: str, split: str, limits: Limits | None = None, name: str | None
 
     `name` is that of a configuration in a folder's card.
     """
-    if path.startswith(SAMPLE_PREFIX):
+    if path.startswith(_SAMPLE_PREFIX):
         return Found(_only(path, _sample_file(path), split))
     if is_url(path):
         return _remote_files(Url(path, limits or Limits()), split, name)
@@ -204,7 +199,7 @@ def _matching(path: str, matches: Mapping[str, File], split: str) -> Found:
         unnamed = [n for n in names if split_word(n) is None]
         chosen = names if split_word(pattern) else chosen or unnamed or names
     if not chosen:
-        raise DataError(only_train(path, split))
+        raise DataError(_only_train(path, split))
     _check_shards(path, [n for n in missing_shards(chosen) if _fits(n, pattern)])
     files = [matches[inner[n]] for n in chosen]
     _check_regular([file for file in files if isinstance(file, Path)])
@@ -218,12 +213,12 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _sample_file(path: str) -> Path:
-    name = path.removeprefix(SAMPLE_PREFIX)
-    file = SAMPLES / name
+    name = path.removeprefix(_SAMPLE_PREFIX)
+    file = _SAMPLES / name
     if Path(name).name == name and _is_readable(name) and file.is_file():
         return file
-    known = [*CORPORA, *(f.name for f in SAMPLES.iterdir() if _is_readable(f.name))]
-    raise DataError(f"{path}: no such sample; there are {', '.join(sorted(known))}")
+    known = sorted(f.name for f in _SAMPLES.iterdir() if _is_readable(f.name))
+    raise DataError(f"{path}: no such sample; there are {', '.join(known)}")
 
 
 class _Folder:
@@ -427,11 +422,11 @@ def _no_split(
 def _only(path: str, file: File, split: str) -> list[File]:
     """Return a file, which is the train split whatever its name is."""
     if split != "train" and not _select_split([file.name], split):
-        raise DataError(only_train(path, split))
+        raise DataError(_only_train(path, split))
     return [file]
 
 
-def only_train(path: str, split: str) -> str:
+def _only_train(path: str, split: str) -> str:
     """Return the message that a single file, or files given one by one, are the train split."""
     return (
         f"{path}: no split '{split}': a single file, or files named one by one, are the train "

@@ -19,18 +19,13 @@ from typing import Any
 
 from common.errors import MAX_PROBLEMS, DataError, Origin, RemoteError
 from common.text import reason_of, unreadable
-from data_modules.source import corpus
-from data_modules.source.corpus import CORPORA, WORDS_FILE, read_corpus
 from data_modules.source.hub import commit_of, read_hub
 from data_modules.source.limits import MAX_ROW_BYTES, Limits
 from data_modules.source.locating import (
     READERS,
-    SAMPLE_PREFIX,
-    is_generated,
     is_hub_id,
     is_remote,
     locate,
-    only_train,
     size_of,
     stamp_of,
 )
@@ -40,17 +35,14 @@ from data_modules.source.opening import (
     Chunk,
     File,
     ReadOptions,
-    grouped,
     open_stored,
     suffix_of,
 )
 from data_modules.source.remote import Url
 from data_modules.source.slices import Part, check_split, rows_of, take
 from data_modules.source.tables import count_parquet_rows
-from data_modules.types import Row
 
 _PLAIN_TEXT = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
-_SAMPLE_ROW_BYTES = 1000  # approximate; only determines the size of a chunk
 
 
 def read_chunks(
@@ -81,9 +73,7 @@ def read_chunks(
     if revision is not None and not is_hub_id(path):
         raise DataError(f"{path}: revision '{revision}' is given, but only a hub data set has one")
     parts = _parts(path, split)
-    if is_generated(path):
-        chunks = map(functools.partial(_read_sample, path), parts)
-    elif is_hub_id(path):
+    if is_hub_id(path):
         # Whole files can be assigned to shards only if all of their rows are read.
         is_whole = streaming and rows == (0, None) and split == parts[0].name
         by_file, shard = (shard, (0, 1)) if is_whole else ((0, 1), shard)
@@ -118,7 +108,7 @@ def notes_on_files(
     path: str, split: str = "train", limits: Limits | None = None, name: str | None = None
 ) -> list[str]:
     """Return in words which files of a folder or pattern were left out; none for a hub id."""
-    if is_hub_id(path) or is_generated(path):
+    if is_hub_id(path):
         return []
     parts = _parts(path, split)
     notes = [note for part in parts for note in locate(path, part.name, limits, name).notes]
@@ -127,7 +117,7 @@ def notes_on_files(
 
 def num_bytes(path: str, split: str = "train", name: str | None = None) -> int | None:
     """Return the bytes of text behind `path`; None if that is unknown until they are read."""
-    if is_remote(path) or is_generated(path) or "[" in split:
+    if is_remote(path) or "[" in split:
         return None
     files = find_files(path, split, name=name)
     if any(file.suffix not in _PLAIN_TEXT for file in files):
@@ -161,14 +151,10 @@ def fingerprint(
     """
     if is_hub_id(path):
         return commit_of(path, revision) or ""
-    digest = hashlib.sha256()
-    if is_generated(path):
-        for generator in (Path(corpus.__file__), WORDS_FILE):
-            digest.update(repr((generator.name, _sha256_of(generator))).encode())
-        return digest.hexdigest()
     files = find_files(path, split, limits, name)
     if not by_stamp and len(files) == 1 and files[0] == Path(path).expanduser():
         return _sha256_of(files[0])
+    digest = hashlib.sha256()
     for file, inner in zip(files, _names_of(files), strict=True):
         digest.update(repr((inner, _identity_of(file, by_stamp))).encode())
     return digest.hexdigest()
@@ -216,17 +202,6 @@ def _parts(path: str, split: str) -> list[Part]:
         return check_split(split)
     except ValueError as error:
         raise DataError(f"{path}: {error}") from error
-
-
-def _read_sample(path: str, part: Part) -> Iterator[Chunk]:
-    if part.name != "train":
-        raise DataError(only_train(path, part.name))
-    _, _, num_documents = CORPORA[path.removeprefix(SAMPLE_PREFIX)]
-    rows = (
-        (_SAMPLE_ROW_BYTES, Row(dict(values), Origin(path, number)))
-        for number, values in enumerate(read_corpus(path.removeprefix(SAMPLE_PREFIX)), 1)
-    )
-    yield from take(grouped(rows, path), *rows_of(path, part, num_documents))
 
 
 def _read_files(path: str, name: str | None, options: ReadOptions, part: Part) -> Iterator[Chunk]:

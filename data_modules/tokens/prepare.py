@@ -380,7 +380,7 @@ def _find_cached(
 
 def _is_unchanged_since(dataset: DatasetConfig, seconds: float) -> bool:
     """Return whether no file of a data set changed since a time; remote files are not checked."""
-    if source.is_remote(dataset.path) or source.is_generated(dataset.path):
+    if source.is_remote(dataset.path):
         return True
     files = source.find_files(dataset.path, dataset.split, name=dataset.name)
     return all(file.stat().st_mtime <= seconds for file in files if isinstance(file, Path))

@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from data_modules.source.corpus import (
+from data_modules import source
+from tests.composing import CONF
+from tests.tiny import SAMPLES
+from tools.tiny_base import write
+from tools.tiny_base.corpus import (
     ANSWER_WEIGHT,
     CORPORA,
-    SAMPLES,
     TEXT_WEIGHT,
     Document,
     read_corpus,
     words,
 )
-from tools.tiny_base import write
 from tools.tiny_base.probes import GATE, probe_rows
 from tools.tiny_base.tokenizer import skills_corpus
 
@@ -158,6 +161,17 @@ def test_the_corpus_is_deterministic_and_extended_at_its_end(documents: list[Doc
     for name, (_, _, size) in CORPORA.items():
         assert list(islice(read_corpus(name), 50)) == list(islice(read_corpus(name), 50))
         assert size == sum(1 for _ in read_corpus(name))
+
+
+@pytest.mark.slow
+def test_the_base_is_trained_on_the_files_of_its_corpora(tmp_path: Path) -> None:
+    write.write_corpora(tmp_path)
+    datasets = yaml.safe_load((CONF / "data/skills_corpora.yaml").read_text())["datasets"]
+    paths = [Path(dataset["path"]) for dataset in datasets]
+    assert {path.parent for path in paths} == {write.CORPUS_FOLDER}
+    for path, name in zip(paths, CORPORA, strict=True):
+        rows = [row for row, _ in source.read_rows(str(tmp_path / path.name))]
+        assert rows == list(read_corpus(name))
 
 
 def test_each_document_ends_with_an_answer_of_full_weight(documents: list[Document]) -> None:

@@ -36,13 +36,13 @@ def test_names_are_derived_from_paths_and_unique() -> None:
         "a/x.json",
         "b/x.jsonl.gz",
         "owner/set",
-        "sample:list_corpus",
+        "sample:lists.json",
         "data/v1.5",
         "in/*.csv",
     ]
     configs = [DatasetConfig(path=path) for path in paths]
     configs.append(DatasetConfig(path="y.json", name="mine"))
-    assert dataset_names(configs) == ["x", "x-2", "set", "list_corpus", "v1.5", "in", "mine"]
+    assert dataset_names(configs) == ["x", "x-2", "set", "lists", "v1.5", "in", "mine"]
 
 
 def problems(*datasets: DatasetConfig, **settings: Any) -> list[str]:
@@ -53,7 +53,7 @@ def problems(*datasets: DatasetConfig, **settings: Any) -> list[str]:
 def test_valid_data_passes_the_check(tmp_path: Path) -> None:
     good = write(tmp_path / "d.jsonl", alpaca("one"))
     hub = DatasetConfig(path="no_such_owner/no_such_set")
-    assert problems(good, hub, DatasetConfig(path="sample:list_corpus")) == []
+    assert problems(good, hub, DatasetConfig(path="sample:lists.json")) == []
 
 
 def test_problems_of_all_data_sets_are_reported_together(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import io
 import itertools
 import json
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,9 +35,7 @@ from data_modules.source import (
     opening,
     read_chunks,
     resolved_revision,
-    source,
 )
-from data_modules.source.corpus import WORDS_FILE
 from data_modules.types import Row
 from tests.data_modules.conftest import read_rows
 
@@ -193,15 +190,6 @@ def test_fingerprint_by_timestamp_opens_no_file(
     assert stamp() not in (before, later)
 
 
-def test_fingerprint_of_samples_does_not_depend_on_the_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = fingerprint("sample:list_corpus")
-    elsewhere = shutil.copy(WORDS_FILE, tmp_path)
-    monkeypatch.setattr(source, "WORDS_FILE", Path(elsewhere))
-    assert fingerprint("sample:list_corpus") == before
-
-
 def test_the_budget_limits_the_rows_read(tmp_path: Path) -> None:
     for name, content in (
         ("d.json", json.dumps([{"a": "x" * 100}] * 100)),
@@ -261,11 +249,12 @@ def test_control_characters_in_problems_are_escaped(tmp_path: Path) -> None:
 
 
 def test_shipped_samples() -> None:
-    row = next(read_rows("sample:list_corpus"))
-    assert row.origin.line == 1 and row.values["segments"]
-    assert len(fingerprint("sample:list_corpus")) == 64
-    with pytest.raises(DataError, match=r"no such sample; there are .*list_corpus"):
+    row = next(read_rows("sample:lists.json"))
+    assert row.origin.line == 2 and row.values["instruction"]
+    with pytest.raises(DataError, match=r"no such sample; there are .*lists\.json"):
         find_files("sample:skills")
+    with pytest.raises(DataError, match="no split 'test': a single file"):
+        numbers("sample:lists.json", "test")
 
 
 def lines(*values: object) -> str:
@@ -922,7 +911,7 @@ def test_revision_belongs_to_hub_data_sets(tmp_path: Path) -> None:
     assert fingerprint("owner/name", revision=COMMIT) == COMMIT
     assert resolved_revision("owner/name", COMMIT) == COMMIT
     assert resolved_revision(str(tmp_path / "d.jsonl")) is None
-    assert resolved_revision("sample:list_corpus") is None
+    assert resolved_revision("sample:lists.json") is None
 
 
 @pytest.mark.parametrize(
@@ -947,17 +936,6 @@ def test_name_of_a_data_set(path: str, name: str) -> None:
     assert name_of(path) == name
 
 
-def test_generated_samples_are_sliced_and_sharded() -> None:
-    rows = list(read_rows("sample:extract_corpus", "train[:3]+train[5:7]"))
-    assert [row.origin.line for row in rows] == [1, 2, 3, 6, 7]
-    chunks = read_chunks("sample:extract_corpus", split="train[:9]", shard=(1, 4))
-    found = [row.origin.line for chunk in chunks for row in chunk.rows() if isinstance(row, Row)]
-    assert found == [2, 6]
-    for path in ("sample:extract_corpus", "sample:lists.json"):
-        with pytest.raises(DataError, match="no split 'test': a single file"):
-            numbers(path, "test")
-
-
 def test_num_bytes_is_known_only_for_plain_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "b.txt").write_text("two\n")
@@ -965,5 +943,5 @@ def test_num_bytes_is_known_only_for_plain_text(tmp_path: Path) -> None:
     assert num_bytes(str(tmp_path), "train[:1]") is None
     with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
         file.write('{"text": "three"}\n')
-    for path in (str(tmp_path), "owner/name", "sample:list_corpus"):
+    for path in (str(tmp_path), "owner/name"):
         assert num_bytes(path) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -12,12 +13,12 @@ from app.config import load_config
 from app.evaluate import evaluate
 from common.errors import TrainingFault
 from tests.tiny import SAMPLES, TINY_BASE, train_into
+from tools.tiny_base.corpus import read_corpus
+from tools.tiny_base.write import write_json_lines
 
 pytestmark = pytest.mark.slow
 
 LISTS = f"{{path: {SAMPLES / 'lists_test.json'}, name: lists}}"
-TEXT = "{path: 'sample:list_corpus', name: text, format: completion, max_rows: 60}"
-"""text that the base was pretrained on"""
 
 
 def test_forgetting_is_reported_and_ends_with_exit_code_4(
@@ -27,7 +28,10 @@ def test_forgetting_is_reported_and_ends_with_exit_code_4(
     how = ("optimizer.lr=1e-2", "trainer.max_steps=8", "data.val_set_size=12")
     run = train_into(tmp_path / "run", base, f"data.datasets=[{LISTS}]", *how)
     assert "verdict: better on lists (loss)\n" in capsys.readouterr().out
-    words = [f"run={run}", f"data.datasets=[{LISTS}, {TEXT}]", "data.val_set_size=12"]
+    pretrained = tmp_path / "text.jsonl"  # rows that the base was trained on
+    write_json_lines(pretrained, itertools.islice(read_corpus("list_corpus"), 60))
+    text = f"{{path: {pretrained}, name: text, format: completion}}"
+    words = [f"run={run}", f"data.datasets=[{LISTS}, {text}]", "data.val_set_size=12"]
     config = load_config(
         "evaluate", [*words, "evaluation.max_regression=0.1", f"output.dir={tmp_path / 'gate'}"]
     )

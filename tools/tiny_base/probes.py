@@ -9,8 +9,8 @@ from __future__ import annotations
 from random import Random
 from typing import TypedDict
 
-from data_modules.source import corpus
-from data_modules.source.corpus import FIELDS, OPERATIONS, draw_list, draw_person
+from tools.tiny_base import corpus
+from tools.tiny_base.corpus import FIELDS, OPERATIONS, draw_list, draw_person
 
 GATE = {"list": 0.90, "extract": 0.95}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from data_modules.source.corpus import WRITERS, Document, words
+from tools.tiny_base.corpus import WRITERS, Document, words
 
 if TYPE_CHECKING:
     import tokenizers

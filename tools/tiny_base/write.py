@@ -1,4 +1,4 @@
-"""Write the sample data and the tiny base's tokenizer, deterministically.
+"""Write the sample data, the tiny base's tokenizer and its corpora, deterministically.
 
 Run `python -m tools.tiny_base.write`.
 """
@@ -12,9 +12,12 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from data_modules.source.corpus import FIELDS, SAMPLES, draw_list, draw_person
+from tools.tiny_base.corpus import CORPORA, FIELDS, draw_list, draw_person, read_corpus
 from tools.tiny_base.tokenizer import write_base
 
+SAMPLES = Path(__file__).parents[2] / "data_modules" / "samples"
+CORPUS_FOLDER = Path("outputs/tiny_base")
+"""where data=skills_corpora reads what the base is trained on"""
 NUM_ROWS = 1000
 NUM_TEST_ROWS = 200
 NUM_PAIRS = 600
@@ -56,6 +59,13 @@ def write_samples(folder: Path = SAMPLES) -> None:
     write_json(folder / "pairs.json", pair_rows(NUM_PAIRS))
     write_json(folder / "classes.json", class_rows(NUM_PAIRS))
     write_base(folder / "tiny_base")
+
+
+def write_corpora(folder: Path = CORPUS_FOLDER) -> None:
+    """Write the raw text that the base is trained on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in CORPORA:
+        write_json_lines(folder / f"{name}.jsonl", read_corpus(name))
 
 
 def list_rows(num_rows: int, held_out: bool) -> Iterator[Row]:
@@ -151,3 +161,4 @@ def _distinct(make: Callable[[], Made], num: int) -> Iterator[Made]:
 
 if __name__ == "__main__":
     write_samples()
+    write_corpora()

@@ -20,8 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol, TypedDict, TypeVar
 
-SAMPLES = Path(__file__).parents[1] / "samples"
-WORDS_FILE = SAMPLES / "corpus" / "words.json"
+WORDS_FILE = Path(__file__).with_name("words.json")
 """names, cities and jobs, and the ways in which facts and cues are worded"""
 TEXT_WEIGHT = 0.1
 ANSWER_WEIGHT = 1.0
