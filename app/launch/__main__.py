@@ -7,7 +7,9 @@ same command resumes the run after a preemption.
 
 from __future__ import annotations
 
+import glob
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +29,7 @@ from app.run.job import Job, check_names, job_name
 from app.run.remote import is_url, url_of
 from common.errors import DONE, UserError
 from common.files import write_atomically
-from common.installation import ROOT, is_checkout, verb_command
+from common.installation import ROOT, is_checkout, python_command, verb_command
 from common.redaction import redacted
 from common.text import duration, printable
 from common.untrusted import read_json_object
@@ -129,8 +131,7 @@ def _check_launch(
         if not reaches(path, scheduler):
             yield (
                 f"{key}={path}: exists only on this machine, not where launcher={name} trains: "
-                f"copy it to the volume ({SHARED}/...), or type a URL (https://, s3://, gs://) or "
-                "a name of the hub"
+                f"{_way_there(key, path, folder)}"
             )
 
 
@@ -146,8 +147,26 @@ def _local_paths(config: TrainConfig, words: Sequence[str]) -> Iterator[tuple[st
         sets = enumerate(getattr(data, group))
         named += [(f"data.{group}[{number}].path", one.path) for number, one in sets]
     for key, path in named:
-        if path is not None and Path(path).expanduser().exists():
+        if path is not None and (Path(path).expanduser().exists() or glob.glob(path)):
             yield key, path
+
+
+def _way_there(key: str, path: str, folder: str) -> str:
+    """Return what to type for a path that exists only here, of a run in `folder`."""
+    if not key.startswith("data."):
+        return f"copy it to the volume ({SHARED}/..., output.dir too), or type a name of the hub"
+    if not is_url(folder):
+        return (
+            f"copy it to the volume ({SHARED}/...), or type a URL (https://, s3://, gs://), a name "
+            "of the hub, or output.dir=s3://BUCKET/PATH, after which this says how to upload it"
+        )
+    there, scheme = f"{folder}-data/", folder.partition(":")[0]
+    source, target = json.dumps(path), json.dumps(there)
+    code = f'import fsspec; fsspec.filesystem("{scheme}").put({source}, {target}, recursive=True)'
+    return (
+        f"type {python_command()} -c {shlex.quote(code)} to upload it, and "
+        f"{there}{Path(path).name} in its place"
+    )
 
 
 def reaches(path: str, scheduler: Scheduler) -> bool:

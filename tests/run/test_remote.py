@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from app.config import load_config
+from app.config import load_config, run_verb
+from app.launch.__main__ import launch
 from app.process.launch import Launch, free_port
 from app.process.status import begin_status, confirm_finished, end_status
 from app.run.remote import check_store, fetch_run, open_store, url_of, working_folder
@@ -27,6 +28,8 @@ from app.status import fetch_status
 from app.training.checkpoint.checkpoint import MARKER
 from app.training.checkpoint.store import CheckpointStore
 from common.errors import UserError
+from data_modules.source import read_chunks
+from tests.in_process import make_data
 from tests.processes import LONGEST
 from tests.reliability.shell import Shell
 from tests.resumed import contents, make_run
@@ -342,6 +345,27 @@ def test_what_is_wrong_with_a_bucket_is_refused_before_training(
     for wrong in ("s3://bucket", "s3://me:word@bucket/run", "gs://bucket/../run"):
         with pytest.raises(UserError, match="expected s3://BUCKET/PATH"):
             problems(wrong)
+
+
+@pytest.mark.parametrize("typed", ["mine.jsonl", "rows", "rows/*.jsonl"])
+def test_data_that_exist_only_here_are_uploaded_by_the_command_that_launch_names(
+    typed: str, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_data(Path("mine.jsonl"))
+    Path("rows").mkdir()
+    make_data(Path("rows/some.jsonl"))
+
+    def start(data: str) -> int:
+        words = ["launcher=kubernetes", "launch.image=i", "launch.submit=false", "model=tiny"]
+        words += ["trainer.accelerator=cpu", f"output.dir={URL}", data]
+        return run_verb("launch", lambda config: launch(config, words), words=words)
+
+    assert start(f"data.datasets=[{{path: {typed}}}]") == 2
+    said = re.search(r"type (\S+ -c '.*') to upload it, and (.*) in its", capsys.readouterr().err)
+    assert said is not None
+    subprocess.run(["bash", "-c", said[1]], check=True)
+    assert start(f"data.datasets=[{{path: {said[2]}}}]") == 0
+    assert sum(chunk.count() for chunk in read_chunks(said[2])) > 0
 
 
 def start_training(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,16 +48,17 @@ def settings(*words: str) -> Any:
 def compare(*parts: dict[str, Any], programs: Sequence[dict[str, Any]] = ()) -> None:
     """Run the check on each rank; the last rank receives the tensors of all others."""
     sent: dict[int, list[torch.Tensor]] = {}
+    comparisons = count()
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
-        # Tensors that are compared with each other have the same length.
-        here = sent.setdefault(len(tensor), [])
+        here = sent.setdefault(next(comparisons), [])
         here.append(tensor)
         return torch.stack([*here, *[tensor] * (len(parts) - len(here))])
 
     strategy = SimpleNamespace(root_device=torch.device("cpu"), all_gather=gather)
-    trainer: Any = SimpleNamespace(world_size=len(parts), strategy=strategy)
+    trainer: Any = SimpleNamespace(strategy=strategy, is_global_zero=True)
     for rank, part in enumerate(parts):
+        comparisons = count()
         program = programs[rank] if programs else {"versions of Python": "3"}
         SameOnAllRanks(part, program).setup(trainer, None, "fit")
 
@@ -66,6 +68,15 @@ def test_locations_may_differ_between_ranks() -> None:
     other = settings("data.cache_dir=/c", "output.dir=/d", "trainer.devices=2", "resume=auto")
     one.model.path, other.model.path = "/one/base", "/other/base"
     compare(rank_invariant_values(one, FACTS), rank_invariant_values(other, FACTS))
+
+
+def test_another_gpu_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpus = iter(["H100", "H100", "A100"])
+    monkeypatch.setattr(checks, "_gpu_of", lambda device: next(gpus))
+    compare({}, {}, {})
+    assert caplog.text.count("ranks 2 have another GPU") == 1
 
 
 @pytest.mark.parametrize(

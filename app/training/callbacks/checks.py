@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import platform
 import re
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from common.installation import ROOT
 
 if TYPE_CHECKING:
     from app.config import TrainConfig
+
+log = logging.getLogger(__name__)
 
 _PER_PROCESS = ("output", "supervise", "resume", "resume_allow", "faults")
 """settings of a single process or start of the run, which may differ"""
@@ -90,23 +93,39 @@ class SameOnAllRanks(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Compare hashes after the ranks have connected and before weights are loaded."""
-        self._compare(trainer, self.program)
-        self._compare(trainer, self.values)
-
-    def _compare(self, trainer: L.Trainer, values: Mapping[str, Any]) -> None:
-        hashes = [_hash_of(value) for value in values.values()]
-        tensor = torch.tensor(hashes, dtype=torch.int64, device=trainer.strategy.root_device)
-        rank0, *others = trainer.strategy.all_gather(tensor).tolist()
-        problems = []
-        for rank, other in enumerate(others, start=1):
-            hashes_by_name = zip(values, rank0, other, strict=True)
-            if different := [name for name, first, second in hashes_by_name if first != second]:
-                problems.append(
-                    f"rank {rank} and rank 0 have different {', '.join(different)}; start all "
-                    "ranks with the same command, with the same files on every machine"
+        for values in (self.program, self.values):
+            if different := _different(trainer, values):
+                raise UserError(
+                    [
+                        f"rank {rank} and rank 0 have different {', '.join(names)}; start all "
+                        "ranks with the same command, with the same files on every machine"
+                        for rank, names in different.items()
+                    ]
                 )
-        if problems:
-            raise UserError(problems)
+        gpu = _gpu_of(trainer.strategy.root_device)
+        ranks = ", ".join(map(str, _different(trainer, {"GPU": gpu})))
+        if ranks and trainer.is_global_zero:
+            log.warning(
+                "ranks %s have another GPU than rank 0 (%s): the slowest, and the one with least "
+                "memory, limit all",
+                *(ranks, gpu),
+            )
+
+
+def _gpu_of(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def _different(trainer: L.Trainer, values: Mapping[str, Any]) -> dict[int, list[str]]:
+    """Return the names of the values that are not those of rank 0, by the ranks that have them."""
+    hashes = [_hash_of(value) for value in values.values()]
+    tensor = torch.tensor(hashes, dtype=torch.int64, device=trainer.strategy.root_device)
+    rank0, *others = trainer.strategy.all_gather(tensor).tolist()
+    different = {
+        rank: [name for name, first, own in zip(values, rank0, other, strict=True) if first != own]
+        for rank, other in enumerate(others, start=1)
+    }
+    return {rank: names for rank, names in different.items() if names}
 
 
 def _hash_of(value: Any) -> int:
