@@ -15,8 +15,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from app.config import EvaluateConfig, changed_settings, run_verb, save_config
-from app.evaluation.judge.bench import Bench
-from app.evaluation.judge.grading import Judgement, check_judgement, judge_table, print_judgement
+from app.evaluation.judge.grading import (
+    Bench,
+    Judgement,
+    check_judgement,
+    judge_table,
+    print_judgement,
+)
 from app.evaluation.judge.questions import Question
 from app.model.hub import is_offline
 from app.preflight import requested_devices
@@ -171,7 +176,8 @@ def _measure_models(
 
 def _verdicts_page(bench: Bench, judged: Judgement) -> str:
     """Return the HTML page of a judge's verdicts on the answers of `bench`."""
-    from app.report.judge_page import render_judge_page
+    from app.report.chart import place_radar
+    from app.report.template import render_template
 
     verdicts = {
         (verdict.request.question.id, verdict.request.turn, verdict.request.variant): verdict
@@ -205,12 +211,13 @@ def _verdicts_page(bench: Bench, judged: Judgement) -> str:
         for variant in bench.answers
         if judged.is_graded
     }
-    return render_judge_page(
-        f"{bench.name}: graded by {bench.config.name}",
-        [judged.state(), judged.cost(bench.config)] if judged.is_graded else [judged.state()],
-        judge_table(judged),
-        {variant: by_category for variant, by_category in means.items() if by_category},
-        questions,
+    return render_template(
+        "judge",
+        title=f"{bench.name}: graded by {bench.config.name}",
+        facts=[judged.state(), judged.cost(bench.config)] if judged.is_graded else [judged.state()],
+        cells=judge_table(judged),
+        questions=questions,
+        **place_radar({variant: grades for variant, grades in means.items() if grades}),
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import changed_settings, load_config, load_run_config, words_to_type
-from app.config.plain import run_plain_verb
+from app.config.dispatch import run_plain_verb
 from app.model.adapter.settings import CONFIG_FILE, ORIGIN_FILE, SETTINGS_KEY
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, run_program

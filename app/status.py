@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.config.plain import run_plain_verb
+from app.config.dispatch import run_plain_verb
 from app.process.environment import run_program
 from app.process.status import (
     FAILED,

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.config import PlanConfig, load_config
-from app.config.dispatch import version
-from app.config.plain import run_plain_verb
+from app.config.dispatch import run_plain_verb, version
 from app.doctor import bandwidth
 from app.doctor.bandwidth import (
     CommunicationCost,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.config import changed_settings, load_run_config
-from app.config.plain import run_plain_verb
+from app.config.dispatch import run_plain_verb
 from app.process.environment import run_program
 from app.report.run_files import read_run_files, refuse_damaged
 from app.report.run_page import PAGE_FILE, Setting, render_comparison, title_of, write_page

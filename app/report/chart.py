@@ -1,4 +1,4 @@
-"""Line charts over steps, as SVG for an HTML page and as PNG for a model card.
+"""Line charts over steps, as SVG for an HTML page and as PNG for a model card; radars of grades.
 
 Decides scales, ticks and which points are drawn; knows nothing about runs.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -26,6 +26,10 @@ _LOG_RATIO = 20.0
 """ratio of the highest to the lowest value from which the value axis is logarithmic"""
 COLORS = ("#3358d4", "#c2410c", "#1a7f5a", "#a144af", "#96691d", "#0e7490")
 """colors of the lines, in turn"""
+_RADAR_SIZE, _RADIUS = 420.0, 150.0
+"""width and height of a radar chart, and the radius of its largest ring, in SVG units"""
+_RINGS = (2.5, 5.0, 7.5, 10.0)
+"""grades at which a radar chart has rings"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,6 +279,40 @@ def draw_png(charts: Sequence[Chart]) -> bytes:
     content = io.BytesIO()
     image.save(content, "png")
     return content.getvalue()
+
+
+def place_radar(scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Place a radar chart with an axis for each category, the first at the top, in SVG units.
+
+    `scores`: variant -> category -> grade from 0 to 10. Returns the `size` of the chart; of each
+    axis in `spokes` name, end (x, y), and position (x, y) and text-anchor of its label; the points
+    of `rings` and of each variant in `shapes`.
+    """
+    names = list(dict.fromkeys(name for by_category in scores.values() for name in by_category))
+
+    def place(number: int, grade: float) -> tuple[float, float]:
+        angle, distance = 2 * math.pi * number / len(names), _RADIUS * grade / _RINGS[-1]
+        center = _RADAR_SIZE / 2
+        return center + distance * math.sin(angle), center - distance * math.cos(angle)
+
+    def outline(grades: Iterable[float]) -> str:
+        return " ".join("{:.1f},{:.1f}".format(*place(*each)) for each in enumerate(grades))
+
+    spokes = []
+    for number, name in enumerate(names):
+        label = place(number, 1.1 * _RINGS[-1])
+        side = round(label[0] - _RADAR_SIZE / 2)
+        anchor = "middle" if side == 0 else "start" if side > 0 else "end"
+        spokes.append((name, *place(number, _RINGS[-1]), *label, anchor))
+    return {
+        "size": _RADAR_SIZE,
+        "spokes": spokes,
+        "rings": [outline([ring] * len(names)) for ring in _RINGS],
+        "shapes": {
+            variant: outline(by_category.get(name, 0.0) for name in names)
+            for variant, by_category in scores.items()
+        },
+    }
 
 
 def _value(point: tuple[float, float]) -> float:

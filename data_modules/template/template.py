@@ -16,12 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import DataError, Origin
 from common.limited import LimitError, ProcessLimits, run_limited
-from data_modules.template.checks import (
-    TEST_CHATS,
-    TracedChat,
-    find_unsupported_turns,
-    run_test_chats,
-)
 from data_modules.template.encoder_decoder import PairEncoder
 from data_modules.template.encoding import (
     TextTokenizer,
@@ -35,11 +29,15 @@ from data_modules.template.named_templates import (
     FOR_TOOLS,
     OWN_TEMPLATE,
     TEMPLATE_NAMES,
+    TEST_CHATS,
+    TracedChat,
     add_bos,
     check_named,
+    find_unsupported_turns,
     merge_templates,
     named_template,
     read_template,
+    run_test_chats,
     set_defaults,
     syntax_error,
 )

@@ -16,8 +16,8 @@ import yaml
 from app import __main__ as console
 from app.__main__ import FILES, completion_script
 from app.config import compose, conf_files, load_config, save_config
+from app.config.dispatch import read_plain
 from app.config.overrides import answer_for, read_other_tools
-from app.config.plain import read_plain
 from app.config.schema import aliases_of, element_of, suggest_by_name
 from app.config.verbs import ALL_VERBS, SETTINGS
 from app.doctor.__main__ import DoctorConfig

@@ -19,15 +19,16 @@ import pytest
 from common.errors import DataError, Origin
 from data_modules.format import convert_row
 from data_modules.template import ChatTemplate
-from data_modules.template.checks import (
+from data_modules.template.marks import RenderedChat
+from data_modules.template.named_templates import (
+    TEMPLATE_NAMES,
     TEST_CHATS,
     TracedChat,
     build_test_chat,
     find_mask_faults,
+    named_template,
     run_test_chats,
 )
-from data_modules.template.marks import RenderedChat
-from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError
 from data_modules.template.spans import SpanFinder
 from data_modules.types import Conversation, Encoded, ToolCall, Turn

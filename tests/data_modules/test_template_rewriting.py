@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import Origin
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.template.checks import TEST_CHATS, build_test_chat
+from data_modules.template.named_templates import TEST_CHATS, build_test_chat
 from data_modules.template.rendering import UnsupportedTurns, rewrite_turns
 from data_modules.template.template import RowProblem
 from data_modules.types import Conversation, Encoded, ToolCall, Turn

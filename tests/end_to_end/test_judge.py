@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from app.assembly.tuned import open_reward_model
 from app.config import load_config
 from app.evaluate import evaluate
-from app.evaluation.judge import bench, endpoint, grading
+from app.evaluation.judge import endpoint, grading
 from app.evaluation.judge.endpoint import JudgeError
 from app.merge import merge
 from common.errors import UserError
@@ -132,13 +132,13 @@ def test_an_evaluation_interrupted_during_judging_continues(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    plain = bench.answer_prompts
+    plain = grading.answer_prompts
 
     def counting(*args: Any, **options: Any) -> Any:
         calls.append("answers")
         return plain(*args, **options)
 
-    monkeypatch.setattr(bench, "answer_prompts", counting)
+    monkeypatch.setattr(grading, "answer_prompts", counting)
 
     class Counts(Handler):
         def do_POST(self) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from app.evaluation.judge import endpoint as endpoint_module
-from app.evaluation.judge.bench import judge_by_reward
 from app.evaluation.judge.endpoint import Endpoint, JudgeError
 from app.evaluation.judge.grading import (
     MAX_UNREADABLE,
@@ -27,6 +26,7 @@ from app.evaluation.judge.grading import (
     Judgement,
     check_judgement,
     judge_answers,
+    judge_by_reward,
     judge_table,
     print_judgement,
 )

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from app.evaluation.judge.bench import Bench
+from app.evaluation.judge.grading import Bench
 from app.evaluation.judge.questions import Question, read_questions
 from app.evaluation.judge.settings import JudgeConfig
-from app.report.judge_page import outline, render_judge_page, spokes
+from app.report.chart import place_radar
+from app.report.template import render_template
 from common.errors import UserError
 from common.installation import ROOT
 from tools.sample_judge import judge
@@ -107,9 +108,9 @@ def test_the_sample_judge_replies_in_the_requested_format() -> None:
 
 
 def test_the_first_category_of_a_radar_is_at_the_top() -> None:
-    assert outline([10, 0, 5, 2.5]) == "210.0,60.0 210.0,210.0 210.0,285.0 172.5,210.0"
-    anchors = [spoke[-1] for spoke in spokes(["a", "b", "c", "d"])]
-    assert anchors == ["middle", "start", "middle", "end"]
+    radar = place_radar({"base": {"a": 10, "b": 0, "c": 5, "d": 2.5}})
+    assert radar["shapes"] == {"base": "210.0,60.0 210.0,210.0 210.0,285.0 172.5,210.0"}
+    assert [spoke[-1] for spoke in radar["spokes"]] == ["middle", "start", "middle", "end"]
 
 
 def test_the_page_escapes_model_and_judge_output_and_needs_no_network() -> None:
@@ -120,10 +121,13 @@ def test_the_page_escapes_model_and_judge_output_and_needs_no_network() -> None:
     ]
     turn = {"question": hostile, "reference": hostile, "answers": answers}
     scores = {"base": {hostile: 1.0, "b": 2.0, "c": 3.0}, "tuned": {"b": 10.0}}
-    table = [["category", "base"], [hostile, "1"]]
-    page = render_judge_page(
-        hostile, [hostile], table, scores, [{"name": hostile, "turns": [turn] * 2}]
-    )
+    words = {
+        "title": hostile,
+        "facts": [hostile],
+        "cells": [["category", "base"], [hostile, "1"]],
+        "questions": [{"name": hostile, "turns": [turn] * 2}],
+    }
+    page = render_template("judge", **words, **place_radar(scores))
     assert "<script" not in page and "http" not in page.replace("http-equiv", "")
     assert page.count("&lt;script&gt;") == 1 + 1 + 1 + 1 + 1 + 1 + 2 * 4
     assert page.count('class="shape') == 2 and "7 of 10" in page and "(empty)" in page

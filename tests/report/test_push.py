@@ -19,7 +19,7 @@ import yaml
 from huggingface_hub import HfApi, ModelCard, constants
 
 from app.config import TrainConfig, changed_settings, load_config, save_config
-from app.config.plain import run_plain_verb
+from app.config.dispatch import run_plain_verb
 from app.config.schema import list_settings
 from app.config.verbs import PARTS
 from app.model.adapter import write_origin

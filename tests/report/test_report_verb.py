@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config.plain import run_plain_verb
+from app.config.dispatch import run_plain_verb
 from app.report.__main__ import ReportConfig, existing_run, report_runs
 from common.errors import UserError
 from tests.report.test_run_page import write_run

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.config.plain import run_plain_verb
+from app.config.dispatch import run_plain_verb
 from app.process.launch import set_run_dir
 from app.process.reporting import report
 from app.process.status import STATUS_FILE, begin_status, end_status, restart_status, update_status

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.config import load_run_config
-from app.config.plain import run_plain_verb
+from app.config.dispatch import run_plain_verb
 from app.evaluation.row_runner import PARTIAL, RowRunner
 from app.merge import _read_facts
 from app.report.__main__ import ReportConfig, report_runs
