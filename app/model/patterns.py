@@ -6,20 +6,19 @@
 - `by_wildcard`: the full name with * for any text (lr_by_pattern).
 
 Python's `re` may take forever for a pattern such as (a+)+$ and cannot be interrupted. Therefore
-`check_patterns` first runs each expression on the names of the model in a subprocess with a time
-limit. Needs no torch.
+`check_patterns` first runs each expression on the names of the model in a process with limited
+time. Needs no torch.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 
 from common.errors import nearest
+from common.limited import LimitError, ProcessLimits, run_limited
 from common.untrusted import LIMITS_VARIABLE, limits
 
 Rule = Callable[[str, Iterable[str]], list[str]]
@@ -28,23 +27,6 @@ _PLAIN = re.compile(r"[\w.-]*")
 """matches patterns without special characters, which are always fast"""
 _MAX_EXCLUSIONS = 8
 """largest number of prefixes that a pattern of `pattern_without` excludes, to keep it readable"""
-_MAX_BYTES = 1 << 30
-"""memory limit of the subprocess that runs expressions"""
-TRIAL = f"""
-import json, re, resource, sys
-resource.setrlimit(resource.RLIMIT_AS, ({_MAX_BYTES}, {_MAX_BYTES}))
-given = json.load(sys.stdin)
-for label, expressions in given["patterns"]:
-    problem = ""
-    try:
-        for expression in map(re.compile, expressions):
-            for name in given["names"]:
-                expression.match(name)
-                expression.fullmatch(name)
-    except (re.error, OverflowError, RecursionError) as error:
-        problem = str(error)
-    print(json.dumps([label, problem]), flush=True)
-"""
 
 
 def by_ending(pattern: str, names: Iterable[str]) -> list[str]:
@@ -146,37 +128,37 @@ def pattern_without(included: Sequence[str], excluded: Sequence[str]) -> str | N
 
 
 def check_patterns(patterns: Mapping[str, Sequence[str]], names: Iterable[str]) -> list[str]:
-    """Return a problem for each label whose regular expressions are invalid or too slow on `names`.
+    """Return a problem for each label with an invalid regular expression, and the first slow one.
 
-    LOFT_LIMITS=regex_seconds limits the total time of all expressions.
+    LOFT_LIMITS=regex_seconds limits the time of a label's expressions on `names`.
     """
-    trials = [
-        (label, list(expressions))
-        for label, expressions in patterns.items()
-        if not all(map(_PLAIN.fullmatch, expressions))
-    ]
-    if not trials:
-        return []
-    request = json.dumps({"patterns": trials, "names": list(names)})
-    seconds = limits().regex_seconds
-    command = [sys.executable, "-I", "-S", "-c", TRIAL]
-    try:
-        done = subprocess.run(
-            command, input=request.encode(), capture_output=True, timeout=seconds, check=False
-        )
-        printed = done.stdout
-    except subprocess.TimeoutExpired as error:
-        printed = error.stdout or b""
-    results = [json.loads(line) for line in printed.splitlines()]
-    problems = [
-        f"{label} is not a valid regular expression ({problem})"
-        for label, problem in results
-        if problem
-    ]
-    if len(results) < len(trials):
-        problems.append(
-            f"{trials[len(results)][0]} is a regular expression that takes more than {seconds} s "
-            "or 1 GiB on the names of the model; write it without nested repeats, or as a list of "
-            f"names ({LIMITS_VARIABLE}=regex_seconds=NUMBER changes it)"
-        )
+    problems: list[str] = []
+    names, seconds = list(names), limits().regex_seconds
+    for label, expressions in patterns.items():
+        if all(map(_PLAIN.fullmatch, expressions)):
+            continue
+        work = partial(_try_expressions, expressions, names)
+        try:
+            problem = run_limited(work, ProcessLimits(seconds=seconds))
+        except LimitError:
+            return [
+                *problems,
+                f"{label} is a regular expression that takes more than {seconds} s or 1 GiB on the "
+                "names of the model; write it without nested repeats, or as a list of names "
+                f"({LIMITS_VARIABLE}=regex_seconds=NUMBER changes it)",
+            ]
+        if problem:
+            problems.append(f"{label} is not a valid regular expression ({problem})")
     return problems
+
+
+def _try_expressions(expressions: Sequence[str], names: Sequence[str]) -> str:
+    """Match names by expressions; return why one of these is invalid, or nothing."""
+    try:
+        for expression in map(re.compile, expressions):
+            for name in names:
+                expression.match(name)
+                expression.fullmatch(name)
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return ""
