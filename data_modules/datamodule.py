@@ -34,7 +34,7 @@ from common.redaction import redacted
 from common.text import percent
 from data_modules.audit.figures import Audit
 from data_modules.collator import Batch, Collator
-from data_modules.format import KTO
+from data_modules.format import KTO, label_text
 from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
 from data_modules.packing.plan import (
     MicroBatch,
@@ -172,6 +172,11 @@ class FinetuneDataModule(lightning.LightningDataModule):
                 f"validation rows have the label {', '.join(unknown)}, and no row to train on has: "
                 "add such rows, or take these out of data.val_datasets or data.datasets"
             )
+
+    def label_text(self, label: float) -> str:
+        """Return the class, classes or number of a row of `classification` as text."""
+        spec = self._spec.model
+        return label_text(label, spec.labels, is_multi_label=spec.is_multi_label)
 
     def summary(self) -> list[str]:
         """Return the lines that a run prints about its data at start: a table and the warnings."""

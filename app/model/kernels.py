@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from app.model.adapter import is_fused
 from app.model.attention.mixers import MixerForward
 from app.model.chunks import FEED_FORWARD_TOKENS
 from app.model.contexts import eval_mode, replaced
@@ -272,7 +273,9 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     What is measured so differs from a training step's results by the weights alone: in bf16, two
     kernels' roundings add up to more than a nat over the tokens of a long answer.
     """
-    forwards = [m for m in model.modules() if isinstance(vars(m).get("forward"), Fused)]
+    forwards = [
+        m for m in model.modules() if isinstance(vars(m).get("forward"), Fused) or is_fused(m)
+    ]
     ropes = [vars(source)[ROPE] for source in _rope_sources(model)]
     ropes = [rope for rope in ropes if isinstance(rope, FusedRope)]
     is_training = model.training

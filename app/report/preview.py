@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,7 @@ class RowView:
     """One document as the model sees it."""
 
     origin: str
-    """file:line"""
+    """file:line, and the label of a row that has one"""
     num_tokens: int
     num_trained: int
     """number of tokens that are trained on"""
@@ -219,11 +218,14 @@ def _dataset_view(
     own = np.flatnonzero(examples.datasets == index)
     lengths = examples.lengths[own]
     chosen = np.unique(np.linspace(0, len(own) - 1, min(config.rows, len(own))).astype(int))
-    pair_view = partial(_pair_view, has_verdict=report.format == KtoConfig.row_format)
-    rows = [
-        (pair_view if example.rejected_start else _row_view)(example, renderer)
-        for example in (examples[int(own[number])] for number in chosen)
-    ]
+    has_verdict = report.format == KtoConfig.row_format
+    rows = []
+    for example in (examples[int(own[number])] for number in chosen):
+        if example.rejected_start:
+            rows.append(_pair_view(example, renderer, has_verdict=has_verdict))
+            continue
+        label = "" if example.label is None else f", label {datamodule.label_text(example.label)}"
+        rows.append(_row_view(example, renderer, label))
     counts, _ = np.histogram(lengths, bins=_NUM_BINS, range=(0, longest))
     median, percentile = np.percentile(lengths, [50, 95]).astype(int).tolist()
     return DatasetView(
@@ -237,7 +239,7 @@ def _dataset_view(
     )
 
 
-def _row_view(example: Example, renderer: TokenRenderer) -> RowView:
+def _row_view(example: Example, renderer: TokenRenderer, label: str = "") -> RowView:
     import numpy as np
 
     labels = example.weights
@@ -249,7 +251,7 @@ def _row_view(example: Example, renderer: TokenRenderer) -> RowView:
         tokens = renderer.passage(example.input_ids, np.zeros(len(example.input_ids), np.float32))
         targets = renderer.passage(example.target_ids, labels)
     return RowView(
-        origin=_format_origin(example.origin),
+        origin=_format_origin(example.origin) + printable(label),
         num_tokens=len(example.input_ids),
         num_trained=int(np.count_nonzero(labels)),
         tokens=tokens,
@@ -271,12 +273,14 @@ def _pair_view(example: Example, renderer: TokenRenderer, *, has_verdict: bool) 
     chosen, other = (_row_view(each, renderer) for each in (first, second))
     longer = other.num_trained - chosen.num_trained
     than = f"{counted(abs(longer), 'token')} {'longer' if longer > 0 else 'shorter'}"
-    answer, verdict = f"rejected answer, {than if longer else 'as long'}", ""
+    answer, label = f"rejected answer, {than if longer else 'as long'}", ""
     if has_verdict:
-        answer, verdict = "answer of another row", f", label {'true' if example.label else 'false'}"
+        answer, label = "answer of another row", f", label {'true' if example.label else 'false'}"
+    elif example.label is not None:
+        label = f", margin {example.label:g}"
     return replace(
         chosen,
-        origin=chosen.origin + verdict,
+        origin=chosen.origin + label,
         num_tokens=chosen.num_tokens + other.num_tokens,
         num_trained=chosen.num_trained + other.num_trained,
         targets=renderer.passage(second.input_ids[start:], second.weights[start:]),

@@ -130,6 +130,7 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
         other, found = _check_trial(values)
         problems += found
         trials += [] if other is None else [other]
+    problems += _unlike_objectives(trials)
     granting = [each for one in trials for each in not_taken(one, frozenset(), skip=_NOT_PASSED_ON)]
     resets: list[Granting] = []
     if words.folder is not None:
@@ -155,6 +156,18 @@ def _metric_of(config: TrainConfig, parameters: Sequence[Parameter]) -> str:
     """Return the metric by which trials are ranked: the loss, unless it is another in each."""
     keys = [parameter.key.partition(".")[0] for parameter in varied(parameters)]
     return config.objective.compared_by if "objective" in keys else DEFAULT_MONITOR
+
+
+def _unlike_objectives(trials: Sequence[TrainConfig]) -> list[str]:
+    """Return why trials cannot be ranked together: each objective is compared by its own metric."""
+    measures = {trial.objective.name: trial.objective.compared_by for trial in trials}
+    if len(set(measures.values())) < 2:
+        return []
+    compared = ", ".join(f"{name} by {metric}" for name, metric in measures.items())
+    return [
+        f"objective={','.join(measures)}: their runs are not compared by one metric ({compared}); "
+        f"type a sweep for each, as objective={next(iter(measures))}"
+    ]
 
 
 def _typed_again(granting: Sequence[Granting], parameters: Sequence[Parameter]) -> list[str]:

@@ -17,6 +17,7 @@ from data_modules.format.labels import CLASSIFICATION as CLASSIFICATION
 from data_modules.format.labels import KTO as KTO
 from data_modules.format.labels import PREFERENCE as PREFERENCE
 from data_modules.format.labels import label_of as label_of
+from data_modules.format.labels import label_text as label_text
 from data_modules.format.labels import labels_of as labels_of
 from data_modules.format.labels import with_other_answers as with_other_answers
 from data_modules.format.turns import ROLES as ROLES

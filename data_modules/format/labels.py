@@ -121,6 +121,14 @@ def labels_of(text: str | tuple[str, ...], labels: Sequence[str]) -> float:
     return float(sum(1 << index for index in found))
 
 
+def label_text(label: float, labels: Sequence[str], *, is_multi_label: bool) -> str:
+    """Return what `label_of`, or `labels_of` with `is_multi_label`, has read, as text."""
+    if is_multi_label:
+        own = [name for index, name in enumerate(labels) if int(label) >> index & 1]
+        return ", ".join(own) or "none"
+    return labels[int(label)] if len(labels) > 1 else f"{label:g}"
+
+
 def with_other_answers(rows: Mapping[int, list[Item]]) -> dict[int, list[Item]]:
     """Return the item of each row, then its prompt with the answer of the next row of its kind.
 

@@ -178,6 +178,38 @@ def test_both_answers_of_a_row_are_shown_with_their_prompt_once(
     assert "-- answer of another row, after the same prompt:\n«It is " in printed
 
 
+LABELS: dict[str, tuple[list[str], list[dict[str, Any]], str]] = {
+    "class": (
+        ["objective=classify", "model.labels=[ham, spam]"],
+        [{"label": "spam"}],
+        "label spam",
+    ),
+    "classes": (
+        ["objective=classify", "model.labels=[a, b, c]", "model.multi_label=true"],
+        [{"label": ["a", "c"]}, {"label": []}],
+        "label a, c",
+    ),
+    "number": (["objective=classify", "model.labels=[score]"], [{"label": 0.25}], "label 0.25"),
+    "margin": (
+        ["objective=reward", "model.labels=[reward]"],
+        [{"prompt": "Say 1.", "chosen": "1", "rejected": "2", "margin": 0.5}],
+        "margin 0.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_the_label_of_a_row_is_shown(
+    kind: str, run_preview: Callable[..., Any], tmp_path: Path
+) -> None:
+    words, rows, said = LABELS[kind]
+    data = write_rows(tmp_path / "rows.jsonl", [{"text": "A text."} | row for row in rows])
+    words = [*words, f"model.path={TINY_BASE}", f"data.datasets=[{data}]", "data.val_set_size=0"]
+    _, page, printed = run_preview(*words)
+    assert f"rows.jsonl:1, {said}: " in printed and f"rows.jsonl:1, {said}" in page.shown
+    assert len(rows) == 1 or "rows.jsonl:2, label none: " in printed
+
+
 def test_a_preview_needs_only_a_tokenizer(
     run_preview: Callable[..., Any], words: list[str], tmp_path: Path
 ) -> None:

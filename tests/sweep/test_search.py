@@ -14,6 +14,7 @@ from app.sweep import run_sweep
 from common.installation import ROOT
 from tests.in_process import CommandResult, make_words, run_command
 from tests.sweep.short_trials import TRIAL, short_trials
+from tests.sweep.test_sweep import PAIRS, RATED
 
 pytest.importorskip("optuna")
 SPACE = ["adapter.r=choice(2,4,16)", "optimizer.lr=interval(1e-5,1e-1)", "sweep.search=optuna"]
@@ -97,6 +98,21 @@ def test_a_missing_optuna_is_reported(
     result = search(*overrides)
     assert result.code == 3
     assert "pip install -e '.[sweep]'" in result.stderr
+
+
+def test_a_search_for_beta_raises_the_accuracy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*make_words(tmp_path), *PAIRS, "objective=dpo", "sweep.search=optuna"]
+    words += ["objective.beta=interval(0.05,0.5)", "sweep.trials=8", "output.dir=found"]
+    with short_trials(RATED):
+        result = run_command("-m", *words, sweep=run_sweep)
+    assert result.code == 0, result.stderr
+    rows = results_in(Path("found"))
+    best = max(rows, key=lambda row: row["objective"])  # the first trial has the default beta
+    assert best["metric"] == "val/accuracy" and best["objective"] > rows[0]["objective"]
+    assert f"-> found/{best['number']}\n  highest val/accuracy" in result.stdout
 
 
 def test_trials_run_in_parallel(overrides: list[str], tmp_path: Path) -> None:

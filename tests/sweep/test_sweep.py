@@ -177,7 +177,6 @@ def test_the_best_trial_is_explained() -> None:
 
 
 PAIRS = [
-    "objective=dpo",
     f"data.datasets=[{{path: {SAMPLES / 'pairs.json'}}}]",
     "data.sequence_len=256",
     "adapter.r=4",
@@ -198,7 +197,8 @@ def test_settings_that_rescale_the_loss_are_ranked_by_accuracy(
 ) -> None:
     with short_trials(RATED):
         result = sweep(
-            *overrides, *PAIRS, "objective.beta=0.1,0.5,0.3", f"output.dir={tmp_path / 's'}"
+            *(*overrides, *PAIRS, "objective=dpo", "objective.beta=0.1,0.5,0.3"),
+            f"output.dir={tmp_path / 's'}",
         )
     assert result.code == 0, result.stderr
     rows = json.loads((tmp_path / "s" / "sweep.json").read_text())
@@ -210,6 +210,19 @@ def test_settings_that_rescale_the_loss_are_ranked_by_accuracy(
     assert "highest val/accuracy (0.5000) of 3 completed trials" in result.stdout
     page = (tmp_path / "s" / "sweep.html").read_text()
     assert "have a higher val/accuracy" in page and "val/loss" not in page
+
+
+def test_objectives_are_ranked_by_a_metric_that_all_of_them_have(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    words = [*overrides, *PAIRS, "objective.beta=0.1"]
+    with short_trials(RATED):
+        result = sweep(*words, "objective=dpo,ipo", f"output.dir={tmp_path / 's'}")
+    assert result.code == 0, result.stderr
+    assert "2 trials by val/accuracy" in result.stdout
+    result = sweep(*overrides, *PAIRS, "objective=dpo,sft")
+    assert result.code == 2
+    assert "(dpo by val/accuracy, sft by val/loss); type a sweep for each" in result.stderr
 
 
 def test_the_printed_command_leaves_out_settings_of_the_sweep_file(

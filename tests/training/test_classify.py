@@ -378,7 +378,7 @@ def test_a_step_is_the_same_however_it_is_split(shell: Shell, tmp_path: Path) ->
         shell.train_into(split, *RUN, *words)
         for figure in ("train/loss", "val/loss", "val/accuracy", "train/recall_first"):
             ours, expected = read_column(split, figure), read_column(tmp_path / "whole", figure)
-            assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5), figure
+            assert ours == pytest.approx(expected, rel=1e-5, abs=1e-6), figure
 
 
 @pytest.mark.slow

@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax, logsigmoid
 
+from app.assembly.training import _ROUNDING
+from app.model.adapter.wrap import _fuse_lora
 from app.model.attention import attention_implementation
+from app.model.cpu import fp32
 from app.model.head import fuse_head
 from app.model.kernels import FusedNorm, fuse_layers
 from app.training.metrics import FirstLoss
@@ -277,11 +280,28 @@ def test_a_new_adapter_has_the_loss_that_the_first_step_is_checked_for(
     assert found["train/accuracy"] == 0.5  # nothing tells the answers apart yet
     known = np.log(2) if "dpo" in name else (0.5 / BETA) ** 2
     assert FORMULAS[name][0].first_loss == pytest.approx(known)
-    assert found["train/loss"] == pytest.approx(known, rel=1e-6)
-    first = FirstLoss(value=known, tolerance=1e-4, of="objective=dpo")
-    first.check(found["train/loss"])
+    assert found["train/loss"] == pytest.approx(known, rel=1e-12)
+
+
+def test_a_reference_that_is_wrong_by_a_hundred_thousandth_is_caught(model: Any) -> None:
+    for parameter, weight in model.named_parameters():
+        if "lora_B" in parameter:
+            weight.data.zero_()
+    objective = build_objective(DpoConfig(beta=BETA))
+    (batch,) = batches(make_pairs(), [4], packed=True)
+    reference = objective.reference(model, batch, "sdpa")
+    tolerance, _ = _ROUNDING["base"]
+    first = FirstLoss(value=np.log(2), tolerance=tolerance, of="objective=dpo")
+    wrong = reference.view(-1, 2) + torch.tensor([1e-5, 0.0])  # nats of the chosen answers
+    losses = []
+    for given in (reference, wrong):
+        sums = DatasetSums(2)
+        batch_loss(objective, model, batch, "sdpa", sums, reference=given)
+        metrics = losses_by_dataset(sums.take(), ["a", "b"], "train", objective.figures)
+        losses.append(metrics["train/loss"])
+    first.check(losses[0])
     with pytest.raises(TrainingFault, match="step 1: the loss of objective=dpo is"):
-        first.check(1.001 * known)
+        first.check(losses[1])
 
 
 def test_the_base_is_measured_by_the_kernels_of_training(
@@ -293,8 +313,10 @@ def test_the_base_is_measured_by_the_kernels_of_training(
     (batch,) = batches(make_pairs(), [4], packed=True)
     own = document_log_probs(model, batch, "sdpa")[0].view(-1, 2)
     fuse_layers(model)
-    compute = FusedNorm.compute
+    _fuse_lora(model)
+    compute, linear = FusedNorm.compute, fp32.linear
     monkeypatch.setattr(FusedNorm, "compute", lambda *given: 1.01 * compute(*given))  # rounds so
+    monkeypatch.setattr(fp32, "linear", lambda *given: 0.99 * linear(*given))
     trained = document_log_probs(model, batch, "sdpa")[0].view(-1, 2)
     assert not torch.allclose(trained, own, rtol=1e-4)
     assert torch.equal(base_log_probs(model, batch, "sdpa"), trained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,10 @@ RUN = [
     "trainer.max_steps=3",
     "trainer.precision=fp32",
 ]
+HALF = ["trainer.micro_batch_size=2", "trainer.devices=2"]
 ONE = ["trainer.micro_batch_size=4", "trainer.gradient_accumulation_steps=1"]
+EQUAL = {"rel": 1e-5, "abs": 1e-6}
+"""tolerance of runs in fp32; margins begin at 0, so that theirs is not relative there"""
 FIGURES = ("loss", "loss/pairs", "accuracy", "margin/pairs", "chosen_log_prob/pairs")
 
 
@@ -84,10 +88,13 @@ def whole(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
+        ["trainer.micro_batch_size=2", "trainer.gradient_accumulation_steps=2"],
         ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=4"],
-        ["trainer.micro_batch_size=2", "trainer.devices=2", "strategy=fsdp"],
+        ["recompute=full"],
+        *([*HALF, f"strategy={name}"] for name in ("ddp", "fsdp", "zero3")),
+        ["trainer.devices=2", "strategy=tp"],
     ],
-    ids=["accumulated", "fsdp"],
+    ids=["accumulation 2", "accumulation 4", "recompute", "ddp", "fsdp", "zero3", "tp"],
 )
 def test_a_step_is_the_same_however_it_is_split(
     words: list[str], whole: Path, shell: Shell, tmp_path: Path
@@ -98,8 +105,22 @@ def test_a_step_is_the_same_however_it_is_split(
         for figure in FIGURES:
             expected = read_column(whole, f"{phase}/{figure}")
             ours = read_column(split, f"{phase}/{figure}")
-            assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5), figure
-    assert read_column(whole, "train/loss")[1] == pytest.approx(0.693147, abs=1e-6)
+            assert ours == pytest.approx(expected, **EQUAL), figure
+    assert read_column(split, "train/loss")[1] == math.log(2)  # to the last digit
+
+
+@pytest.mark.slow
+def test_a_step_on_a_base_in_4_bits_is_the_same_however_it_is_split(
+    shell: Shell, tmp_path: Path
+) -> None:
+    words = [*RUN, "quantization=nf4"]
+    shell.train_into(tmp_path / "whole", *words, *ONE)
+    words += ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=4"]
+    shell.train_into(tmp_path / "split", *words)
+    for column in ("train/loss", "train/margin", "val/loss", "val/margin"):
+        ours, expected = (read_column(tmp_path / each, column) for each in ("split", "whole"))
+        assert ours == pytest.approx(expected, **EQUAL), column
+    assert read_column(tmp_path / "split", "train/loss")[1] == math.log(2)
 
 
 CACHED = ["objective.reference=cached", "adapter=full"]
@@ -127,7 +148,7 @@ def test_a_stored_reference_trains_as_the_base_does_and_is_found_again(
     assert "objective.reference=cached: found in the cache" in printed
     for column in ("train/loss", "val/loss", "val/margin", "val/chosen_reward"):
         expected = read_column(whole, column)
-        assert read_column(tmp_path / "lora", column) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert read_column(tmp_path / "lora", column) == pytest.approx(expected, **EQUAL)
     assert read_column(full, "val/loss")[3] < read_column(full, "val/loss")[0]
 
 
@@ -157,7 +178,9 @@ def test_ranks_share_the_pass_of_the_base(
     for column in ("train/loss", "val/loss", "val/margin", "val/rejected_log_prob"):
         expected = read_column(full, column)
         ours = read_column(tmp_path / "split", column)
-        assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        # Adam's first step moves each of all weights by the sign of its gradient, so that rounding
+        # decides for the smallest: 1.3e-5 was measured under zero3.
+        assert ours == pytest.approx(expected, rel=1e-4 if "log_prob" in column else 1e-5, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ from app.model.adapter.wrap import (
     adapter_disabled,
     drop_pending_outputs,
     group_adapters,
+    is_fused,
     skip_redundant_casts,
     unfuse_adapters,
     ungroup_adapters,

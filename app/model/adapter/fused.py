@@ -98,7 +98,7 @@ def lora_4bit_class() -> type[peft.tuners.lora.Linear]:
 
 def _is_faster_in_4_bits(layer: torch.nn.Module, x: Tensor) -> bool:
     """Return whether to run fused: for few tokens, bitsandbytes' product on packed weights wins."""
-    return x.device.type != "cpu" and layer.training and torch.is_grad_enabled()
+    return x.device.type != "cpu" and layer.training
 
 
 def _fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
@@ -110,7 +110,7 @@ def _fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
         a is None
         or active[0] in layer.lora_variant
         or layer.merged
-        or layer.disable_adapters
+        or (layer.disable_adapters and not layer.training)
         or torch.compiler.is_compiling()
         or parts["base_layer"].weight.requires_grad
     ):
@@ -151,12 +151,18 @@ def _fused_output(
         None if bias is None else bias.to(dtype),
         layer.lora_A[name].weight.to(dtype),
         layer.lora_B[name].weight.to(dtype),
-        layer.scaling[name],
+        _scale_of(layer, name),
         linear,
         product or linear,
         dequantize,
     )
     return output.unflatten(0, x.shape[:-1])
+
+
+def _scale_of(layer: Any, name: str) -> float:
+    """Return the scale of B A; 0 without the adapter, so that W x rounds as in training."""
+    scale: float = layer.scaling[name]
+    return 0.0 if layer.disable_adapters else scale
 
 
 def lora_comes_first(x: Tensor) -> bool:
@@ -345,7 +351,7 @@ class LoraGroup:
         is_fp8 = isinstance(self.layers[0], FusedLoraFp8)
         outputs = _GroupedLoraLinear.apply(
             x.to(dtype).flatten(0, -2),
-            self.layers[0].scaling[name],
+            _scale_of(self.layers[0], name),
             is_fp8,
             dequantizes,
             torch.cat([layer.lora_A[name].weight for layer in self.layers]).to(dtype),

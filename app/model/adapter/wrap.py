@@ -141,6 +141,11 @@ def unfuse_adapters(model: torch.nn.Module) -> None:
             module.forward = MethodType(lora.Linear.forward, module)
 
 
+def is_fused(layer: torch.nn.Module) -> bool:
+    """Return whether a module is a LoRA layer with a fused forward."""
+    return "group" in vars(type(layer))
+
+
 def _is_in_4_bits(module: torch.nn.Module) -> bool:
     import peft
 
@@ -206,7 +211,7 @@ def _record_inputs(model: torch.nn.Module, run: Callable[[], Any]) -> dict[Any, 
     hooks = [
         layer.register_forward_pre_hook(record)
         for layer in model.modules()
-        if "group" in vars(type(layer))
+        if is_fused(layer)
         and all(isinstance(drop, torch.nn.Identity) for drop in layer.lora_dropout.values())
     ]
     with torch.no_grad():
@@ -225,7 +230,7 @@ def ungroup_adapters(model: torch.nn.Module) -> None:
 def drop_pending_outputs(model: torch.nn.Module) -> None:
     """Release outputs that groups computed for layers which an error kept from running."""
     for layer in model.modules():
-        if "group" in vars(type(layer)) and layer.group is not None:
+        if is_fused(layer) and layer.group is not None:
             layer.group.drop_outputs()
 
 
