@@ -60,8 +60,7 @@ def train(
     from app.assembly.auto import resolve_auto
     from app.assembly.base import open_base
     from app.assembly.data import build_data
-    from app.assembly.metadata import describe_run
-    from app.assembly.training import build_module, build_trainer
+    from app.assembly.training import build_module, build_trainer, describe_run
     from app.training.trainer import resolve_environment
 
     # Environment, base and data: every step is planned before any weight is loaded.

@@ -1,15 +1,17 @@
 """Build the Lightning trainer, the Lightning module and the evaluators of a training run.
 
 During training, tasks and held-out prompts are answered on a small fixed set. The metrics are
-logged with the validation as `val/<metric>/<task or data set>`.
+logged with the validation as `val/<metric>/<task or data set>`. The description of a run is
+compared when it is resumed, and written, with its page, when its training starts.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,19 @@ from typing import Any
 import lightning as L
 
 from app.assembly.base import Base
-from app.assembly.metadata import LivePage, WriteMetadata
-from app.config import TrainConfig
+from app.config import TrainConfig, changed_settings, save_config
 from app.evaluation.evaluator import Evaluator
 from app.evaluation.generation import TrainEvaluationConfig
 from app.evaluation.row_runner import RowRunner
 from app.evaluation.tasks.questions import Task, build_tasks
+from app.model.adapter import keep_start
 from app.model.recompute import WHOLE_LAYERS
 from app.planning.training import Estimate
 from app.process.collectives import all_gather
 from app.process.faults import arm_faults, parse_faults
 from app.process.heartbeat import is_watched, refresh_liveness
 from app.process.launch import is_first_rank, read_launch
+from app.process.logs import open_run_log
 from app.process.signals import (
     DataStalled,
     MeasurementInterrupted,
@@ -36,12 +39,14 @@ from app.process.signals import (
     signal_received,
     suspend_deadline,
 )
-from app.run import Run
-from app.run.manifest import identity_of, installed_versions
+from app.report.run_page import write_page
+from app.run import Run, global_batch_of
+from app.run.folder import CONFIG_FILE
+from app.run.manifest import identity_of, installed_versions, save_manifest
 from app.run.ranks import build_peers
 from app.run.remote import url_of
 from app.strategy.build import build_strategy
-from app.strategy.settings import states_folder
+from app.strategy.settings import states_folder, words_of
 from app.training.callbacks.checks import (
     GradientCheck,
     SameOnAllRanks,
@@ -55,6 +60,7 @@ from app.training.callbacks.monitors import (
     StatusFile,
 )
 from app.training.checkpoint.saving import build_checkpoints, build_saver, signals_of
+from app.training.log_files import RunLogger
 from app.training.logger import build_loggers
 from app.training.metrics import FirstLoss, Metrics, is_measured_at
 from app.training.micro_batch import probe_micro_batch
@@ -68,7 +74,8 @@ from app.training.routing import choose_router_aux_loss
 from app.training.schedule import resolve_lr
 from app.training.trainer import Environment, build_lightning_trainer, validation_interval
 from common.errors import UserError, nearest
-from data_modules import FinetuneDataModule
+from common.redaction import redacted
+from data_modules import BatchSpec, FinetuneDataModule
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +87,11 @@ _VARIANT = "val"
 _ROUNDING = {"base": (1e-6, 2**-7), "cached": (1e-4, 0.05)}
 """`objective.reference` -> how far the first loss may be off, relative, in fp32 and in half
 precision; stored values were computed in packs of other sizes"""
+_PAGE_SECONDS = 60
+"""shortest time between two writes of the page of a run that trains"""
+_PAGE_SHARE = 0.01
+"""largest share of the training time that writing it takes: a long run's page is written less
+often"""
 
 
 def build_trainer(
@@ -420,3 +432,108 @@ def _check_monitor(
         f"run{nearest(monitor, known)}; measured are {', '.join(known[:20])}"
         + ("" if evaluation else "; evaluation.every_steps=N measures evaluation.tasks, too")
     )
+
+
+def describe_run(
+    config: TrainConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    env: Environment,
+) -> dict[str, Any]:
+    """Return the facts about a run in its manifest, which a resumed run is compared with."""
+    return {
+        "seed": config.seed,
+        "base": base.description,
+        "data": [asdict(dataset) for dataset in data.report.datasets],
+        "test_data": [asdict(dataset) for dataset in data.report.test_datasets],
+        "precision": "fp8" if config.trainer.precision == "fp8" else env.precision,
+        "strategy": words_of(config.strategy),
+        "global_batch": _global_batch(data),
+        "total_steps": data.total_steps,
+        **data.fingerprints(),
+    }
+
+
+def _global_batch(data: FinetuneDataModule) -> dict[str, int]:
+    batching = data.batching
+    return global_batch_of(
+        batching.micro_batch_size, batching.accumulation_steps, batching.num_ranks
+    )
+
+
+class WriteMetadata(L.Callback):
+    """Write config.yaml, manifest.json and the data reports on rank 0.
+
+    Written when a new run is set up, and when a resumed run starts to train: until then its folder
+    stays unchanged, since this process may still fail. The manifest is written again if probing
+    before the first step has changed the micro-batch size.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        identity: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        data: FinetuneDataModule,
+    ) -> None:
+        """`identity` is saved in the run's checkpoints; `facts` are those of `describe_run`."""
+        self.run, self.identity, self.facts, self.data = run, identity, facts, data
+        self.is_written = False
+        self._batching: BatchSpec | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if self.run.checkpoint is None:
+            self._write(trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Write the metadata of a resumed run, once all ranks have loaded its checkpoint."""
+        self._write(trainer)
+        if trainer.is_global_zero and self.data.batching != self._batching:
+            self._write_manifest()
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Write the metadata of a resumed run that had no steps left."""
+        self._write(trainer)
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if trainer.is_global_zero and not self.is_written:
+            self._write_all(trainer.loggers)
+        self.is_written = True
+
+    def _write_all(self, loggers: Sequence[RunLogger]) -> None:
+        run = self.run
+        run.discard_later_steps()
+        open_run_log(run.folder)
+        # After the checkpoints: a crash in between must not leave checkpoints without their rows.
+        for logger in loggers:
+            logger.drop_rows_after(None if run.checkpoint is None else run.step)
+        if run.config == run.typed_config:  # otherwise it is kept already
+            keep_start(run.typed_config.adapter, run.folder)
+        save_config(run.typed_config, run.folder / CONFIG_FILE)
+        self.data.write_reports(run.folder)
+        self._write_manifest()
+        for logger in loggers:
+            logger.log_hyperparams(redacted(asdict(run.typed_config)))
+        self._batching = self.data.batching
+
+    def _write_manifest(self) -> None:
+        now = {**self.facts, "global_batch": _global_batch(self.data)}
+        save_manifest(self.run.folder, **now, run=self.identity, earlier=self.run.history())
+
+
+class LivePage(L.Callback):
+    """Write report.html on rank 0 while a run trains, from the files in its folder alone."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.next_write = run, 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.next_write = time.monotonic() + _PAGE_SECONDS
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if not trainer.is_global_zero or (started := time.monotonic()) < self.next_write:
+            return
+        settings = changed_settings(self.run.typed_config)
+        write_page(self.run.folder, settings, refresh_seconds=_PAGE_SECONDS)
+        ended = time.monotonic()
+        self.next_write = ended + max(_PAGE_SECONDS, (ended - started) / _PAGE_SHARE)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import AdapterConfig, LoraConfig
 from app.model.classifier import is_classifier
-from app.model.tokenizer_checks import (
+from app.model.tokenizer_file import (
     SET_TOKENIZER_PATH,
     TOKENIZER_FILE,
     check_tokenizer_file,
+    follow_file,
     is_verified,
     letters_error,
 )
-from app.model.tokenizer_file import follow_file
 from common.errors import UserError
 from common.untrusted import collect_later, read_json_object, reading, short_message
 from data_modules import padding_id

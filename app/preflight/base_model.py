@@ -23,7 +23,7 @@ from app.model.description import LAYER, BaseDescription, describe_config, descr
 from app.model.gguf import unpack_command
 from app.model.hub import find_offline_problem
 from app.model.quantization import stored_method
-from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file
+from app.model.tokenizer_file import TOKENIZER_FILE, check_tokenizer_file
 from common.text import shortened
 from common.untrusted import Header, check_kinds, limits, read_header, read_json_object, read_text
 

@@ -12,7 +12,7 @@ import pytest
 
 from app.model.base import ModelConfig
 from app.model.tokenizer import build_tokenizer
-from app.model.tokenizer_checks import _try_expression
+from app.model.tokenizer_file import _try_expression
 from app.preflight.base_model import inspect_tokenizer
 from common.errors import UserError
 from tests.tiny import TINY_BASE

@@ -427,14 +427,14 @@ BUGS = [
     ),
     Bug(
         name="a tokenizer counts as verified whatever it holds",
-        file="app/model/tokenizer_checks.py",
+        file="app/model/tokenizer_file.py",
         right="return _note(file).is_file()",
         wrong="return True",
         test="tests/model/test_tokenizer_file.py::test_what_is_saved_encodes_as_the_file",
     ),
     Bug(
         name="a tokenizer is verified by its name alone",
-        file="app/model/tokenizer_checks.py",
+        file="app/model/tokenizer_file.py",
         right="hashlib.sha256(each.read_bytes()).hexdigest() if is_small",
         wrong="each.name if is_small",
         test="tests/model/test_tokenizer_file.py"
@@ -451,7 +451,7 @@ BUGS = [
     ),
     Bug(
         name="regular expressions of a tokenizer are not tried",
-        file="app/model/tokenizer_checks.py",
+        file="app/model/tokenizer_file.py",
         right="return _try_expressions(tuple(found)) if found else None",
         wrong="return None",
         test="tests/bad_input/test_tokenizer_steps.py"
@@ -564,7 +564,7 @@ BUGS = [
     ),
     Bug(
         name="a tokenizer that drops letters is opened",
-        file="app/model/tokenizer_checks.py",
+        file="app/model/tokenizer_file.py",
         right="        if not is_kept:",
         wrong="        if not text:",
         test="tests/bad_input/test_base_files.py::test_a_tokenizer_that_drops_letters",

@@ -18,7 +18,7 @@ import lightning as L
 import pytest
 import torch
 
-from app.assembly.metadata import LivePage
+from app.assembly.training import LivePage
 from app.config import changed_settings, compose, load_config
 from app.report.__main__ import settings_in
 from app.report.chart import (
@@ -264,7 +264,7 @@ def test_a_page_is_written_while_the_run_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, now, costs = write_run(tmp_path / "run", finished=False), [0.0], [0.1, 5.0, 0.1]
-    monkeypatch.setattr("app.assembly.metadata.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("app.assembly.training.time.monotonic", lambda: now[0])
     written: list[float] = []
 
     def write(*args: Any, **options: Any) -> None:
@@ -272,7 +272,7 @@ def test_a_page_is_written_while_the_run_trains(
         now[0] += costs.pop(0)
         write_page(*args, **options)
 
-    monkeypatch.setattr("app.assembly.metadata.write_page", write)
+    monkeypatch.setattr("app.assembly.training.write_page", write)
     config = load_config("train", small_run())
     live = LivePage(cast(Run, SimpleNamespace(folder=folder, typed_config=config)))
     first, other = (cast(L.Trainer, SimpleNamespace(is_global_zero=zero)) for zero in (True, False))
