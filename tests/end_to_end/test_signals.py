@@ -109,6 +109,18 @@ def test_two_ranks_stop_together_and_are_restarted(
     check_same_run(run, uninterrupted)
 
 
+def test_three_resumed_ranks_reduce_gradients_in_the_same_order(
+    shell: Shell, tmp_path: Path
+) -> None:
+    # The sum of two gradients is the same in either order; LoRA of rank 64 fills several buckets.
+    words = ["trainer.devices=3", "trainer.accelerator=cpu", "adapter.r=64", "optimizer.lr=1e-2"]
+    killed = small_run(*RUN, *words, "resume=auto", "faults=[rank_killed:0@5]")
+    shell.train_into(tmp_path / "run", *killed, code=3)
+    shell.train_into(tmp_path / "run", *killed)
+    shell.train_into(tmp_path / "whole", *small_run(*RUN, *words))
+    check_same_run(tmp_path / "run", tmp_path / "whole")
+
+
 def test_a_killed_loader_worker_is_named(shell: Shell, tmp_path: Path) -> None:
     words = ("data.num_workers=1", "faults=[worker_killed@3]")
     output = shell.train_into(tmp_path / "run", *small_run(*RUN, *words), code=3)

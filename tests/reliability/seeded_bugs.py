@@ -76,7 +76,7 @@ BUGS = [
         file=RESUME,
         right="return None if is_new else strategy.data_rank * group + place",
         wrong="return None if is_new else 0",
-        test="tests/end_to_end/test_resume.py::test_two_resumed_ranks_equal_two_uninterrupted_ones",
+        test="tests/end_to_end/test_signals.py::test_two_ranks_stop_together_and_are_restarted",
     ),
     Bug(
         name="resumed data skips one step",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +80,12 @@ CLIPPED, NOT_CLIPPED = "trainer.max_grad_norm=0.3", "trainer.max_grad_norm=1e9"
 """limits below and above the gradient norms of all steps"""
 
 
+def sliced(strategy: str, *, ranks: int = 2, size: int = 2) -> Layout:
+    """Return a layout of `ranks`, of which `size` neighbours hold slices of the same rows."""
+    whole, words = LAYOUTS[strategy], (f"strategy.context_parallel_size={size}",)
+    return replace(whole, ranks=ranks, num_data_ranks=ranks // size, words=(*whole.words, *words))
+
+
 class Runs:
     """Runs of app.train, each trained once."""
 
@@ -92,6 +98,11 @@ class Runs:
             ),
             "deep": save_with_tokenizer(tiny_llama(**SHAPE, num_hidden_layers=3), folder / "deep"),
         }
+        long = save_with_tokenizer(
+            tiny_llama(**SHAPE, max_position_embeddings=256), folder / "long"
+        )
+        self.long_rows = (f"model.path={long}", "data.sequence_len=256")
+        """base and length of rows that are long enough for four ranks"""
         self._done: dict[tuple[str, ...], Path] = {}
 
     def train(self, layout: Layout, *words: str, accumulates: bool = True) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -11,27 +10,13 @@ from tests.parity.strategies import leaking_ranks, on_small_gpus
 from tests.parity.strategies.layouts import (
     ADAPTERS,
     CLIPPED,
-    LAYOUTS,
-    SHAPE,
     SINGLE,
     Layout,
     Runs,
-    check_same_files,
     check_same_results,
-    check_same_steps,
+    sliced,
 )
 from tests.runs import check_same_run
-from tests.tiny import save_with_tokenizer, tiny_llama
-
-PAIR, FOUR = ("strategy.context_parallel_size=2",), ("strategy.context_parallel_size=4",)
-
-
-def sliced(strategy: str, *, ranks: int = 2, words: tuple[str, ...] = PAIR) -> Layout:
-    """Return a layout of `ranks`, of which neighbours hold slices of the same rows."""
-    whole = LAYOUTS[strategy]
-    groups = ranks // int(words[0].rpartition("=")[2])
-    return replace(whole, ranks=ranks, num_data_ranks=groups, words=(*whole.words, *words))
-
 
 CASES = {
     "ddp": (sliced("ddp"), "lora"),
@@ -41,27 +26,17 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def long_rows(runs: Runs) -> tuple[str, ...]:
-    """Return the words of a base and of rows that are long enough for four ranks."""
-    model = tiny_llama(**SHAPE, max_position_embeddings=256)
-    base = save_with_tokenizer(model, runs.folder / "long")
-    return f"model.path={base}", "data.sequence_len=256"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_slices_train_as_one_process(name: str, long_rows: tuple[str, ...], runs: Runs) -> None:
+def test_slices_train_as_one_process(name: str, runs: Runs) -> None:
     layout, adapter = CASES[name]
-    words = (*ADAPTERS[adapter], CLIPPED, *long_rows)
+    words = (*ADAPTERS[adapter], CLIPPED, *runs.long_rows)
     check_same_results(runs.train(layout, *words), runs.train(SINGLE, *words))
 
 
 @pytest.mark.slow
-def test_rounded_weights_are_measured_as_by_one_process(
-    long_rows: tuple[str, ...], runs: Runs
-) -> None:
-    words = (*ADAPTERS["full"], "output.dtype=bf16", *long_rows)
+def test_rounded_weights_are_measured_as_by_one_process(runs: Runs) -> None:
+    words = (*ADAPTERS["full"], "output.dtype=bf16", *runs.long_rows)
     sliced_run, whole = (
         json.loads((runs.train(layout, *words) / "metrics.json").read_text())["tuned/val/loss"]
         for layout in (sliced("fsdp"), SINGLE)
@@ -70,8 +45,8 @@ def test_rounded_weights_are_measured_as_by_one_process(
 
 
 @pytest.mark.slow
-def test_rows_that_auto_splits_train_as_one_process(long_rows: tuple[str, ...], runs: Runs) -> None:
-    words = (*ADAPTERS["lora"], CLIPPED, *long_rows, "recompute=none")
+def test_rows_that_auto_splits_train_as_one_process(runs: Runs) -> None:
+    words = (*ADAPTERS["lora"], CLIPPED, *runs.long_rows, "recompute=none")
     layout = Layout(strategy="auto", words=("trainer.micro_batch_size=1",))
     run = runs.new_folder("auto")
     output = runs.shell.train_into(run, *runs.typed(layout, *words), module=on_small_gpus.MODULE)
@@ -80,33 +55,17 @@ def test_rows_that_auto_splits_train_as_one_process(long_rows: tuple[str, ...], 
 
 
 @pytest.mark.slow
-def test_a_leak_between_documents_over_ranks_stops_the_run(
-    long_rows: tuple[str, ...], runs: Runs
-) -> None:
+def test_a_leak_between_documents_over_ranks_stops_the_run(runs: Runs) -> None:
     run = runs.new_folder("leak")
-    words = runs.typed(sliced("ddp"), *ADAPTERS["lora"], *long_rows)
+    words = runs.typed(sliced("ddp"), *ADAPTERS["lora"], *runs.long_rows)
     output = runs.shell.train_into(run, *words, module=leaking_ranks.MODULE, code=2)
     assert "an edit of a document on one rank changes the logits of another document" in output
     assert not (run / "checkpoints").exists()
 
 
 @pytest.mark.slow
-def test_resumed_with_another_number_of_slices(long_rows: tuple[str, ...], runs: Runs) -> None:
-    run = runs.new_folder("slices")
-    words = (*ADAPTERS["lora"], *long_rows, "trainer.checkpoint.every_steps=1", "resume=auto")
-    chain = [(sliced("fsdp", ranks=4, words=FOUR), 2), (SINGLE, 4)]
-    for layout, step in chain:
-        killed = runs.typed(layout, *words, f"faults=[rank_killed:0@{step}]")
-        runs.shell.train_into(run, *killed, code=layout.code_of_a_kill)
-    runs.shell.train_into(run, *runs.typed(sliced("ddp"), *words))
-    reference = runs.train(SINGLE, *ADAPTERS["lora"], *long_rows)
-    check_same_steps(run, reference)
-    check_same_files(run, reference)
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_bit_for_bit(long_rows: tuple[str, ...], runs: Runs) -> None:
-    words = ("adapter=lora", "adapter.dropout=0.1", "optimizer.lr=1e-3", *long_rows)
+def test_a_killed_run_resumes_bit_for_bit(runs: Runs) -> None:
+    words = ("adapter=lora", "adapter.dropout=0.1", "optimizer.lr=1e-3", *runs.long_rows)
     layout = sliced("ddp")
     run, reference = runs.new_folder("sliced-killed"), runs.train(layout, *words)
     killed = runs.typed(layout, *words, "resume=auto", "faults=[rank_killed:0@6]")

@@ -10,13 +10,10 @@ import pytest
 from tests.parity.strategies.layouts import (
     ADAPTERS,
     CLIPPED,
-    LAYOUTS,
     SINGLE,
     Layout,
     Runs,
-    check_same_files,
     check_same_results,
-    check_same_steps,
     rows_of,
 )
 from tests.runs import check_same_run
@@ -73,19 +70,6 @@ def test_stages_learn_preferences_as_one_process(
         for key, value in row.items():
             near = pytest.approx(float(other[key] or "nan"), rel=1e-5, abs=1e-6, nan_ok=True)
             assert float(value or "nan") == near, (row["step"], key)
-
-
-@pytest.mark.slow
-def test_resumed_under_other_strategies(runs: Runs) -> None:
-    run = runs.new_folder("stages")
-    words = (*ADAPTERS["lora"], "trainer.checkpoint.every_steps=1", "resume=auto")
-    for layout, step in [(FOUR, 2), (LAYOUTS["ddp"], 4)]:
-        killed = runs.typed(layout, *words, f"faults=[rank_killed:0@{step}]")
-        runs.shell.train_into(run, *killed, code=layout.code_of_a_kill)
-    runs.shell.train_into(run, *runs.typed(PAIR, *words))
-    reference = runs.train(SINGLE, *ADAPTERS["lora"])
-    check_same_steps(run, reference)
-    check_same_files(run, reference)
 
 
 @pytest.mark.slow

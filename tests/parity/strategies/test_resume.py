@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,20 @@ from tests.parity.strategies.layouts import (
     Runs,
     check_same_files,
     check_same_steps,
+    sliced,
 )
 from tests.runs import check_same_run
 
 WITH_DROPOUT = ("adapter=lora", "adapter.dropout=0.1", "optimizer.lr=1e-3")
 KINDS = {"lora": WITH_DROPOUT, "full": ADAPTERS["full"]}
+STAGES = Layout(strategy="fsdp_pp", num_data_ranks=1)
+ALL = LAYOUTS | {
+    "single": SINGLE,
+    "stages": STAGES,
+    "four stages": replace(STAGES, ranks=4, num_data_ranks=2),
+    "slices": sliced("ddp"),
+    "four slices": sliced("fsdp", ranks=4, size=4),
+}
 CASES = [
     *(("lora", strategy) for strategy in LAYOUTS),
     *(("full", strategy) for strategy in ("zero2", "zero3", "fsdp", "fsdp_tp")),
@@ -42,7 +52,11 @@ def test_the_same_strategy_resumes_bit_for_bit(adapter: str, strategy: str, runs
 @pytest.mark.parametrize(
     ("adapter", "chain"),
     [
-        pytest.param("lora", ["fsdp", "zero3", "single"], marks=pytest.mark.slow),
+        pytest.param(
+            "lora",
+            ["fsdp", "zero3", "four stages", "single", "four slices", "stages", "slices"],
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param(adapter, chain, marks=pytest.mark.strategies)
             for adapter in ("lora", "full")
@@ -58,14 +72,15 @@ def test_another_strategy_resumes_with_the_same_losses(
 ) -> None:
     run = runs.new_folder("chain")
     steps = [8 * number // len(chain) for number in range(1, len(chain))]
-    words = (*ADAPTERS[adapter], "trainer.checkpoint.every_steps=1", "resume=auto")
+    words = (*ADAPTERS[adapter], *runs.long_rows)
+    often = (*words, "trainer.checkpoint.every_steps=1", "resume=auto")
     for strategy, step in zip(chain, steps, strict=False):
-        layout = layout_of(strategy)
-        killed = runs.typed(layout, *words, f"faults=[rank_killed:0@{step}]")
+        layout = ALL[strategy]
+        killed = runs.typed(layout, *often, f"faults=[rank_killed:0@{step}]")
         runs.shell.train_into(run, *killed, code=layout.code_of_a_kill)
         assert last_step(run) == step
-    runs.shell.train_into(run, *runs.typed(layout_of(chain[-1]), *words))
-    reference = runs.train(SINGLE, *ADAPTERS[adapter])
+    runs.shell.train_into(run, *runs.typed(ALL[chain[-1]], *often))
+    reference = runs.train(SINGLE, *words)
     check_same_steps(run, reference)
     check_same_files(run, reference)
 
@@ -80,10 +95,6 @@ def test_ranks_of_a_group_share_random_state_after_another_strategy(runs: Runs) 
     last = run / "checkpoints" / "step-8"
     first, second = (json.loads((last / f"random-rank-{rank}.json").read_text()) for rank in (0, 1))
     assert first["torch"] == second["torch"]
-
-
-def layout_of(strategy: str) -> Layout:
-    return SINGLE if strategy == "single" else LAYOUTS[strategy]
 
 
 def last_step(run: Path) -> int:
