@@ -12,6 +12,12 @@ from app.process.reporting import report
 from common.errors import DONE, USER_ERROR, UserError, nearest
 from common.installation import PROGRAM, record_script
 
+_ELSEWHERE = {
+    "label": "; a run stores what its teacher says before its first step: type loft train "
+    "objective=distill objective.teacher=FOLDER_OR_HUB_ID objective.teacher_logits=cached"
+}
+"""word that is looked for among the verbs -> what to type instead"""
+
 
 def main() -> None:
     """Run the verb named on the command line; exit code 2 if it does not exist."""
@@ -36,7 +42,7 @@ def main() -> None:
             sys.exit(report(error))
         sys.exit(DONE)
     if typed not in ALL_VERBS:
-        hint = nearest(typed, ALL_VERBS) or "; loft --help lists the verbs"
+        hint = _ELSEWHERE.get(typed) or nearest(typed, ALL_VERBS) or "; loft --help lists the verbs"
         print(f"error: loft has no verb {typed}{hint}", file=sys.stderr)
         sys.exit(USER_ERROR)
     if Path(sys.argv[0]).name == PROGRAM:  # not `python -m app VERB`

@@ -140,9 +140,11 @@ CASES = [
         )
         for model in ("qwen3_30b_a3b", "gpt_oss_20b")
     ),
-    # Pairs that fill a pack each; the products of the base's own pass come on top of the ideal.
+    # Pairs that fill a pack each; the products of the base's own pass come on top of the ideal, and
+    # with kto those of the other answers' two passes.
     *(
-        Case("dpo", [*words_of("lora"), "objective=dpo", f"recompute={mode}"])
+        Case(name, [*words_of("lora"), f"objective={name}", f"recompute={mode}"])
+        for name in ("dpo", "kto")
         for mode in ("none", "full")
     ),
     Case(
@@ -232,7 +234,7 @@ def lengths_of(case: Case) -> list[int]:
     """Return the document lengths of a case; for a plain step, the rows of its micro-batch."""
     if case.system == "plain":
         return FULL_PACKS[: 1 if case.method == "full" else 2]
-    if case.method == "dpo":
+    if case.method in ("dpo", "kto"):
         return [SEQUENCE_LEN // 2] * 8
     return real_lengths() if case.is_real else FULL_PACKS
 

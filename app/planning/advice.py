@@ -35,6 +35,7 @@ from app.strategy.settings import (
     with_states_of,
     words_of,
 )
+from app.training.objective.settings import DistillConfig
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -244,9 +245,16 @@ def suggest_larger_changes(
 ) -> list[str]:
     """Return overrides for a run of which no variant fits.
 
-    These are optimizer states on a disk, a streamed base, shorter sequences, and more GPUs.
+    These are a teacher in 4 bits, optimizer states on a disk, a streamed base, shorter sequences,
+    and more GPUs.
     """
     found = []
+    objective = config.objective
+    if isinstance(objective, DistillConfig) and objective.teacher_quantization == "none":
+        packed = replace(config, objective=replace(objective, teacher_quantization="nf4"))
+        candidates = list_candidates(packed, hardware, config_json, model, strategies)
+        if (change := smallest_change(candidates)) is not None:
+            found.append(" ".join(("objective.teacher_quantization=nf4", *change.overrides)))
     is_zero = isinstance(config.strategy, ZeroConfig)
     if config.strategy.offload_optimizer == "none" and not is_zero:
         strategy = replace(config.strategy, offload_optimizer="disk")

@@ -56,7 +56,9 @@ class Traced:
         with self.fakes, count, count.watching_modules(), count.without_gradients(weights):
             moved = batch.to(DEVICE, non_blocking=True)
             with self.trainer.precision_plugin.forward_context():
-                loss = self.module.micro_batch_loss(moved)
+                module = self.module
+                module.objective.begin(module.model, [moved], module.backend, DEVICE)
+                loss = module.micro_batch_loss(moved)
             count.phase = "backward"
             loss.backward()
             count.phase = "step"
@@ -109,7 +111,8 @@ def open_run(
 
     All is chosen for the whole model, of which then only `num_layers` are built.
     Documents have `lengths` tokens, each of which is trained on; with objective=dpo two make a
-    pair, whose prompt has 3. `folder` must be empty.
+    pair, and with objective=kto each is an answer with a verdict; prompts have 3. `folder` must be
+    empty.
     """
     from app.config import load_config
 
@@ -117,10 +120,10 @@ def open_run(
     base_folder.mkdir()
     architecture_file = base_folder / "config.json"
     architecture_file.write_text(json.dumps(architecture))
-    is_paired = "objective=dpo" in words
-    rows = _pairs(lengths) if is_paired else _documents(lengths)
-    data_file.write_text("\n".join(map(json.dumps, rows)))
-    row_format = "preference" if is_paired else "pretokenized"
+    of_objective = {"objective=dpo": ("preference", _pairs), "objective=kto": ("kto", _verdicts)}
+    plain = "pretokenized", _documents
+    row_format, make_rows = next(filter(None, map(of_objective.get, words)), plain)
+    data_file.write_text("\n".join(map(json.dumps, make_rows(lengths))))
     config: Any = load_config(
         "train",
         [
@@ -161,6 +164,13 @@ def _pairs(lengths: Sequence[int]) -> Iterator[dict[str, str]]:
     for index, (chosen, rejected) in enumerate(zip(lengths[::2], lengths[1::2], strict=True)):
         answers = {"chosen": "1" * (chosen - 4), "rejected": "2" * (rejected - 4)}
         yield {"prompt": f"{index:03}", **answers}
+
+
+def _verdicts(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield answers of such tokens that are wanted, or not."""
+    for index, length in enumerate(lengths):
+        answer = "1" * (length - 4)
+        yield {"prompt": f"{index:03}", "completion": answer, "label": index % 2 == 0}
 
 
 class FitReached(Exception):

@@ -339,6 +339,19 @@ def suggest_settings(values: Mapping[str, Any]) -> str:
     return f"format: completion, columns: {{text: {text}}}" if text and not question else ""
 
 
+def suggest_pair(values: Mapping[str, Any]) -> str:
+    """Return how to make pairs of a row with a list of answers, such as ranked ones; "" without."""
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) > 1 and not is_turns(value):
+            path = _text_path(value, name, (*_ANSWERS, *_TEXTS))
+            worst = f"{name}.{len(value) - 1}{path.removeprefix(f'{name}.0')}"
+            return path and (
+                f"; '{name}' is a list of {len(value)} answers: write a row for each pair of them, "
+                f"or if the best is first, columns: {{chosen: {path}, rejected: {worst}}}"
+            )
+    return ""
+
+
 def _find_text(values: Mapping[str, Any], names: Sequence[str], but: str = "") -> str:
     """Return the path of the text under the first of `names`, not in column `but`; "" without."""
     for known in names:

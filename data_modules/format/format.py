@@ -25,6 +25,7 @@ from data_modules.format.columns import (
     check_meaning,
     find_unread,
     may_mean_more,
+    suggest_pair,
     suggest_settings,
 )
 from data_modules.format.fields import (
@@ -344,6 +345,8 @@ def _missing(
 ) -> MissingColumnError:
     others = [name for name in columns if name not in form.fields()]  # fields are no misspellings
     hint = next((hint for name in names if (hint := typo_hint(name, others))), "")
+    if names[0] in ANSWERS:
+        hint = hint or suggest_pair(columns)
     hint = hint or _HINTS.get(names, "")
     return MissingColumnError(f"missing '{names[0]}'; found {listed(columns)}{hint}", columns)
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.fake_device.trace import Job, Numbers, architecture_of, trace
-from benchmarks.gpu_ops import FULL_PACKS, real_lengths, words_of
+from benchmarks.gpu_ops import FULL_PACKS, SEQUENCE_LEN, real_lengths, words_of
 from tools.simulate.device import start
 
 LAYERS = 4
@@ -53,6 +53,23 @@ def mixtures() -> dict[str, Numbers]:
             )
         )
         for method in ("lora", "qlora", "full")
+    }
+
+
+def objectives() -> dict[str, Numbers]:
+    """A layer trained on pairs, and on answers with a verdict."""
+    lengths = [SEQUENCE_LEN // 2] * 4
+    return {
+        name: trace(
+            Job(
+                name=name,
+                model="llama8b",
+                num_layers=1,
+                words=[*words_of("lora"), f"objective={name}", "recompute=full"],
+                lengths=lengths,
+            )
+        )
+        for name in ("dpo", "kto")
     }
 
 
@@ -115,6 +132,7 @@ def main() -> None:
 
     if "slow" in sys.argv:
         found: dict[str, object] = {"mixtures": mixtures(), "as shipped": as_shipped()}
+        found["objectives"] = objectives()
     else:
         found = {"known": known_program(), "traced": traced()}
         found |= {"attention": current_flash_attention_impl(), "graphs": graphs()}

@@ -97,6 +97,15 @@ def test_a_mixture_of_experts_waits_for_nothing_and_computes_nothing_twice(
 
 @pytest.mark.versions
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_an_objective_with_a_reference_waits_for_nothing(found_slowly: Any, name: str) -> None:
+    numbers = found_slowly["objectives"][name]
+    assert numbers["product_flops"] > 1.3 * numbers["ideal_flops"]  # the pass of the base
+    assert (numbers["syncs"], numbers["to_host"], numbers["pageable"]) == (0, 0, 0)
+
+
+@pytest.mark.versions
+@pytest.mark.slow
 def test_a_shipped_experiment_takes_as_many_packs_at_once_as_fit(found_slowly: Any) -> None:
     numbers = found_slowly["as shipped"]
     assert numbers["tokens"] == 2 * bench.SEQUENCE_LEN  # four would be 70 GiB of activations

@@ -251,6 +251,16 @@ def test_the_version_and_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
         assert ended.value.code == 0 and fragment in capsys.readouterr().out
 
 
+def test_a_verb_that_a_setting_replaces_is_answered_with_the_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["loft", "label"])
+    with pytest.raises(SystemExit) as ended:
+        console.main()
+    assert ended.value.code == 2
+    assert "type loft train objective=distill" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shell", FILES)
 def test_shells_complete_verbs_settings_and_options(shell: str, tmp_path: Path) -> None:
     script = completion_script(shell)

@@ -80,6 +80,11 @@ def test_answers_in_the_prompt_are_masked_and_the_input_is_read() -> None:
     [
         ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "p"}, BAD]}, "the same prompt"),
         ({"prompt": "p", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "the prompt ends with"),
+        ({"prompt": "q", "answers": ["a", "b", "c"]}, "chosen: answers.0, rejected: answers.2"),
+        (
+            {"prompt": "q", "completions": [{"response": "a"}, {"response": "b"}], "ranks": [1, 2]},
+            "write a row for each pair .* rejected: completions.1.response",
+        ),
         ({"chosen": "good", "rejected": "bad"}, "have no prompt before them"),
         ({"prompt": "q", "chosen": "", "rejected": "bad"}, "chosen is empty"),
         ({"prompt": "q", "chosen": "good"}, "missing 'rejected'.*objective=sft"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from app.config import load_config
 from app.config.verbs import PlanConfig
@@ -109,6 +110,18 @@ def test_a_base_that_nothing_else_fits_may_be_streamed(tmp_path: Path) -> None:
     streamed, _ = plan_of(tmp_path / "b", *words, "strategy=single", "model.stream=host")
     assert streamed["fits"] and streamed["gpu_gib"]["weights"] < 5
     assert streamed["settings"]["stream"] == "host"
+
+
+def test_a_teacher_too_large_for_a_gpu_fits_in_4_bits(tmp_path: Path) -> None:
+    shape = yaml.safe_load((ROOT / "conf" / "model" / "llama70b.yaml").read_text())["architecture"]
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    words = ("model=llama8b", "objective=distill", f"objective.teacher={tmp_path}", "hardware=h100")
+    facts, _ = plan_of(tmp_path / "a", *words)
+    assert not facts["fits"]
+    typed = facts["to_fit"][0].split()
+    assert typed[0] == "objective.teacher_quantization=nf4"
+    facts, _ = plan_of(tmp_path / "b", *words, *typed)
+    assert facts["fits"] and 30 < facts["gpu_gib"]["teacher"] < 45
 
 
 def test_a_disk_too_small_for_checkpoints(tmp_path: Path) -> None:

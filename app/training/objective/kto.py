@@ -65,8 +65,8 @@ class Kto(Objective):
             reference = self.reference(model, others, backend)
             with without_dropout(model):
                 log_probs, _ = document_log_probs(model, others, backend)
-            gains = log_probs - reference
-            sums += torch.stack([gains.sum(), gains.new_tensor(float(len(gains)))])
+            sums[0] += (log_probs - reference).sum()
+            sums[1] += len(log_probs)
         if sum_over_ranks is not None:
             sums = sum_over_ranks(sums)
         self.kl = (sums[0] / sums[1].clamp_min(1)).clamp_min(0)
