@@ -21,6 +21,11 @@ def rows_of(run: Path) -> list[dict[str, str]]:
         ]
 
 
+def losses_of(run: Path) -> list[float]:
+    """Return the training loss of each step."""
+    return [float(row["train/loss"]) for row in rows_of(run) if row["train/loss"]]
+
+
 def figures_of(run: Path) -> dict[str, float]:
     """Return metrics.json without time, memory, and perplexities, which follow from losses."""
     figures = json.loads((run / "metrics.json").read_text())

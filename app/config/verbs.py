@@ -119,6 +119,8 @@ class LaunchSettings:
     """kubernetes: the volume claim (ReadWriteMany), sky: the volume, that is mounted at /shared"""
     kind: str = setting("JobSet", choices=("JobSet", "TrainJob"))
     """kubernetes: JobSet, or TrainJob of Kubeflow Trainer 2 with its TrainingRuntime"""
+    min_nodes: int | None = setting(None, ge=1)
+    """slurm: fewest nodes with which the job starts, or goes on when it has lost one; null = all"""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -102,8 +102,10 @@ def _check_launch(
         if getattr(launcher, key) != getattr(defaults, key):
             fix = "hardware=8xh100" if key == "gpus" else "launcher=slurm, or leave it out"
             yield f"launcher.{key}={getattr(launcher, key)} has no effect here; type {fix}"
-    if name != "kubernetes" and config.launch.kind != LaunchSettings().kind:
-        yield f"launch.kind={config.launch.kind} has no effect here; type launcher=kubernetes"
+    for key, only in (("kind", "kubernetes"), ("min_nodes", "slurm")):
+        value = getattr(config.launch, key)
+        if name != only and value != getattr(LaunchSettings(), key):
+            yield f"launch.{key}={value} has no effect here; type launcher={only}"
     if name == "kubernetes" and config.launch.image is None:
         yield "launcher=kubernetes: pods need an image with this program: type launch.image=NAME"
     if name == "sky" and config.launch.image is None and not is_checkout():
@@ -208,6 +210,12 @@ def _build_job(
         card, nodes, devices = hardware.name, hardware.num_nodes, hardware.gpus_per_node
         for line in _plan_lines(facts, config.launcher):
             print(line)
+    if (fewest := config.launch.min_nodes) is not None:
+        if fewest > nodes:
+            raise UserError(f"launch.min_nodes={fewest}: the job has {nodes}; type at most as many")
+        changing = replace(planned, trainer=replace(trainer, num_nodes="auto"))
+        if problems := check_compatibility(changing, on_this_machine=False):
+            raise UserError(problems)
     left_out = (*_NOT_OF_RUN, *_DECIDED, "-")
     typed = [word for word in words if not word.lstrip("+").startswith(left_out)]
     if not any(word.lstrip("+").startswith("resume=") for word in typed):
@@ -224,6 +232,7 @@ def _build_job(
         image=config.launch.image,
         volume=config.launch.volume,
         kind=config.launch.kind,
+        min_nodes=fewest,
     )
 
 

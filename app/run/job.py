@@ -68,6 +68,8 @@ class Job:
     volume: str = "shared"
     kind: str = "JobSet"
     """of Kubernetes: JobSet or TrainJob"""
+    min_nodes: int | None = None
+    """of SLURM: fewest nodes that the job runs on; None for `nodes`"""
 
     @property
     def train_words(self) -> str:
@@ -92,13 +94,19 @@ def check_names(config: LauncherConfig) -> list[str]:
 
 def slurm_script(job: Job) -> str:
     """Return the batch script of a job: one task a rank; it saves and requeues at its limit."""
-    config, gpus = job.launcher, job.ranks_per_node if job.card else None
+    config, ranks = job.launcher, job.ranks_per_node
+    gpus, cpus = ranks if job.card else None, config.cpus or _CPUS_PER_RANK
+    size: dict[str, Any] = {"nodes": job.nodes, "ntasks-per-node": ranks, "cpus-per-task": cpus}
+    nodes, variables = '"$SLURM_JOB_NUM_NODES"', []
+    if job.min_nodes is not None:
+        # A job with a number of tasks is started again only on as many nodes as it had.
+        size = {"nodes": f"{job.min_nodes}-{job.nodes}", "mincpus": ranks * cpus}
+        variables = [f"export SLURM_NTASKS_PER_NODE={ranks} SLURM_CPUS_PER_TASK={cpus}"]
+        nodes = "auto"
     options: dict[str, Any] = {
         "job-name": job.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": job.ranks_per_node,
+        **size,
         "gpus-per-node": gpus if config.gpus is None else config.gpus or None,
-        "cpus-per-task": config.cpus or _CPUS_PER_RANK,
         "mem": None if config.memory_gib is None else f"{config.memory_gib}G",
         "time": config.minutes,
         "partition": config.partition,
@@ -123,11 +131,12 @@ def slurm_script(job: Job) -> str:
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # two jobs may share a node",
         "export MASTER_ADDR MASTER_PORT",
+        *variables,
         "",
         "# A failed rank ends the others. Since 22.05 srun does not inherit --cpus-per-task.",
         'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\',
         f"    {_verb_words(job, 'train')} {job.train_words} \\",
-        '    trainer.num_nodes="$SLURM_JOB_NUM_NODES" trainer.devices="$SLURM_NTASKS_PER_NODE" \\',
+        f'    trainer.num_nodes={nodes} trainer.devices="$SLURM_NTASKS_PER_NODE" \\',
         "    supervise.requeue=true",
         "code=$?",
         # Its own code: that of srun may be of the ranks that were ended with the one that failed.

@@ -27,7 +27,7 @@ from tests.conftest import ROOT
 from tests.hosts import Host, hosts
 from tests.processes import GONE_WITHIN, LONGEST, RUN, TWO_RANKS, user_environment
 from tests.reliability.shell import Shell
-from tests.runs import check_same_run, rows_of
+from tests.runs import check_same_run, losses_of
 from tests.tiny import small_run
 
 __all__ = ["hosts"]
@@ -304,12 +304,9 @@ def test_a_run_goes_on_with_the_hosts_that_are_there(
     assert number_of_ranks() == 2, "the run was done before the host was back"
     assert output.count("micro_batch_size 1 x accumulation 4 x 1 rank and was") == 1, output
     shell.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, *words))
-    losses, whole = (
-        [float(row["train/loss"]) for row in rows_of(run) if row["train/loss"]]
-        for run in (training.run, tmp_path / "whole")
-    )
+    losses = losses_of(training.run)
     assert len(losses) == 20
-    assert losses == pytest.approx(whole, rel=1e-5)
+    assert losses == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-5)
 
 
 SRUN = """#!/bin/bash

@@ -207,6 +207,17 @@ def test_job_files_are_valid(
     globals()[f"check_{name}"](text)
 
 
+def test_a_slurm_job_may_lose_nodes(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.launch.__main__.check_files", lambda *_, **__: [])
+    text = write("slurm", "launch.min_nodes=1", "+experiment=llama8b", *ON_GPUS)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert f"#SBATCH --nodes=1-{NODES}\n" in text and f"#SBATCH --mincpus={8 * GPUS}\n" in text
+    assert not re.search("^#SBATCH --(ntasks|cpus-per-task)", text, re.MULTILINE)
+    assert f"export SLURM_NTASKS_PER_NODE={GPUS} SLURM_CPUS_PER_TASK=8\n" in text
+    config = load_config("train", words_of(text, SLURM_NTASKS_PER_NODE=str(GPUS)))
+    assert (config.trainer.num_nodes, config.trainer.devices) == ("auto", GPUS)
+
+
 MODELS = {
     "JobSet": "JobsetV1alpha2JobSet",
     "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
@@ -363,6 +374,9 @@ REFUSED: list[tuple[str, str]] = [
     ("launcher=sky launcher.minutes=60 launch.image=i", "launcher.minutes=60 has no effect"),
     ("launcher=kubernetes", "launch.image=NAME"),
     ("launcher=slurm launch.kind=TrainJob", "launcher=kubernetes"),
+    ("launcher=ray launch.min_nodes=1", "launch.min_nodes=1 has no effect"),
+    ("launcher=slurm launch.submit=false launch.min_nodes=3", "launch.min_nodes=3: the job has 2"),
+    ("launcher=slurm launch.submit=false launch.min_nodes=1", "trainer.global_batch_size=N"),
     ("launcher=ray output.dir=runs/mine", "output.dir=runs/mine"),
     ("launcher=slurm", "the program sbatch was not found"),
     ("launcher=sky launch.image=i", "pip install 'skypilot"),

@@ -25,7 +25,7 @@ from tests.hosts import Host, hosts_error, two_hosts
 from tests.launch.test_launch import EXPERIMENTS, start
 from tests.processes import LONGEST, RUN
 from tests.reliability.shell import Shell
-from tests.runs import check_same_run
+from tests.runs import check_same_run, losses_of
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.slow
@@ -237,6 +237,28 @@ def test_a_job_that_loses_a_node_goes_on_when_it_is_back_and_ends_bit_equal(
     cluster.start_daemon(node, "slurmd", "-N", node.name)
     cluster.wait_for_end(number, run, whole)
     cluster.wait_for_nodes()
+
+
+def test_a_job_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_path: Path) -> None:
+    run, whole, node = tmp_path / "run", tmp_path / "whole", cluster.pair[1]
+    words = (*LONG, "trainer.gradient_accumulation_steps=auto", "trainer.global_batch_size=4")
+    words += ("adapter.dropout=0", "trainer.validate_every_steps=null", "data.sequence_len=128")
+    cluster.limit(SLOW)
+    number = cluster.launch(run, *words, "launch.min_nodes=1")
+    wait_for_checkpoint(run)
+    node.send(signal.SIGKILL)
+    wait_for(lambda: cluster.job(number)["Restarts"] == "1")
+    cluster.restart_controller()
+    wait_for(lambda: cluster.job(number)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
+    job, log = cluster.job(number), (run / f"slurm-{number}.txt").read_text()
+    assert (job["JobState"], job["NumNodes"]) == ("COMPLETED", "1"), log
+    assert "device: 2 x cpu" in log and "RESUME: from" in log
+    cluster.limit(FAST)
+    cluster.start_daemon(node, "slurmd", "-N", node.name)
+    cluster.wait_for_nodes()
+    cluster.type(*cluster.command(whole, *words, "launch.watch=true"))
+    losses = losses_of(run)
+    assert len(losses) == 24 and losses == pytest.approx(losses_of(whole), rel=1e-5)
 
 
 def test_a_cancelled_job_has_saved_and_the_same_command_resumes_it(
