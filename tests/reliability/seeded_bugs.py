@@ -355,8 +355,8 @@ BUGS = [
     Bug(
         name="the fused step ignores the adapter's scaling",
         file="app/model/adapter/fused.py",
-        right="layer.scaling[name],",
-        wrong="1.0,",
+        right="scale: float = layer.scaling[name]",
+        wrong="scale: float = 1.0",
         test="tests/model/test_lora_fused.py::test_values_and_gradients_equal_peft",
     ),
     Bug(
