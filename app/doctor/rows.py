@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from app.doctor.facts import Facts, Folder, Package
 from app.process.gpus import BUILDS, find_gpu_problems
 from common.installation import is_checkout, pip_install
+from common.text import counted
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 MALICIOUS = {
@@ -169,7 +170,7 @@ def _gpus(facts: Facts, precision: str, uses_gpus: bool) -> Iterator[Row]:
     machine = facts.machine
     if not machine.num_files:
         if facts.num_pci_gpus:
-            number = f"{facts.num_pci_gpus} NVIDIA GPU{'s' * (facts.num_pci_gpus != 1)}"
+            number = counted(facts.num_pci_gpus, "NVIDIA GPU")
             yield Row(
                 "GPUs",
                 WARNING,

@@ -30,6 +30,7 @@ from app.strategy.settings import (
     words_of,
 )
 from app.training.micro_batch import can_probe_micro_batch
+from common.text import counted
 
 SPLITTING = ("ddp", "fsdp", "fsdp_hybrid", "fsdp_pp")
 """strategies of which those with shared rows, split experts or stages on nodes are considered"""
@@ -67,7 +68,7 @@ class MicroBatchChoice:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.size} pack{'s' * (self.size != 1)} ({self.reason})"
+        return f"{counted(self.size, 'pack')} ({self.reason})"
 
 
 def recompute_modes(typed: str, *, compiles: bool) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.installation import pip_install
+from common.text import counted
 
 DEVICES = Path("/dev")
 _WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
@@ -190,7 +191,7 @@ def find_gpu_problems(
 
 
 def _installation_problems(machine: Machine) -> Iterator[str]:
-    here = f"{machine.num_files} NVIDIA device{'s' * (machine.num_files != 1)}"
+    here = counted(machine.num_files, "NVIDIA device")
     driver = f"the driver {machine.driver}" if machine.driver else "the driver"
     if num_visible(machine.visible, machine.num_files) == 0:
         yield (

@@ -16,7 +16,7 @@ from app.model.hub import COMMIT
 from app.strategy.settings import DdpConfig, LocalSgdConfig, StrategyConfig, ZeroConfig
 from common.facts import ResumeRule, as_typed, facts_of
 from common.redaction import redacted
-from common.text import shortened
+from common.text import counted, shortened
 
 if TYPE_CHECKING:
     from app.config import TrainConfig
@@ -288,8 +288,8 @@ def check_stream(
     ]
     if before["num_ranks"] != now["num_ranks"]:
         problems.append(
-            f"the run had {_ranks(before['num_ranks'])} and would now have {now['num_ranks']}, and "
-            "the order of data.streaming=true depends on it; type "
+            f"the run had {counted(before['num_ranks'], 'rank')} and would now have "
+            f"{now['num_ranks']}, and the order of data.streaming=true depends on it; type "
             f"trainer.devices={before['num_ranks']}"
         )
     return problems
@@ -298,12 +298,8 @@ def check_stream(
 def _factors(batch: Mapping[str, int]) -> str:
     return (
         f"micro_batch_size {batch['micro_batch_size']} x accumulation "
-        f"{batch['gradient_accumulation_steps']} x {_ranks(batch['num_ranks'])}"
+        f"{batch['gradient_accumulation_steps']} x {counted(batch['num_ranks'], 'rank')}"
     )
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' * (number != 1)}"
 
 
 def _batch_override(

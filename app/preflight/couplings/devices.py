@@ -42,7 +42,7 @@ class Devices:
 
     def __str__(self) -> str:
         if self.on_gpu:
-            return f"{self.num_gpus} GPU{'s' * (self.num_gpus != 1)}"
+            return counted(self.num_gpus, "GPU")
         return "the CPU" if self.num_gpus else "the CPU (no GPU was found)"
 
 
@@ -130,8 +130,8 @@ def check_devices(trainer: TrainerConfig, num_gpus: int | None) -> list[str]:
     if not num_gpus or trainer.devices <= num_gpus:
         return []
     return [
-        f"trainer.devices={trainer.devices}, but this machine has {num_gpus} "
-        f"GPU{'s' * (num_gpus != 1)}; type trainer.devices={num_gpus}"
+        f"trainer.devices={trainer.devices}, but this machine has {counted(num_gpus, 'GPU')}; type "
+        f"trainer.devices={num_gpus}"
     ]
 
 
