@@ -93,7 +93,7 @@ class Kind:
 KINDS = {
     "mixture": Kind(
         save=save_mixture,
-        words=("adapter.experts=lora", "trainer.max_steps=80"),
+        words=("adapter.experts=lora", "trainer.max_steps=60"),
         adapts=".experts.",
     ),
     "hybrid": Kind(save=save_hybrid, words=("trainer.max_steps=60",), adapts=".mamba."),

@@ -20,7 +20,7 @@ LISTS, LISTS_TEST = SAMPLES / "lists.json", SAMPLES / "lists_test.json"
 SHORT = (
     f"data.datasets=[{{path: {LISTS}, name: lists}}]",
     f"data.test_datasets=[{{path: {LISTS_TEST}, name: lists}}]",
-    "trainer.max_steps=80",
+    "trainer.max_steps=60",
     "evaluation.max_rows=60",
 )
 EXACT, LOSS = "exact_match/lists", "val/loss/lists"
