@@ -96,7 +96,7 @@ KINDS = {
         words=("adapter.experts=lora", "trainer.max_steps=60"),
         adapts=".experts.",
     ),
-    "hybrid": Kind(save=save_hybrid, words=("trainer.max_steps=60",), adapts=".mamba."),
+    "hybrid": Kind(save=save_hybrid, words=("trainer.max_steps=40",), adapts=".mamba."),
     "multimodal": Kind(
         save=llava_of_the_tiny_base,
         words=("trainer.max_steps=60",),

@@ -62,7 +62,7 @@ PartitionName=all Nodes=ALL Default=YES
 a node is down after SlurmdTimeout"""
 
 
-SLOWEST, SLOW, FAST = "400kbit", "4mbit", "10gbit"
+SLOWEST, SLOW, FAST = "200kbit", "4mbit", "10gbit"
 """rates of the link: a step takes seconds, takes about half a second, and is not limited"""
 TWO_NODES = ("trainer.accelerator=cpu", "trainer.num_nodes=2", "trainer.devices=1", "strategy=ddp")
 LONG = ("trainer.max_steps=24", "trainer.checkpoint.every_steps=4")
