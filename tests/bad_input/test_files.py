@@ -144,16 +144,6 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
         assert check_datasets(DataConfig(datasets=[named(good)])) == []
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-def test_weights_of_data_sets(weight: float, tmp_path: Path) -> None:
-    file = write(tmp_path / "d.jsonl", ROWS)
-    problems = check_datasets(DataConfig(datasets=[named(file), named(file, weight=weight)]))
-    assert problems == [
-        f"data.datasets[1].weight={weight}: expected above 0 (or leave the data set out)"
-    ]
-    assert check_datasets(DataConfig(datasets=[named(file), named(file, weight=0.1)])) == []
-
-
 @pytest.mark.parametrize(
     ("chunk_bytes", "told"),
     [

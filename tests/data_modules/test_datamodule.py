@@ -365,16 +365,6 @@ def test_report_has_a_line_per_data_set(files: list[DatasetConfig], tokenizer: A
     assert len(module.template.hash) == 64
 
 
-def test_problems_of_all_data_sets_are_raised_together(
-    files: list[DatasetConfig], tokenizer: Any
-) -> None:
-    for config in files[:2]:
-        Path(config.path).write_text("{")
-    with pytest.raises(DataError) as caught:
-        build(files, tokenizer)
-    assert len(caught.value.problems) == 2
-
-
 def test_other_number_of_ranks_than_planned_is_an_error(
     files: list[DatasetConfig], tokenizer: Any
 ) -> None:

@@ -101,25 +101,6 @@ def test_turns_of_different_weights_are_not_joined() -> None:
     assert turns(item) == [("user", "q"), ("assistant", "a"), ("assistant", "a")]
 
 
-def test_weight_of_a_turn() -> None:
-    item = convert({"messages": [ASK, {**SAY, "weight": 0}, ASK, {**SAY, "train": True}]})
-    assert [turn.weight for turn in item.turns] == [None, 0.0, None, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("fields", "weight"),
-    [
-        ({"train": False}, 0.0),
-        ({"train": False, "weight": 2}, 0.0),
-        ({"train": True, "weight": 0.5}, 0.5),
-        ({"train": True, "weight": None}, 1.0),
-        ({"train": None}, None),
-    ],
-)
-def test_train_and_weight_of_a_turn(fields: dict[str, Any], weight: float | None) -> None:
-    assert convert({"messages": [ASK, {**SAY, **fields}]}).turns[1].weight == weight
-
-
 def test_weight_of_a_row_multiplies() -> None:
     assert convert({"messages": [ASK, SAY], "weight": 0.5}).weight == 0.5
     assert convert({"conversations": [ASK, SAY], "weight": None}).weight == 1.0
@@ -349,23 +330,6 @@ def test_masked_tokens_have_weight_0_and_padding_is_removed(
     item = to_ids(row)
     assert item.input_ids == tuple(ids)
     assert item.weights == tuple(weight * flag for flag in is_trained)
-
-
-@given(FLAGS)
-def test_a_loss_mask_equals_labels(is_trained: list[bool]) -> None:
-    ids = list(range(5, 5 + len(is_trained)))
-    labels = [i if flag else -100 for i, flag in zip(ids, is_trained, strict=True)]
-    from_labels = to_ids({"input_ids": ids, "labels": labels})
-    assert (
-        to_ids({"input_ids": ids, "loss_mask": [int(flag) for flag in is_trained]}) == from_labels
-    )
-    assert to_ids({"input_ids": ids, "loss_mask": is_trained}) == from_labels
-    assert to_ids({"input_ids": ids, "labels": ids, "weights": is_trained}) == from_labels
-
-
-def test_masks_and_weights_multiply() -> None:
-    row = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "weights": [1, 0.5, 2], "weight": 3}
-    assert to_ids(row).weights == (0.0, 1.5, 6.0)
 
 
 def test_all_tokens_are_trained_on_if_labels_equal_ids() -> None:

@@ -47,26 +47,6 @@ def documents(batches: list[MicroBatch]) -> list[int]:
     return [int(document) for batch in batches for pack in batch.packs for document in pack]
 
 
-@settings(max_examples=60)
-@given(
-    LENGTHS,
-    st.integers(0, 3),
-    st.integers(0, 3),
-    st.sampled_from(["multipack", "like_length", "none"]),
-)
-def test_every_document_is_in_exactly_one_pack_within_capacity(
-    lengths: list[int], seed: int, epoch: int, method: str
-) -> None:
-    array = np.array(lengths)
-    packs = pack_documents(array, 64, seed, epoch, method)
-    assert sorted(packs.documents.tolist()) == list(range(len(lengths)))
-    sizes = [int(array[packs[i]].sum()) for i in range(len(packs))]
-    assert all(0 < size <= 64 for size in sizes)
-    assert sum(sizes) == sum(lengths)
-    if method == "none":
-        assert len(packs) == len(lengths)
-
-
 def test_plan_is_a_function_of_seed_and_epoch() -> None:
     lengths = np.random.default_rng(0).integers(1, 60, 300)
     same = [pack_documents(lengths, 64, 1, 0, "multipack") for _ in range(2)]

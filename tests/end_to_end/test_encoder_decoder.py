@@ -67,19 +67,6 @@ def test_every_data_set_has_its_curves_and_answers(run: Path) -> None:
     assert metrics["tuned/val/loss"] < metrics["base/val/loss"]
 
 
-def test_evaluate_repeats_the_metrics_of_a_run(run: Path, tmp_path: Path) -> None:
-    from app.config import load_config
-    from app.evaluate import evaluate
-
-    measured = evaluate(load_config("evaluate", [f"run={run}", f"output.dir={tmp_path / 'again'}"]))
-    recorded = json.loads((run / "metrics.json").read_text())
-    for name in ("base/val/loss", "tuned/val/loss", *(f"val/loss/{name}" for name in NAMES)):
-        assert measured[name] == pytest.approx(recorded[name], rel=1e-6)
-    for name in NAMES:
-        key = f"tuned/exact_match/{name}"
-        assert measured[key] == recorded[key]
-
-
 def test_a_preview_shows_both_sides(words: list[str], tmp_path: Path) -> None:
     from app.config import load_config
     from app.preview import preview
