@@ -215,7 +215,7 @@ def _build_job(
             raise UserError(f"launch.min_nodes={fewest}: the job has {nodes}; type at most as many")
         changing = replace(planned, trainer=replace(trainer, num_nodes="auto"))
         if problems := check_compatibility(changing, on_this_machine=False):
-            raise UserError(problems)
+            raise UserError([f"launch.min_nodes={fewest}: {problem}" for problem in problems])
     left_out = (*_NOT_OF_RUN, *_DECIDED, "-")
     typed = [word for word in words if not word.lstrip("+").startswith(left_out)]
     if not any(word.lstrip("+").startswith("resume=") for word in typed):

@@ -202,6 +202,10 @@ def test_slurm_takes_the_jobs_of_six_experiments(
         assert start(*words) == 0
         said = cluster.type("sbatch", "--test-only", str(tmp_path / experiment / "job.sbatch"))
         assert "using 16 processors on nodes node[1-2]" in said, said
+    words = ["launcher=slurm", "launch.submit=false", "launcher.cpus=1", "hardware=2x9xh100"]
+    assert start(*words, "+experiment=llama8b", f"output.dir={tmp_path / 'nine'}") == 0
+    said = cluster.type("sbatch", "--test-only", str(tmp_path / "nine" / "job.sbatch"), code=1)
+    assert "Requested node configuration is not available" in said
 
 
 def test_a_job_that_reaches_its_time_limit_goes_on_and_ends_bit_equal(

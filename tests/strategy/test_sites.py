@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,7 +36,14 @@ def at_sites(num: int, work: Callable[[sites._Link, int], Any]) -> list[Future[A
     return futures
 
 
-def test_every_site_gets_the_mean_weighted_by_tokens() -> None:
+def test_every_site_gets_the_mean_weighted_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, send = set[str](), sites._Link._set
+
+    def record(link: sites._Link, key: str, value: bytes) -> None:
+        sent.add(re.sub(r"\d+", "N", key))
+        send(link, key, value)
+
+    monkeypatch.setattr(sites._Link, "_set", record)
     vectors = torch.randn(3, 3, SIZE, generator=torch.Generator().manual_seed(1))
     weights = [10.0, 25.0, 5.0]
 
@@ -55,6 +63,8 @@ def test_every_site_gets_the_mean_weighted_by_tokens() -> None:
         expected = sum(own * weight for own, weight in zip(of_sites, weights, strict=True)) / 40
         torch.testing.assert_close(answers[0][number].double(), expected, atol=1e-6, rtol=1e-6)
         assert all(torch.equal(each[number], answers[0][number]) for each in answers)
+    # Nothing but the first settings, steps, weights and their tokens leaves a site.
+    assert sent == {"facts/N", "past/N", "N/N/N", "N/weight/N", "N/N/mean", "done/N"}
 
 
 @pytest.mark.parametrize(
