@@ -273,7 +273,7 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     gathered *= is_shared and share > 0
     if run.recompute == "selective":
         own += (run.context_size - 1) * share * value_bytes * (widths.query + 2 * widths.key_value)
-    exchanged, masks = _exchange_bytes(run, widths, execution)
+    exchanged, of_keys, masks = _exchange_bytes(run, widths, execution)
     whole += exchanged
     own += exchanged * (run.recompute == "none")
     chunk, of_feed_forward = run.feed_forward_share, _feed_forward_bytes(widths, execution)
@@ -302,6 +302,7 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
         scores = _SCORE_TEMPORARIES * value_bytes * widths.heads * execution.sequence_len
         # The backward pass of the feed-forward is finished by then.
         working = max(working, scores - of_feed_forward)
+    working = max(working, of_keys - chunk * of_feed_forward)
     unpacked = _bytes_of_copy(run) * run.model.largest_matrix
     # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
     shared = (
@@ -321,18 +322,25 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
 
 def _exchange_bytes(
     run: PlannedRun, widths: Widths, execution: LayerExecution
-) -> tuple[float, float]:
-    """Return the bytes per token that a layer of sliced rows saves on top, and those of masks."""
+) -> tuple[float, float, float]:
+    """Return the bytes that a layer of sliced rows needs on top.
+
+    Those that it saves per token, those of gradients of gathered keys per token, and of masks.
+    """
     value_bytes, size = execution.value_bytes, run.context_size
     if size == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     if gather_reason(widths.heads, widths.key_heads, size) is None:
         # The output of attention, by head: by token it is saved anyway. And repeated key heads.
         repeated = key_repeats(widths.heads, widths.key_heads, size) - 1
-        return value_bytes * (widths.query + 2.0 * repeated * widths.key_value), 0.0
+        return value_bytes * (widths.query + 2.0 * repeated * widths.key_value), 0.0, 0.0
     # A rank adds masks, which its layers share, to the scores of its queries and the keys before.
     masks = value_bytes * execution.sequence_len**2 / (2 * size)
-    return (size - 1) * 2.0 * value_bytes * widths.key_value, masks
+    # Kernels with masks need key heads to be repeated. The pieces of a row, which see half of it on
+    # average, add their gradients of keys and values to the sums of these.
+    gathered, copied = (2.0 * value_bytes * width for width in (widths.key_value, widths.query))
+    saved = (size - 1) * gathered + size * copied * (widths.query > widths.key_value)
+    return saved, 1.5 * size * copied, masks
 
 
 def _widths_on_rank(run: PlannedRun) -> Widths:

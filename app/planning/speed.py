@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
+from app.model.attention import gather_reason
 from app.model.recompute import WHOLE_LAYERS
 from app.planning.communication import (
     ALL_GATHER,
@@ -52,6 +53,10 @@ _PLAIN = {"norm": 253.0, "rope": 36.0, "gate": 28.0, "adds": 182.0, "layout": 20
 ones for norm, adds and layout, those of heads for rope, of the feed-forward for gate, and of the
 outputs of matrices with LoRA for lora. Counted for an 8B model by `make bench ONLY=gpu_ops`
 (results/2026-11-23_gpu-modelled.md), for our fused kernels and for plain transformers + peft"""
+_GATHERED = 78.0
+"""bytes of memory traffic per token of a row, layer and feature of the queries if context
+parallelism gathers keys: of repeated heads, and of their gradients, which pieces of the row add.
+Counted in simulated steps of Qwen2.5 1.5B and 7B (rows of 128k tokens on 8 H100)"""
 _LOSS_TRAFFIC = 6.8
 """bytes of memory traffic per token and logit, same source"""
 _FORWARD_TRAFFIC = 0.38
@@ -284,6 +289,8 @@ def _traffic(run: PlannedRun) -> float:
     layer += rates["layout"] * widths.hidden + rates["lora"] * widths.outputs * _has_lora(run)
     # Tensor parallelism leaves the hidden states whole on each rank.
     layer = layer / split + (rates["norm"] + rates["adds"]) * widths.hidden
+    if run.context_size > 1 and gather_reason(widths.heads, widths.key_heads, run.context_size):
+        layer += _GATHERED * widths.query * run.context_size * (1 - model.recurrent_share)
     again = 0.0 if run.recompute == "none" else 1 / run.recompute_every
     # Layers below the lowest trainable one have a forward pass only.
     reached = run.trained_share * model.reached

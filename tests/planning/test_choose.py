@@ -571,7 +571,7 @@ def test_ranks_that_gather_keys_are_planned_with_them_and_their_masks(
     gathered = estimate_gpu_memory(four).activations
     monkeypatch.setattr("app.planning.activations.gather_reason", lambda *_: None)
     monkeypatch.setattr("app.planning.activations.key_repeats", lambda *_: 1)
-    keys = 512 * 3 * 2 * 128 * 2 * four.model.num_layers
+    keys = 512 * (3 * 2 * 128 + 4 * 2 * 14 * 64) * 2 * four.model.num_layers  # as sent, repeated
     masks = 2 * 512 * 1024
     outputs = 512 * 2 * (14 * 64) * four.model.num_layers
     exchanged = estimate_gpu_memory(four).activations

@@ -315,6 +315,9 @@ def long(tokens: int) -> str:
         f"{LLAMA_70B} strategy=fsdp_tp strategy.tensor_parallel_size=8 hardware=8x8xh100",
         f"+experiment=llama8b_128k recompute=full hardware=8xh100 {long(2**19)}",
         f"+experiment=llama8b_qlora recompute=offload hardware=h100 {long(350 * 2**10)}",
+        # Eight ranks cannot share 28 heads, and gather keys.
+        "model=qwen7b data=dolly strategy=fsdp strategy.context_parallel_size=8 recompute=full "
+        f"trainer.micro_batch_size=1 hardware=8xh100 {long(2**17)}",
     ],
 )
 def test_estimates_and_simulation_of_parts_agree(typed: str) -> None:

@@ -259,9 +259,12 @@ class OperatorCounter(TorchDispatchMode):
 
     def _attention_flops(self, name: str, given: list[Tensor]) -> float:
         """Return the FLOPs of two products forward, or of five backward."""
-        query = given[1] if "backward" in name else given[0]  # a gradient comes first
-        heads = query.shape[1] if "scaled_dot" in name else query.shape[-2]
-        forward = 2 * 2 * heads * query.shape[-1] * self._num_pairs / 2
+        query, key = given[1:3] if "backward" in name else given[:2]  # a gradient comes first
+        is_by_head = "scaled_dot" in name
+        heads = query.shape[1] if is_by_head else query.shape[-2]
+        # A block of queries has a mask, and may be a small part of the row.
+        in_block = query[..., 0].numel() / heads * key.shape[2 if is_by_head else -3]
+        forward = 2 * 2 * heads * query.shape[-1] * min(self._num_pairs / 2, in_block)
         return 2.5 * forward if "backward" in name else forward
 
     def _kind_of(self, func: Any, name: str, given: list[Tensor], returned: list[Tensor]) -> str:

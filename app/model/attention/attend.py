@@ -287,14 +287,16 @@ def attend_in_blocks(
 ) -> torch.Tensor:
     """Attend causally by blocks of queries, which stand at the last of the keys' positions.
 
-    A block reads only keys within the reach of `rule`: no mask is that of a whole document.
+    A block reads only keys within the reach of `rule`: no mask is that of a whole document. If
+    that is all keys, there is one block: each allocates a gradient of all keys.
     """
     query, key, value = cast_to_one_dtype(query, key, value)
-    key, value = _repeat_heads(query, key, value)  # once, not in every block
+    key, value = repeat_heads(query, key, value)  # once, not in every block
     num_keys, outputs = key.shape[2], []
     first = num_keys - query.shape[2]
-    for start in range(first, num_keys, BLOCK_TOKENS):
-        queries = range(start, min(start + BLOCK_TOKENS, num_keys))
+    size = BLOCK_TOKENS if rule.size < num_keys else query.shape[2]
+    for start in range(first, num_keys, size):
+        queries = range(start, min(start + size, num_keys))
         # Whole multiples of 8, as CUDA's kernels ask of the masks.
         keys = range(max(0, (start - rule.size + 1) // 8 * 8), queries.stop)
         parts = (
@@ -325,7 +327,7 @@ def _run_kernel(
         return attend_to_rows(parts, sinks, mask, scaling, is_causal=is_causal)
     query, key, value = parts
     if query.is_cuda and not _runs_flash(query, value, mask):
-        key, value = _repeat_heads(query, key, value)
+        key, value = repeat_heads(query, key, value)
     output: torch.Tensor = attend_once(
         torch.nn.functional.scaled_dot_product_attention,
         query,
@@ -340,7 +342,7 @@ def _run_kernel(
     return output
 
 
-def _repeat_heads(
+def repeat_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Repeat key heads on a GPU for its kernels with a mask.

@@ -23,10 +23,11 @@ from app.model.attention.attend import (
     MaskRule,
     attend_in_blocks,
     cast_to_one_dtype,
+    repeat_heads,
     window_rule,
 )
 from app.model.attention.backends import gather_reason, key_repeats
-from app.model.attention.documents import RowSlices
+from app.model.attention.documents import RowPiece, RowSlices
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.mixer_search import probe_ids
 from app.model.attention.probes import EDITS, MAX_ULPS, MIN_SHARE, distances, rounding
@@ -59,6 +60,34 @@ def _all_to_all(parts: Tensor, ranks: dist.ProcessGroup) -> Tensor:
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=ranks)
     return received
+
+
+class _Part(torch.autograd.Function):
+    """Return the keys or values that a piece of a row sees, and all of them for the next piece.
+
+    The gradients are added in place: slices would each allocate one of all tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, piece: RowPiece) -> tuple[Tensor, Tensor]:
+        ctx.place = (
+            slice(piece.row, piece.row + 1),
+            ...,
+            slice(piece.first, piece.columns.stop),
+            slice(None),
+        )
+        ctx.shape = whole.shape
+        ctx.set_materialize_grads(False)
+        return whole[ctx.place], whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        own, others = gradients
+        if own is None:
+            return others, None
+        whole = own.new_zeros(ctx.shape) if others is None else others
+        whole[ctx.place].add_(own)  # not +=, which copies the sum onto itself
+        return whole, None
 
 
 def gather_tokens(own: Tensor, ranks: dist.ProcessGroup, dim: int) -> Tensor:
@@ -140,22 +169,26 @@ def _attend_to_gathered(
     counts = [len(piece.columns) for piece in pieces]
     # The rows one after another: [1, heads, rows x tokens, dim].
     queries = query.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(counts, 2)
-    seen = [whole[piece.row, None, :, piece.first : piece.columns.stop] for piece in pieces]
     outputs: dict[int, Tensor] = {}
-    if begun := [number for number, piece in enumerate(pieces) if piece.begun]:
+    if begun := {number: piece for number, piece in enumerate(pieces) if piece.begun}:
         together = torch.cat([queries[number] for number in begun], 2)
-        keys, values = torch.cat([seen[number] for number in begun], 2).split(widths, -1)
+        own = []
+        for piece in begun.values():
+            part, whole = _Part.apply(whole, piece)
+            own.append(part)
+        keys, values = torch.cat(own, 2).split(widths, -1)
         output, _ = attend(together, keys, values, mask, **options | slices.begun)
         of_pieces = output.split([counts[number] for number in begun], 1)
         outputs.update(zip(begun, of_pieces, strict=True))
-    for number, (own, keys_and_values) in enumerate(zip(queries, seen, strict=True)):
-        if number in outputs:
+    keys, values = repeat_heads(query, *whole.split(widths, -1))  # once, not for each piece
+    for number, piece in enumerate(pieces):
+        if piece.begun:
             continue
-        keys, values = keys_and_values.split(widths, -1)
+        (key, keys), (value, values) = (_Part.apply(part, piece) for part in (keys, values))
         output = attend_in_blocks(
-            own,
-            keys,
-            values,
+            queries[number],
+            key,
+            value,
             rule,
             dropout=options.get("dropout", 0.0),
             scaling=options.get("scaling"),
