@@ -275,7 +275,7 @@ def test_an_address_in_use_or_unknown_is_named() -> None:
 
 def test_bodies_that_are_too_long_or_too_slow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "BODY_SECONDS", 0.1)
-    monkeypatch.setattr(server, "HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 1.0)
     with serving(ScriptedResponder("yes")) as address:
         assert send(address, b" " * (server.MAX_BODY + 1))[0] == 413
         host, port = urlsplit(address).netloc.split(":")

@@ -31,6 +31,8 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 {TRIAL}
 (folder / "config.yaml").write_text("")
 time.sleep(0.5)
+while (folder.parent / "hold").exists():
+    time.sleep(0.05)
 """
 RUN_SWEEP = """
 import sys
@@ -182,6 +184,13 @@ def test_a_cancelled_trial_is_submitted_again(overrides: list[str], tmp_path: Pa
     assert len(list((tmp_path / "jobs").iterdir())) == 3
 
 
+def waits_for_its_last_job(folder: Path) -> bool:
+    """Return whether the eighth job of the sweep `killed` runs, which is not pruned."""
+    jobs, ids = len([*(folder / "jobs").iterdir()]), len([*folder.glob("killed/slurm/*.id")])
+    state = folder / "jobs" / str(jobs) / "state"
+    return jobs == ids > 7 and state.exists() and state.read_text().strip() == "RUNNING"
+
+
 @pytest.mark.slow
 def test_a_killed_search_with_jobs_equals_one_with_processes(
     overrides: list[str], tmp_path: Path
@@ -194,10 +203,12 @@ def test_a_killed_search_with_jobs_equals_one_with_processes(
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith(b"[6/10]"):
-                wait_for(lambda: len([*tmp_path.glob("killed/slurm/*.id")]) > 6)
+            if line.startswith(b"[7/10]"):
+                (tmp_path / "killed/hold").touch()
+                wait_for(lambda: waits_for_its_last_job(tmp_path))
                 process.send_signal(signal.SIGKILL)
                 break
+    (tmp_path / "killed/hold").unlink()
     result = sweep("resume=killed")
     assert result.code == 0, result.stderr
     assert len(list((tmp_path / "jobs").iterdir())) == 10
