@@ -73,6 +73,7 @@ def estimate_flops(run: PlannedRun) -> Flops:
     passes = 1 + reached * (1 + (run.recompute in WHOLE_LAYERS))
     again += 2.0 * (run.context_size - 1) * passes * model.recurrent_weights
     others, others_attention = of_base + head * run.runs_base, attention * run.runs_base
+    others += share * head * run.recomputes_head
     if (teacher := run.teacher) is not None:
         sides = 2 if teacher.is_pair else 1
         others += 2.0 * (teacher.multiplied(trained=False) / sides + teacher.head_weights)

@@ -92,6 +92,8 @@ class PlannedRun:
     """whether the base computes each micro-batch, too, in a forward pass without its adapter"""
     runs_others: bool = False
     """whether half of the tokens are other rows' answers, which no backward pass reads (kto)"""
+    recomputes_head: bool = False
+    """whether the backward pass computes logits again, as a loss of whole answers needs"""
     teacher: PlannedModel | None = None
     """the model that runs forward on each micro-batch, too, whole on each rank"""
     teacher_quantization: str = "none"

@@ -42,7 +42,12 @@ from app.strategy.settings import (
     tensor_parallel_size,
     with_states_of,
 )
-from app.training.objective.settings import DistillConfig, KtoConfig, ObjectiveConfig
+from app.training.objective.settings import (
+    DistillConfig,
+    KtoConfig,
+    ObjectiveConfig,
+    PairConfig,
+)
 from common.errors import UserError
 from common.facts import setting
 from common.untrusted import read_json_object, reading
@@ -283,6 +288,8 @@ def build_planned_run(
         groups_documents=groups_documents,
         runs_base=config.objective.reference_source == "base",
         runs_others=isinstance(config.objective, KtoConfig),
+        recomputes_head=isinstance(config.objective, PairConfig)
+        and not config.objective.has_own_head,
         teacher=_plan_teacher(config.objective, precision),
         teacher_quantization=config.objective.teacher_quantization
         if isinstance(config.objective, DistillConfig)

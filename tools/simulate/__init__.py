@@ -86,8 +86,10 @@ def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
         why = "files cannot be simulated; type model.stream=host"
     elif pipeline_parallel_size(strategy) > 1:
         why = "stages of a pipeline cannot be simulated; type strategy=fsdp"
-    elif config.objective.name != "sft":
+    elif config.objective.has_own_head or config.objective.teacher_path is not None:
         why = f"objective={config.objective.name} cannot be simulated; type objective=sft"
+    elif config.objective.reference_source == "cached":
+        why = "stored values of a base cannot be simulated; type objective.reference=none"
     elif run.quantization.method == "int8":
         why = "int8 weights cannot be simulated; type quantization=nf4"
     elif config.trainer.compile:

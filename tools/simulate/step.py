@@ -40,7 +40,8 @@ from app.strategy.settings import DdpConfig
 from app.training.algorithms import MuonWithAdamW
 from app.training.metrics import Metrics
 from app.training.module import FinetuneModule
-from app.training.objective.objective import Sft
+from app.training.objective.build import build_objective
+from app.training.objective.settings import KtoConfig, ObjectiveConfig, PairConfig
 from app.training.optimizers import build_optimizer
 from app.training.prepare import prepare_model
 from app.training.trainer import Environment, build_lightning_trainer
@@ -81,12 +82,13 @@ def take_steps(config: TrainConfig, run: PlannedRun) -> Steps:
         stack.enter_context(live)
         stack.enter_context(live.watching_fsdp())
         module, optimizer = _begin_fit(config, run, folder, live)
+        batch = _batch(config.objective, run)
         # Fused rope is patched into a Python module, and would affect the next run.
         stack.callback(unfuse_layers, module.model)
         stack.enter_context(live.watching_modules())
         stack.enter_context(live.watching_gradients(_trained(module)))
         if isinstance(run.strategy, DdpConfig):  # makes gradients views of DDP's buckets
-            _take_step(module, optimizer, _batch(run), 1, live)
+            _take_step(module, optimizer, batch, 1, live)
         else:
             for weight in _trained(module):
                 weight.grad = torch.zeros_like(weight)
@@ -95,7 +97,7 @@ def take_steps(config: TrainConfig, run: PlannedRun) -> Steps:
         live.assign(_states(optimizer), "optimizer")
         live.tally.kernels.clear()
         live.forget_peak()
-        _take_step(module, optimizer, _batch(run), micro_batches, live)
+        _take_step(module, optimizer, batch, micro_batches, live)
     return Steps(live=live, accumulated=micro_batches)
 
 
@@ -259,7 +261,7 @@ def _module(
     return FinetuneModule(
         partial(_build_placed, build, model, is_sharded=strategy.shards_weights),
         backend=backend,
-        objective=Sft(),
+        objective=build_objective(config.objective),
         build_optimizer=partial(
             build_optimizer,
             config=config.optimizer,
@@ -303,7 +305,10 @@ def _take_step(
         return value
 
     optimizer.zero_grad()
-    strategy.run_micro_batches([batch] * number, loss)
+    batches = [batch] * number
+    live.phase = "forward"
+    module.objective.begin(module.model, batches, module.backend, DEVICE)
+    strategy.run_micro_batches(batches, loss)
     live.assign((weight.grad for weight in weights), "gradients")
     live.phase = "step"
     module.configure_gradient_clipping(optimizer, module.trainer.gradient_clip_val)
@@ -322,15 +327,31 @@ def _states(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 @_with_real_tensors
-def _batch(run: PlannedRun) -> Batch:
-    """Return a micro-batch of full packs, each with one document that is trained on entirely."""
-    rows, length = 1, run.micro_batch_size * run.sequence_len
-    lengths = [[run.sequence_len] * run.micro_batch_size]
+def _batch(objective: ObjectiveConfig, run: PlannedRun) -> Batch:
+    """Return a micro-batch of full packs, each with one document that is trained on entirely.
+
+    Of two answers, each takes half of a pack.
+    """
+    count, length = run.micro_batch_size, run.sequence_len
+    if isinstance(objective, KtoConfig):
+        own, others = (_documents(run, count, length // 2) for _ in range(2))
+        units = torch.ones(count)
+        return replace(own, unit_weights=units, unit_labels=units, others=others)
+    if isinstance(objective, PairConfig):
+        pairs = _documents(run, 2 * count, length // 2)
+        return replace(pairs, unit_weights=torch.ones(count), unit_labels=torch.ones(count))
+    return _documents(run, count, length)
+
+
+def _documents(run: PlannedRun, count: int, each: int) -> Batch:
+    """Return `count` documents of `each` tokens, in one row if the run packs."""
+    rows, length = 1, count * each
+    lengths = [[each] * count]
     if run.model.is_pair or run.keeps_scores:
-        rows, length = run.micro_batch_size, run.sequence_len
-        lengths = [[run.sequence_len]] * run.micro_batch_size
+        rows, length = count, each
+        lengths = [[each]] * count
     ids = torch.zeros(rows, length, dtype=torch.int64)
-    positions = torch.arange(run.sequence_len).repeat(length // run.sequence_len)
+    positions = torch.arange(each).repeat(length // each)
     positions = positions.expand(rows, -1).contiguous()
     decoder = DecoderInputs(ids, positions, lengths) if run.model.is_pair else None
     return Batch(
