@@ -252,7 +252,7 @@ def test_killed_hosts_rejoin_and_the_run_is_unchanged(
     killed = []
     for kill in range(NUM_KILLS):
         training.wait_for_step((training.steps() or [0])[-1] + draw.randint(1, 6))
-        time.sleep(draw.uniform(0, 0.5))
+        time.sleep(draw.uniform(0, 0.2))
         dies = kill % 2
         hosts[dies].send(signal.SIGKILL)
         killed.append(hosts[dies].name)
