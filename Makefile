@@ -34,6 +34,9 @@ install: $(STAMP)  ## .venv with the pinned dependencies, and those of a GPU if 
 train: $(STAMP)  ## fine-tune the shipped tiny base; ARGS="+experiment=llama8b" for another run
 	$(BIN)/python -m app.train $(ARGS)
 
+train-dpo: $(STAMP)  ## train the shipped tiny base on pairs of answers: `+experiment=dpo_quickstart`
+	$(BIN)/python -m app.train +experiment=dpo_quickstart $(ARGS)
+
 preview: $(STAMP)  ## what a run would be trained on: rows, loss mask, packs, audit
 	$(BIN)/python -m app.preview $(ARGS)
 
@@ -178,4 +181,4 @@ schema: $(STAMP)  ## write conf/experiment/schema.json, by which editors complet
 clean:  ## remove caches; runs under outputs/ are kept
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr doctor bandwidth tiny-base check test test-slow test-versions test-both test-all test-strategies test-floor chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
+.PHONY: help install train train-dpo preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr doctor bandwidth tiny-base check test test-slow test-versions test-both test-all test-strategies test-floor chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

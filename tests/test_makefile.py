@@ -85,6 +85,12 @@ def test_what_a_gpu_needs_is_installed_where_it_is(
     assert program.endswith("--editable .[dev,gpu]" if gpu else "--editable .[dev]")
 
 
+def test_pairs_are_trained_on_by_a_target_of_their_own(clone: Path) -> None:
+    make(clone, "install")
+    (call,) = make(clone, "train-dpo", "ARGS=trainer.max_steps=2")
+    assert call == "-m app.train +experiment=dpo_quickstart trainer.max_steps=2"
+
+
 def test_eval_trains_first_where_no_training_has_finished(clone: Path) -> None:
     make(clone, "install")
     run = clone / "outputs" / "name" / "time"
