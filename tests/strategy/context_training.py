@@ -49,11 +49,12 @@ LLAMA: dict[str, Any] = {
 }
 ODD_HEADS, ODD_KEY_HEADS = 9, 3
 """heads that neither two nor four ranks share"""
-ODD = LLAMA | {
+ODD_SIZES = {
     "hidden_size": ODD_HEADS * HEAD_DIM,
     "num_attention_heads": ODD_HEADS,
     "num_key_value_heads": ODD_KEY_HEADS,
 }
+ODD = LLAMA | ODD_SIZES
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": 128,
@@ -140,6 +141,8 @@ CASES: dict[str, tuple[dict[str, Any], AdapterConfig, str]] = {
     "odd heads, one document": (ODD, FullConfig(), "none"),
     "odd heads, padded rows": (ODD, FullConfig(), "none"),
     "odd heads, sinks, window": (ODD | GPT_OSS, FullConfig(), "selective"),
+    "odd heads, gemma3": (GEMMA3 | ODD_SIZES, LORA, "full"),
+    "odd heads, convolution": (HYBRIDS["lfm2"] | ODD_SIZES, FullConfig(), "none"),
     "odd heads, window": (
         ODD | {"model_type": "mistral", "sliding_window": 24},
         FullConfig(),

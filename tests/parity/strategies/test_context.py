@@ -23,6 +23,8 @@ CASES = {
     "fsdp": (sliced("fsdp"), "lora"),
     "zero3": (sliced("zero3"), "full"),
     "fsdp 2 x 2": (sliced("fsdp", ranks=4), "full"),
+    # Three ranks cannot share four heads, and gather keys.
+    "ddp of three": (sliced("ddp", ranks=3, size=3), "lora"),
 }
 
 
