@@ -41,10 +41,10 @@ AIMS = {
     "files of a row to its batch": 18,
 }
 MOST = {
-    "modules": 310,
-    "lines that are not blank": 69_300,
+    "modules": 280,
+    "lines that are not blank": 68_200,
     LONG_FUNCTIONS: 0,
-    "modules with one importer": 68,
+    "modules with one importer": 54,
 }
 """what no change may exceed: lower these after a cut, raise them only for a capability"""
 

@@ -241,9 +241,9 @@ def test_rows_of_one_verdict_are_refused(tmp_path: Path) -> None:
 def test_runs_learn_and_are_the_same_however_they_are_split(shell: Shell, tmp_path: Path) -> None:
     data = f"data.datasets=[{{path: {kto_file(tmp_path)}}}]"
     whole = tmp_path / "whole"
-    shell.train_into(whole, *RUN, data, *STEP, "trainer.max_steps=12")
+    shell.train_into(whole, *RUN, data, *STEP, "trainer.max_steps=60")
     losses = read_column(whole, "val/loss")
-    assert losses[0] == pytest.approx(0.5, abs=1e-6) and losses[max(losses)] < 0.49
+    assert losses[0] == pytest.approx(0.5, abs=1e-6) and losses[max(losses)] < 0.45
     short = tmp_path / "short"
     shell.train_into(short, *RUN, data, *STEP, "trainer.max_steps=3")
     splits = {
