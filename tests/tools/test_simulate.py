@@ -174,17 +174,19 @@ def test_gradients_at_a_peak_in_the_backward_pass() -> None:
     assert found["gpu_gib"]["gradients"] * 2**30 >= 2 * 512 * 64
 
 
-SMALLEST = {"quickstart": "h100", "tiny_long": "2xh100"}
+SMALLEST = {"quickstart": "h100", "dpo_quickstart": "h100", "tiny_long": "2xh100"}
 SHIPPED = {
     "tiny_base": "h100",
     "llama8b": "h100",
     "llama8b_128k": "8xh100",
     "llama8b_dora": "h100",
+    "llama8b_dpo": "h100",
     "llama8b_full": "h100",
     "llama8b_ia3": "h100",
     "llama8b_qlora": "h100",
     "mistral7b": "h100",
     "qwen7b": "h100",
+    "qwen7b_kto": "h100",
     "gemma4_12b": "h100",
     "gpt_oss_20b": "h100",
     "qwen3_30b_a3b": "h100",
@@ -370,20 +372,17 @@ def test_every_shipped_experiment_is_simulated_or_refused() -> None:
 
 NOT_SIMULATED = {
     "classify_tiny": "h100",
-    "dpo_quickstart": "h100",
     "falcon180b": "8xa100_80gb",
     "llama405b_3d": "4x8xh100",
     "llama70b_3d": "8xh100",
     "llama70b_zero3": "8xh100",
-    "llama8b_dpo": "h100",
     "qwen1_5b_distill": "h100",
     "qwen3_5_9b_256k": "8xh100",
     "qwen3_5_9b_qlora": "h100",
-    "qwen7b_kto": "h100",
     "reward_1b": "h100",
 }
 """experiments that cannot be simulated: DeepSpeed needs real ranks, hybrids need their kernels, and
-a simulated micro-batch has no pairs, no teacher and no stages"""
+a simulated micro-batch has no labels of classes, no teacher and no stages"""
 
 
 @pytest.mark.versions
