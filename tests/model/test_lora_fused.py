@@ -134,7 +134,7 @@ def test_other_layers_are_not_fused(make: Any, settings: dict[str, Any]) -> None
     assert num_fused(fused) == 0
 
 
-def test_disabled_merged_and_second_adapters_run_in_peft() -> None:
+def test_disabled_merged_and_second_adapters_compute_what_peft_does() -> None:
     plain, fused = pair(tiny_llama(), dropout=0.0)
     with plain.disable_adapter(), fused.disable_adapter():
         assert torch.equal(outcome_of(fused), outcome_of(plain))
