@@ -133,7 +133,7 @@ def _check_launch(
         if not reaches(path, scheduler):
             yield (
                 f"{key}={path}: exists only on this machine, not where launcher={name} trains: "
-                f"{_way_there(key, path, folder)}"
+                f"{_upload_hint(key, path, folder)}"
             )
 
 
@@ -153,7 +153,7 @@ def _local_paths(config: TrainConfig, words: Sequence[str]) -> Iterator[tuple[st
             yield key, path
 
 
-def _way_there(key: str, path: str, folder: str) -> str:
+def _upload_hint(key: str, path: str, folder: str) -> str:
     """Return what to type for a path that exists only here, of a run in `folder`."""
     if not key.startswith("data."):
         return f"copy it to the volume ({SHARED}/..., output.dir too), or type a name of the hub"

@@ -125,16 +125,16 @@ class ObjectStore:
         below = {place.removeprefix(f"{self.root}/"): info["size"] for place, info in found}
         return {name: size for name, size in below.items() if ".." not in PurePosixPath(name).parts}
 
-    def put(self, name: str, source: IO[bytes], alive: Callable[[], object]) -> None:
+    def put(self, name: str, source: IO[bytes], on_progress: Callable[[], object]) -> None:
         """Upload an open file in parts; it is there as a whole or not at all.
 
-        `alive` is called after each MiB.
+        `on_progress` is called after each MiB.
         """
         source.seek(0)
         with self.files.open(f"{self.root}/{name}", "wb", block_size=_PART_BYTES) as target:
             while block := source.read(1 << 20):
                 target.write(block)
-                alive()
+                on_progress()
 
     def get(self, name: str, file: Path) -> None:
         """Download a file; it is there as a whole or not at all."""

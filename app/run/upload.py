@@ -141,7 +141,7 @@ class Uploader:
 
     folder: Path
     url: str
-    alive: Callable[[], object] = refresh_liveness
+    on_progress: Callable[[], object] = refresh_liveness
     """called after each MiB"""
     uploaded: dict[Path, tuple[int, int]] = field(default_factory=dict)
     """size and modification time of the run's files as they were uploaded"""
@@ -206,7 +206,7 @@ class Uploader:
             if not file.is_file() or self.uploaded.get(file) == known:
                 return
             with file.open("rb") as source:
-                if self._try(lambda store: store.put(name.as_posix(), source, self.alive)):
+                if self._try(lambda store: store.put(name.as_posix(), source, self.on_progress)):
                     self.uploaded[file] = known
 
     def put_checkpoint(self, store: ObjectStore, step: int, snapshot: Path) -> None:
@@ -218,7 +218,7 @@ class Uploader:
         sizes = {f"{above}/{file.name}": file.stat().st_size for file in files}
         for file in files:
             with file.open("rb") as source:
-                store.put(f"{above}/{file.name}", source, self.alive)
+                store.put(f"{above}/{file.name}", source, self.on_progress)
             newer = [saved for saved in self._local().steps() if saved > step]
             if len(newer) > 1:
                 log.warning(
@@ -230,7 +230,7 @@ class Uploader:
         if wrong := [name for name, size in sizes.items() if arrived.get(name) != size]:
             raise OSError(f"{wrong[0]} has not arrived as it is")
         with (snapshot / MARKER).open("rb") as source:
-            store.put(f"{above}/{MARKER}", source, self.alive)
+            store.put(f"{above}/{MARKER}", source, self.on_progress)
         log.info("uploaded: %s/%s", self.url, above)
 
     def _rotate(self, store: ObjectStore) -> None:
@@ -287,11 +287,11 @@ def main(folder: Path) -> None:
     url = url_of(folder)
     assert url is not None
 
-    def alive() -> None:
+    def on_progress() -> None:
         if _ended():  # while it trains, this would only disturb it
             _send()
 
-    uploader = Uploader(folder, url, alive)
+    uploader = Uploader(folder, url, on_progress)
     uploader.run(_ended)
     if uploader.failure is not None:
         _send(failure=uploader.failure)

@@ -233,7 +233,7 @@ def test_a_checkpoint_without_its_marker_or_with_damage_does_not_count(run: Path
         for file in newest.iterdir():
             if file.name != MARKER:
                 name = f"checkpoints/step-4/{file.name}"
-                store.put(name, file.open("rb"), alive=lambda: None)
+                store.put(name, file.open("rb"), on_progress=lambda: None)
         shutil.rmtree(run)
         fetch_run(URL, run, resumes=True)
         assert CheckpointStore(run / "checkpoints").steps() == [2]
