@@ -8,7 +8,8 @@ ARGS ?=
 ONLY ?=
 WORKERS ?= 2
 # A file's tests share fixtures, so one worker runs them all; files with the longest tests come first.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A test that ended its worker is tried once more: then it is its fault.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 SHELL := /bin/bash
 # Tests start hundreds of processes, which would compile the program again each.
 unexport PYTHONDONTWRITEBYTECODE

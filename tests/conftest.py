@@ -109,13 +109,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """Exclude imported objects from garbage collection, and collect cycles less often.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[object]:
+    """Collect no garbage during imports; exclude imported objects from later collections.
 
-    Objects of tests are few, imported ones are many.
+    These are less frequent: objects of tests are few, imported ones are many.
     """
+    gc.disable()
+    found = yield
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
+    gc.enable()
+    return found
+
+
+@pytest.hookimpl(wrapper=True)
+def _bounded_phase() -> Iterator[None]:
+    """Fail a test, its set-up or its tear-down that hangs."""
+    from tests.bounded import bounded
+
+    with bounded():
+        return (yield)
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = _bounded_phase
 
 
 @pytest.fixture(autouse=True, scope="session")

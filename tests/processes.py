@@ -107,6 +107,12 @@ def processes_of(folder: Path) -> list[int]:
     return sorted(found)
 
 
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(one) for file in files for one in file.read_text().split()]
+
+
 def wait_until_gone(folder: Path, seconds: float = GONE_WITHIN) -> float:
     """Wait until no process of a run is left; return the seconds that it took."""
     began = time.monotonic()

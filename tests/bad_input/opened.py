@@ -7,7 +7,6 @@ import copy
 import io
 import logging
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +17,7 @@ from unittest import mock
 from app.config import check_before_start, load_config
 from app.process.reporting import report
 from common.errors import DONE
+from tests.bounded import on_alarm
 from tests.in_process import VARIABLES_OF_OTHER_RUNS
 
 LONGEST_SECONDS = 20
@@ -118,13 +118,8 @@ def library_log_to(stderr: io.StringIO) -> Iterator[None]:
 def at_most(seconds: int) -> Iterator[None]:
     """Raise TookTooLongError where the main thread is not through in time."""
 
-    def stop(*_: Any) -> None:
+    def stop() -> None:
         raise TookTooLongError(f"hangs for more than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
+    with on_alarm(seconds, stop):
         yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)

@@ -17,7 +17,7 @@ from data_modules.source import Chunk, read_chunks
 from data_modules.tokens.encode import ChunkEncoder, EncodedChunk
 from data_modules.tokens.prepare import Prepared
 from tests.bad_input.prepared import chat, prepare, write
-from tests.processes import GONE_WITHIN, LONGEST
+from tests.processes import GONE_WITHIN, LONGEST, children_of
 
 pytestmark = pytest.mark.slow
 
@@ -86,11 +86,6 @@ def test_two_runs_prepare_the_same_data_at_once(large: Path, base: Any) -> None:
     assert {name.partition(".")[2] for name in left} == {"", "lock", "newest"}
 
 
-def children(pid: int) -> list[int]:
-    """Return the children of a process."""
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def is_running(pid: int) -> bool:
     """Tell whether a process lives; one that only waits to be buried does not."""
     try:
@@ -114,7 +109,7 @@ def test_a_run_killed_while_it_prepares(large: Path, base: Any) -> None:
         while not (len(workers) == 2 and list(cache.glob("*.tmp-*/*"))):
             assert time.monotonic() < until, "it never began"
             time.sleep(0.01)
-            workers = children(pid)
+            workers = children_of(pid)
         os.kill(pid, signal.SIGKILL)
     until = time.monotonic() + GONE_WITHIN
     while any(map(is_running, workers)):

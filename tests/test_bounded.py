@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+
+from tests.bounded import bounded, on_alarm
+
+
+def test_a_test_that_hangs_fails_with_its_stacks_and_its_processes_are_killed() -> None:
+    before = subprocess.Popen(["sleep", "60"])
+    time.sleep(0.02)  # two ticks of the clock by which a process's start is known
+    with (
+        pytest.raises(pytest.fail.Exception, match=r"took more than 0\.5 s") as caught,
+        bounded(0.5),
+    ):
+        hangs = subprocess.Popen(["sleep", "60"])
+        threading.Event().wait()
+    said = str(caught.value)
+    assert hangs.wait() == -signal.SIGKILL and f"{hangs.pid} sleep 60" in said
+    assert "in test_a_test_that_hangs_fails" in said
+    assert before.poll() is None and f"{before.pid} sleep" not in said
+    before.kill()
+    before.wait()
+
+
+def test_an_outer_alarm_goes_on_after_an_inner_one() -> None:
+    seen = []
+    with on_alarm(0.3, lambda: seen.append("outer")):
+        with on_alarm(0.1, lambda: seen.append("inner")):
+            time.sleep(0.2)
+        while len(seen) < 2:
+            time.sleep(0.01)
+    assert seen == ["inner", "outer"]
