@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from app.config import EvaluateConfig, changed_settings, run_verb, save_config
@@ -22,13 +20,12 @@ from app.evaluation.judge.grading import (
     judge_table,
     print_judgement,
 )
-from app.evaluation.judge.questions import Question
 from app.model.hub import is_offline
 from app.preflight import requested_devices
 from app.process.environment import configure_libraries, run_program
 from app.process.launch import exit_with_parent, is_child, is_first_rank
 from app.process.logs import print_loading
-from app.report.run_page import write_page
+from app.report.run_page import Section, render_sections, write_page
 from app.run.find import FINAL
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from app.run.ranks import run_shares
@@ -176,49 +173,35 @@ def _measure_models(
 
 def _verdicts_page(bench: Bench, judged: Judgement) -> str:
     """Return the HTML page of a judge's verdicts on the answers of `bench`."""
-    from app.report.chart import place_radar
-    from app.report.template import render_template
-
     verdicts = {
         (verdict.request.question.id, verdict.request.turn, verdict.request.variant): verdict
         for verdict in judged.verdicts
         if not verdict.request.is_pairwise
     }
-
-    def answers(question: Question, turn: int) -> list[dict[str, Any]]:
-        found = []
-        for variant, by_question in bench.answers.items():
-            verdict = verdicts.get((question.id, turn, variant))
-            grade, reply = ("", "") if verdict is None else (judged.grade(verdict), verdict.text)
-            text = by_question[question.id][turn]
-            found.append({"variant": variant, "text": text, "grade": grade, "judge": reply})
-        return found
-
-    questions = [
-        {
-            "name": f"{question.category}: {question.turns[0]}",
-            "turns": [
-                {"question": text, "reference": reference, "answers": answers(question, turn)}
-                for turn, (text, reference) in enumerate(
-                    zip_longest(question.turns, question.reference, fillvalue="")
-                )
-            ],
-        }
-        for question in bench.questions
+    shown = []
+    for question in bench.questions:
+        for turn, text in enumerate(question.turns):
+            texts = [("reference", question.reference[turn])] if question.reference else []
+            for variant, by_question in bench.answers.items():
+                verdict = verdicts.get((question.id, turn, variant))
+                grade = "" if verdict is None else judged.grade(verdict)
+                answer = by_question[question.id][turn] or "(empty)"
+                texts.append((f"{variant}{f', {grade}' if grade else ''}", answer))
+                if verdict is not None and verdict.text:
+                    texts.append((f"judge of {variant}", verdict.text))
+            shown.append(
+                {
+                    "source": f"{question.category}: {question.id}, turn {turn + 1}",
+                    "prompt": text,
+                    "texts": texts,
+                }
+            )
+    facts = [judged.state(), *([judged.cost(bench.config)] if judged.is_graded else [])]
+    sections = [
+        Section(title="Grades", tables=[judge_table(judged)]),
+        Section(title="Answers", predictions=shown),
     ]
-    means = {
-        variant: {name: fmean(rows.values()) for name, rows in judged.scores(variant).items()}
-        for variant in bench.answers
-        if judged.is_graded
-    }
-    return render_template(
-        "judge",
-        title=f"{bench.name}: graded by {bench.config.name}",
-        facts=[judged.state(), judged.cost(bench.config)] if judged.is_graded else [judged.state()],
-        cells=judge_table(judged),
-        questions=questions,
-        **place_radar({variant: grades for variant, grades in means.items() if grades}),
-    )
+    return render_sections(f"{bench.name}: graded by {bench.config.name}", facts, sections)
 
 
 def _describe_tuned(config: EvaluateConfig) -> list[Any]:

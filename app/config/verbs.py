@@ -13,7 +13,7 @@ from pathlib import Path
 from app.config.schema import Setting, list_settings
 from app.evaluation.conversation import ConversationConfig
 from app.evaluation.generation import EvaluationConfig, TrainEvaluationConfig
-from app.evaluation.judge.settings import JudgeConfig
+from app.evaluation.judge.questions import JudgeConfig
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,

@@ -7,12 +7,12 @@ prints a JSON line for each: one that is built for another PyTorch may kill its 
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import itertools
 import json
 import os
 import platform
+import re
 import resource
 import socket
 import subprocess
@@ -38,11 +38,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA, DISPLAY = "0x10de", "0x03"
 """PCI vendor id of NVIDIA, and prefix of the PCI class of GPUs"""
-_MANAGEMENT_LIBRARY = "libnvidia-ml.so.1"
-_NVLINK_CAPABILITY = 2
-"""value of nvmlGpuP2PCapsIndex_t for NVLink between two GPUs"""
-_LEVELS = ((10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS"))
-"""values of nvmlGpuTopologyLevel_t and their names in `nvidia-smi topo -m`, fastest first"""
 _TEMPORARY = "TMPDIR"
 """name of the only folder that must exist: without it programs use other folders, or fail"""
 _PROBE_BYTES = 2**20
@@ -64,6 +59,8 @@ MODULES = {
 """module to import for each package that has compiled parts or depends on such a package"""
 _IMPORT_SECONDS = 180.0
 """time limit for all imports of a process; they take 20 seconds on two busy cores"""
+_TOOL_SECONDS = 30.0
+"""time limit for nvidia-smi"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -327,37 +324,25 @@ def count_pci_gpus() -> int:
 
 
 def _read_links() -> dict[str, str]:
-    """Return the links between the GPUs of this machine; empty without NVML."""
+    """Return the links between the GPUs of this machine; empty without nvidia-smi."""
+    command = ["nvidia-smi", "topo", "-m"]
     try:
-        library = ctypes.CDLL(_MANAGEMENT_LIBRARY)
-        return query_links(library)
-    except (OSError, AttributeError):
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
         return {}
+    return parse_links(done.stdout)
 
 
-def query_links(library: Any) -> dict[str, str]:
-    """Return NVML's link for each pair of GPUs, which are numbered as in nvidia-smi."""
-    if library.nvmlInit_v2():
-        return {}
-    number = ctypes.c_uint()
-    library.nvmlDeviceGetCount_v2(ctypes.byref(number))
-    handles = [ctypes.c_void_p() for _ in range(number.value)]
-    for index, handle in enumerate(handles):
-        library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+def parse_links(matrix: str) -> dict[str, str]:
+    """Return the link of each pair of GPUs in the table of `nvidia-smi topo -m`."""
+    rows = [line.split()[1:] for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
     return {
-        f"{first}-{second}": _link(library, handles[first], handles[second])
-        for first, second in itertools.combinations(range(len(handles)), 2)
+        f"{first}-{second}": "NVLink" if re.match(r"NV\d", link) else link
+        for first, second in itertools.combinations(range(len(rows)), 2)
+        for link in rows[first][second : second + 1]
     }
-
-
-def _link(library: Any, first: ctypes.c_void_p, second: ctypes.c_void_p) -> str:
-    status, level = ctypes.c_uint(1), ctypes.c_uint()
-    failed = library.nvmlDeviceGetP2PStatus(first, second, _NVLINK_CAPABILITY, ctypes.byref(status))
-    if not failed and status.value == 0:
-        return "NVLink"
-    if library.nvmlDeviceGetTopologyCommonAncestor(first, second, ctypes.byref(level)):
-        return "unknown"
-    return next((name for number, name in _LEVELS if level.value <= number), "SYS")
 
 
 def _read_shared_memory() -> float | None:

@@ -60,7 +60,6 @@ _LINK_NAMES = {
     "PHB": "a PCIe host bridge",
     "NODE": "PCIe and the links of a NUMA node",
     "SYS": "PCIe and the link between sockets",
-    "unknown": "a link that the driver does not name",
 }
 
 

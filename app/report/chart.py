@@ -1,4 +1,4 @@
-"""Line charts over steps, as SVG for an HTML page and as PNG for a model card; radars of grades.
+"""Line charts over steps, as SVG for an HTML page and as PNG for a model card.
 
 Decides scales, ticks and which points are drawn; knows nothing about runs.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
 WIDTH, HEIGHT = 420.0, 220.0
 """size of a chart in SVG units: as wide as a phone screen, so that text stays readable there"""
-LEFT, RIGHT, TOP, BOTTOM = 56.0, 12.0, 12.0, 30.0
-"""margins of a chart in SVG units"""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, WIDTH - 12.0, 12.0, HEIGHT - 30.0
+"""edges of the drawing area in SVG units"""
 MAX_BUCKETS = 300
 """maximum number of buckets of a line; the lowest and highest value of each are drawn"""
 MAX_STRIPS = 60
@@ -26,10 +26,6 @@ _LOG_RATIO = 20.0
 """ratio of the highest to the lowest value from which the value axis is logarithmic"""
 COLORS = ("#3358d4", "#c2410c", "#1a7f5a", "#a144af", "#96691d", "#0e7490")
 """colors of the lines, in turn"""
-_RADAR_SIZE, _RADIUS = 420.0, 150.0
-"""width and height of a radar chart, and the radius of its largest ring, in SVG units"""
-_RINGS = (2.5, 5.0, 7.5, 10.0)
-"""grades at which a radar chart has rings"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,23 +91,22 @@ def format_number(value: float, *, is_share: bool = False) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """A drawing area and its scales: steps 0 to `last` and values `low` to `high`."""
+    """The scales of a drawing area: steps 0 to `last` and values `low` to `high`."""
 
-    left: float
-    right: float
-    top: float
-    bottom: float
     last: float
     low: float
     high: float
-    is_log: bool
+
+    @property
+    def is_log(self) -> bool:
+        return self.low > 0 and self.high > _LOG_RATIO * self.low
 
     def to_xy(self, step: float, value: float) -> tuple[float, float]:
-        x = self.left + step / max(self.last, 1) * (self.right - self.left)
+        x = _LEFT + step / max(self.last, 1) * (_RIGHT - _LEFT)
         scale = math.log if self.is_log else float
         low, high = scale(self.low), scale(self.high)
         share = (scale(value) - low) / (high - low) if high > low else 0.5
-        return x, self.bottom - share * (self.bottom - self.top)
+        return x, _BOTTOM - share * (_BOTTOM - _TOP)
 
     def polyline(self, points: Iterable[tuple[float, float]]) -> str:
         """Return the points of an SVG polyline; a single point is repeated, which draws a dot."""
@@ -122,11 +117,9 @@ class Frame:
     @property
     def value_ticks(self) -> list[tuple[float, float]]:
         """Return (y, value) of the ticks of the value axis."""
-        if self.is_log and self.high > _LOG_RATIO * self.low:
-            exponents = range(
-                math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1
-            )
-            ticks = [10.0**exponent for exponent in exponents]
+        if self.is_log:
+            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            ticks = [10.0**exponent for exponent in range(first, last + 1)]
         else:
             ticks = round_numbers(self.low, self.high, 4)
         inside = [tick for tick in ticks if self.low <= tick <= self.high] or [self.low, self.high]
@@ -143,32 +136,6 @@ class Frame:
         ]
 
 
-def frame_around(
-    lines: Iterable[Iterable[tuple[float, float]]],
-    area: tuple[float, float, float, float],
-    *,
-    is_log: bool | None = None,
-    starts_at_zero: bool = False,
-) -> Frame | None:
-    """Return a frame in `area` (left, right, top, bottom) that contains all finite points.
-
-    None if there are none. `is_log`: None = if the values span a factor of `_LOG_RATIO`.
-    """
-    points = [point for line in lines for point in line if math.isfinite(point[1])]
-    if not points:
-        return None
-    low, high = min(map(_value, points)), max(map(_value, points))
-    low = min(low, 0.0) if starts_at_zero else low
-    if is_log is None:
-        is_log = low > 0 and high > _LOG_RATIO * low
-    left, right, top, bottom = area
-    last = max(step for step, _ in points)
-    return Frame(
-        left=left, right=right, top=top, bottom=bottom, last=last, low=low, high=high,
-        is_log=is_log and low > 0,
-    )  # fmt: skip
-
-
 def round_numbers(low: float, high: float, number: int) -> list[float]:
     """Return about `number` round numbers from `low` to `high`, 1, 2 or 5 times 10^n apart."""
     if not high > low:
@@ -182,10 +149,13 @@ def round_numbers(low: float, high: float, number: int) -> list[float]:
 
 
 def frame_of(chart: Chart) -> Frame | None:
-    """Return the frame of a chart, None if it has no finite point."""
-    area = (LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM)
-    lines = [line.drawn for line in chart.series]
-    return frame_around(lines, area, starts_at_zero=chart.starts_at_zero)
+    """Return the frame that contains all finite points of a chart, None if it has none."""
+    points = [point for line in chart.series for point in line.drawn]
+    if not points:
+        return None
+    low, high = min(map(_value, points)), max(map(_value, points))
+    low = min(low, 0.0) if chart.starts_at_zero else low
+    return Frame(last=max(step for step, _ in points), low=low, high=high)
 
 
 def draw_svg(chart: Chart) -> Markup:
@@ -203,14 +173,14 @@ def draw_svg(chart: Chart) -> Markup:
     )
     elements = []
     for y, value in frame.value_ticks:
-        elements.append(rule.format(frame.left, frame.right, y, y))
-        elements.append(label.format(frame.left - 5, y + 4, "end", chart.text_of(value)))
+        elements.append(rule.format(_LEFT, _RIGHT, y, y))
+        elements.append(label.format(_LEFT - 5, y + 4, "end", chart.text_of(value)))
     for x, text in frame.step_ticks:
-        anchor = "end" if x > frame.right - 12 else "middle"
+        anchor = "end" if x > _RIGHT - 12 else "middle"
         elements.append(label.format(x, HEIGHT - 12, anchor, text))
     for start, end, text in chart.strips(frame.last):
         x0, x1 = (frame.to_xy(min(max(step, 0), frame.last), frame.low)[0] for step in (start, end))
-        elements.append(strip.format(x0, frame.top, x1 - x0, frame.bottom - frame.top, text))
+        elements.append(strip.format(x0, _TOP, x1 - x0, _BOTTOM - _TOP, text))
     for series in chart.series:
         points, color = series.drawn, series.color_index % len(COLORS)
         if not points:
@@ -256,14 +226,14 @@ def draw_png(charts: Sequence[Chart]) -> bytes:
         def at(x: float, y: float, x0: float = x0, y0: float = y0) -> tuple[float, float]:
             return (x0 + x) * scale, (y0 + y) * scale
 
-        draw.text(at(LEFT, -title_height + 6), chart.title, "black", font=bold)
+        draw.text(at(_LEFT, -title_height + 6), chart.title, "black", font=bold)
         for y, value in frame.value_ticks:
-            draw.line([at(frame.left, y), at(frame.right, y)], "#d9d9e0", 1)
+            draw.line([at(_LEFT, y), at(_RIGHT, y)], "#d9d9e0", 1)
             text = chart.text_of(value)
-            draw.text(at(frame.left - 5, y), text, "#60646c", font=font, anchor="rm")
+            draw.text(at(_LEFT - 5, y), text, "#60646c", font=font, anchor="rm")
         for x, text in frame.step_ticks:
-            anchor = "ra" if x > frame.right - 12 else "ma"
-            draw.text(at(x, frame.bottom + 5), text, "#60646c", font=font, anchor=anchor)
+            anchor = "ra" if x > _RIGHT - 12 else "ma"
+            draw.text(at(x, _BOTTOM + 5), text, "#60646c", font=font, anchor=anchor)
         for index, series in enumerate(chart.series):
             points = [at(*frame.to_xy(*point)) for point in series.drawn]
             color = COLORS[series.color_index % len(COLORS)]
@@ -272,47 +242,13 @@ def draw_png(charts: Sequence[Chart]) -> bytes:
                 draw.line(points, color, width, joint="curve")
             for x, y in points if series.is_sparse or len(points) == 1 else ():
                 draw.ellipse([x - 5, y - 5, x + 5, y + 5], color)
-            left = LEFT + index % 2 * (WIDTH - LEFT) / 2
+            left = _LEFT + index % 2 * (WIDTH - _LEFT) / 2
             top = HEIGHT + index // 2 * legend_height
             draw.line([at(left, top + 6), at(left + 14, top + 6)], color, width + 2)
             draw.text(at(left + 19, top), series.name, "#1c2024", font=font)
     content = io.BytesIO()
     image.save(content, "png")
     return content.getvalue()
-
-
-def place_radar(scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Place a radar chart with an axis for each category, the first at the top, in SVG units.
-
-    `scores`: variant -> category -> grade from 0 to 10. Returns the `size` of the chart; of each
-    axis in `spokes` name, end (x, y), and position (x, y) and text-anchor of its label; the points
-    of `rings` and of each variant in `shapes`.
-    """
-    names = list(dict.fromkeys(name for by_category in scores.values() for name in by_category))
-
-    def place(number: int, grade: float) -> tuple[float, float]:
-        angle, distance = 2 * math.pi * number / len(names), _RADIUS * grade / _RINGS[-1]
-        center = _RADAR_SIZE / 2
-        return center + distance * math.sin(angle), center - distance * math.cos(angle)
-
-    def outline(grades: Iterable[float]) -> str:
-        return " ".join("{:.1f},{:.1f}".format(*place(*each)) for each in enumerate(grades))
-
-    spokes = []
-    for number, name in enumerate(names):
-        label = place(number, 1.1 * _RINGS[-1])
-        side = round(label[0] - _RADAR_SIZE / 2)
-        anchor = "middle" if side == 0 else "start" if side > 0 else "end"
-        spokes.append((name, *place(number, _RINGS[-1]), *label, anchor))
-    return {
-        "size": _RADAR_SIZE,
-        "spokes": spokes,
-        "rings": [outline([ring] * len(names)) for ring in _RINGS],
-        "shapes": {
-            variant: outline(by_category.get(name, 0.0) for name in names)
-            for variant, by_category in scores.items()
-        },
-    }
 
 
 def _value(point: tuple[float, float]) -> float:

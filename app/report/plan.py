@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.report.template import render_template
+from app.report import render_template
 from common.text import duration, percent
 
 _BAR_WIDTH = 40

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.process.logs import print_table, text_table, wrapped
-from app.report.template import render_template
+from app.report import render_template
 from app.training.objective.settings import KtoConfig
 from common.facts import setting
 from common.text import counted, percent, printable

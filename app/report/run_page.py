@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.process.launch import is_first_rank
+from app.report import render_template
 from app.report.chart import COLORS, Chart, Series, draw_png, draw_svg, format_number, frame_of
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
-from app.report.template import render_template
 from app.training.machine import LOST
 from app.training.run_documents import MEASURES, OTHER, measure_of
 from common.files import write_atomically
@@ -93,6 +93,8 @@ class Section:
 
     title: str
     description: str = ""
+    command: str = ""
+    """what to type"""
     lines: Sequence[str] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Cells] = ()
@@ -191,7 +193,7 @@ def render_run(
     facts = _run_facts(run)
     if run.verdict:
         facts.append(f"verdict: {printable(run.verdict['verdict'])}")
-    return _render(title_of(run.folder), facts, sections, refresh_seconds)
+    return render_sections(title_of(run.folder), facts, sections, refresh_seconds)
 
 
 def render_comparison(
@@ -209,19 +211,21 @@ def render_comparison(
         ),
     ]
     facts = [f"{name}: {'; '.join(_run_facts(run))}" for name, run in runs.items()]
-    return _render(" and ".join(runs), facts, sections)
+    return render_sections(" and ".join(runs), facts, sections)
 
 
-def _render(
+def render_sections(
     title: str,
     facts: Sequence[str],
     sections: Sequence[Section],
     refresh_seconds: int | None = None,
 ) -> str:
+    """Return a page as HTML, without the sections that have no content."""
     shown = [
         section
         for section in sections
         if section.charts
+        or section.command
         or section.predictions
         or section.lines
         or any(len(table) > 1 for table in section.tables)

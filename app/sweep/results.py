@@ -10,14 +10,16 @@ import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from markupsafe import Markup
+
 from app.process.logs import show, text_table
-from app.report.chart import frame_around
-from app.report.template import render_template
+from app.report.chart import COLORS, Chart, Series
+from app.report.run_page import PAGE_FILE as RUN_PAGE
+from app.report.run_page import Section, render_sections
 from app.sweep.parameters import Parameter, format_overrides, varied
 from app.sweep.trials import Trial, read_curve
 from app.training.run_documents import TRIALS, is_lower_better, read_document
@@ -29,12 +31,6 @@ from common.redaction import redact, redacted
 from common.text import counted, duration, printable
 
 RESULTS_FILE, TABLE_FILE, PAGE_FILE = "sweep.json", "sweep.csv", "sweep.html"
-WIDTH, HEIGHT, MARGIN = 900.0, 340.0, 70.0
-"""size of a chart and its margin, in SVG units"""
-ABOVE, BELOW, BESIDE = -8.0, 24.0, 6.0
-"""offsets of a label from the top or the bottom of a chart, where no line is, or from an axis"""
-_MAX_LABEL = 16
-"""maximum characters of a word at an axis; longer ones are shortened"""
 
 
 def describe_outcome(trial: Trial) -> str:
@@ -48,24 +44,43 @@ def describe_outcome(trial: Trial) -> str:
 
 def write_page(trials: Sequence[Trial], folder: Path, parameters: Sequence[Parameter]) -> None:
     """Write sweep.html, the page that compares all trials by the settings that vary."""
+    best_first, metric = _sort_best_first(trials), _metric_of(trials)
     keys = [parameter.key for parameter in varied(parameters)]
-    views = []
-    for trial in _sort_best_first(trials):
-        values, own_page = _values_of(trial), Path(trial.folder) / "report.html"
-        views.append(
-            TrialView(
-                number=trial.number,
-                values={key: printable(values[key]) for key in keys},
-                curve=read_curve(Path(trial.folder), trial.metric),
-                objective=trial.objective,
-                outcome=printable(redact(describe_outcome(trial))),
-                page=quote(os.path.relpath(own_page, folder)) if own_page.is_file() else "",
-            )
-        )
-    best = next(iter(_completed(trials)), None)
-    full_run = "" if best is None else printable(_full_run(best, parameters))
-    page = render_sweep_page(printable(str(folder)), views, _metric_of(trials), full_run)
-    write_atomically(folder / PAGE_FILE, page)
+    cells, lines = [["trial", *keys, metric, "ended"]], list[Series]()
+    for trial in best_first:
+        values, objective = _values_of(trial), trial.objective
+        shown = [printable(values[key]) for key in keys]
+        shown.append("-" if objective is None else f"{objective:.4f}")
+        cells.append([_link_of(trial, folder), *shown, printable(redact(describe_outcome(trial)))])
+        curve = sorted(read_curve(Path(trial.folder), trial.metric).items())
+        curve = [point for point in curve if math.isfinite(point[1])]
+        if curve and len(lines) < len(COLORS):
+            name = f"trial {trial.number}"
+            lines.append(Series(name=name, points=curve, color_index=len(lines), is_sparse=True))
+    sections = [
+        Section(
+            title="Curves",
+            description=f"Of the {counted(len(lines), 'best trial')}.",
+            charts=[Chart(title=metric, series=lines)] if lines else [],
+        ),
+        Section(title="Trials", tables=[cells]),
+    ]
+    if completed := _completed(trials):
+        best = completed[0]
+        found = f"Trial {best.number}, with {metric} {best.objective:.4f}. To train like it, type:"
+        command = printable(_full_run(best, parameters))
+        sections.insert(0, Section(title="Best trial", description=found, command=command))
+    kind = "lowest" if is_lower_better(metric) else "highest"
+    facts = [f"{counted(len(trials), 'trial')}, the {kind} {metric} first"]
+    write_atomically(folder / PAGE_FILE, render_sections(str(folder), facts, sections))
+
+
+def _link_of(trial: Trial, folder: Path) -> str:
+    """Return a trial's number, as a link to its own page in HTML if it has one."""
+    page = Path(trial.folder) / RUN_PAGE
+    if not page.is_file():
+        return str(trial.number)
+    return Markup('<a href="{}">{}</a>').format(quote(os.path.relpath(page, folder)), trial.number)
 
 
 def save_results(trials: Sequence[Trial], folder: Path) -> None:
@@ -186,149 +201,3 @@ def _shorten_number(value: str) -> str:
         return value if value.lstrip("-").isdigit() else f"{float(value):.4g}"
     except ValueError:
         return value
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrialView:
-    """A trial as the page shows it."""
-
-    number: int
-    values: Mapping[str, str]
-    """value of each varied setting"""
-    curve: Mapping[int, float]
-    """step -> metric by which trials are ranked"""
-    objective: float | None
-    outcome: str
-    """how the trial ended, in words"""
-    page: str = ""
-    """relative address of the trial's own page; empty if it has none"""
-
-
-def render_sweep_page(
-    title: str, trials: Sequence[TrialView], objective: str, full_run: str = ""
-) -> str:
-    """Return the page as HTML; `trials` are sorted, best first.
-
-    `full_run`: the command that trains with the settings of the best trial.
-    """
-    axes, coordinates = parallel_coordinates(trials, objective)
-    ends, curves = _curve_lines(trials)
-    return render_template(
-        "sweep",
-        title=title,
-        objective=objective,
-        better="lower" if is_lower_better(objective) else "higher",
-        full_run=full_run,
-        trials=trials,
-        keys=list(trials[0].values) if trials else [],
-        axes=axes,
-        coordinates=coordinates,
-        ends=ends,
-        curves=curves,
-        width=WIDTH,
-        height=HEIGHT,
-        margin=MARGIN,
-    )
-
-
-def parallel_coordinates(
-    trials: Sequence[TrialView], objective: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return an axis for each varied setting and the objective, and a line for each trial.
-
-    An axis has its x, its name with an SVG text-anchor that keeps it on the page, and its ticks as
-    (x, y, label).
-    """
-    shown = [
-        trial for trial in trials if trial.objective is not None and math.isfinite(trial.objective)
-    ]
-    if not shown:
-        return [], []
-    columns = {key: [trial.values[key] for trial in shown] for key in shown[0].values}
-    columns[objective] = [f"{trial.objective:.4f}" for trial in shown]
-    axes, heights = [], []
-    for index, (name, values) in enumerate(columns.items()):
-        of_trials, ticks = _scale(values)
-        x = MARGIN + index * (WIDTH - 2 * MARGIN) / max(len(columns) - 1, 1)
-        anchor = "start" if index == 0 else "end" if name == objective else "middle"
-        placed = [(*_label_place(x, y), text) for y, text in ticks]
-        axes.append({"x": x, "name": name, "anchor": anchor, "ticks": placed})
-        heights.append(of_trials)
-    lines = []
-    for index, trial in enumerate(shown):
-        points = " ".join(
-            f"{axis['x']:.1f},{of_trials[index]:.1f}"
-            for axis, of_trials in zip(axes, heights, strict=True)
-        )
-        lines.append(_line(trial, points, index, len(shown)))
-    return axes, lines[::-1]  # the best is drawn last, on top of the others
-
-
-def _label_place(x: float, y: float) -> tuple[float, float]:
-    """Return where the label of a tick stands: outside of the lines, or beside its axis."""
-    if y <= MARGIN:
-        return x, MARGIN + ABOVE
-    return (x, y + BELOW) if y >= HEIGHT - MARGIN else (x + BESIDE, y + BESIDE)
-
-
-def _curve_lines(
-    trials: Sequence[TrialView],
-) -> tuple[list[tuple[float, float, str]], list[dict[str, Any]]]:
-    """Return the labels (x, y, text) of the axes, and the metric of each trial by step."""
-    drawn = [
-        [point for point in sorted(trial.curve.items()) if math.isfinite(point[1])]
-        for trial in trials
-    ]
-    area = (MARGIN, WIDTH - MARGIN, MARGIN, HEIGHT - MARGIN)
-    # Logarithmic, so that a diverged trial leaves room for the others.
-    frame = frame_around(drawn, area, is_log=True)
-    if frame is None:
-        return [], []
-    lines = [
-        _line(trial, frame.polyline(points), index, len(trials))
-        for index, (trial, points) in enumerate(zip(trials, drawn, strict=True))
-        if points
-    ]
-    bottom = HEIGHT - MARGIN + BELOW
-    ends = [
-        (0.0, MARGIN + ABOVE, f"{frame.high:.3f}"),
-        (0.0, bottom, f"{frame.low:.3f}"),
-        (WIDTH - 2 * MARGIN, bottom, f"step {frame.last:,g}"),
-    ]
-    return ends, lines[::-1]
-
-
-def _line(trial: TrialView, points: str, index: int, total: int) -> dict[str, Any]:
-    """Return a trial's line; its goodness is 1 for the best of `total` trials, 0 for the worst."""
-    settings = " ".join(f"{key}={value}" for key, value in trial.values.items())
-    return {
-        "points": points,
-        "title": f"trial {trial.number}: {settings}: {trial.outcome}",
-        "goodness": 1 - index / max(total - 1, 1),
-        "is_dot": len(set(points.split())) == 1,
-    }
-
-
-def _scale(values: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Return the y of each value on an axis, and the axis's ticks.
-
-    Numbers are placed by size, logarithmically if the largest is at least 100 times the smallest;
-    words are placed in alphabetical order.
-    """
-    try:
-        numbers = [float(value) for value in values]
-        ticks = {end: f"{end:g}" for end in (min(numbers), max(numbers))}
-    except ValueError:
-        words = sorted(set(values))
-        numbers = [float(words.index(value)) for value in values]
-        short = (w if len(w) <= _MAX_LABEL else f"{w[: _MAX_LABEL - 1]}…" for w in words)
-        ticks = dict(enumerate(short))
-    low, high = min(numbers), max(numbers)
-    scale = math.log10 if 0 < low * 100 <= high else float
-
-    def to_y(value: float) -> float:
-        span = scale(high) - scale(low)
-        share = (scale(value) - scale(low)) / span if span else 0.5
-        return HEIGHT - MARGIN - share * (HEIGHT - 2 * MARGIN)
-
-    return list(map(to_y, numbers)), [(to_y(place), text) for place, text in ticks.items()]

@@ -49,8 +49,16 @@ from app.sweep.results import (
     write_page,
 )
 from app.sweep.search import Grid, OptunaSearch, Search
-from app.sweep.slurm import SlurmLauncher, check_jobs, check_slurm
-from app.sweep.trials import Launcher, LocalLauncher, RunningTrial, Trial, read_curve
+from app.sweep.trials import (
+    Launcher,
+    LocalLauncher,
+    RunningTrial,
+    SlurmLauncher,
+    Trial,
+    check_jobs,
+    check_slurm,
+    read_curve,
+)
 from app.training.trainer import DEFAULT_MONITOR
 from common.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from common.facts import as_typed

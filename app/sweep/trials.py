@@ -1,37 +1,77 @@
-"""The trials of a sweep: starting their processes, watching them, and reading their results."""
+"""The trials of a sweep: starting, watching and ending them, and reading their results.
+
+A trial is a process of this machine, or a single-node SLURM job by the batch script of
+`loft launch`. Jobs outlive the sweep's process. Their ids are kept in the sweep's folder, so that a
+resumed sweep waits for the existing job of a trial and does not start it twice.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from app.config.overrides import quote_value
 from app.process.launch import child_environment
+from app.process.status import STATUS_FILE
 from app.run.folder import CONFIG_FILE, METRICS_FILE
+from app.run.job import (
+    ENDED,
+    FORGOTTEN,
+    SETTLED_POLLS,
+    SUBMITTED,
+    check_names,
+    job_name,
+    run_scheduler,
+    slurm_script,
+    submit_job,
+)
+from app.run.job import Job as JobFile
+from app.sweep.parameters import Parameter
 from app.training.run_documents import (
     CSV_FILE,
     METRICS,
+    STATUS,
     is_lower_better,
     read_curves,
     read_document,
 )
 from app.training.trainer import DEFAULT_MONITOR
-from common.errors import DONE, TERMINATED
-from common.files import open_no_follow
+from common.errors import DONE, ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED, UserError
+from common.files import open_no_follow, write_atomically
 from common.installation import child_command
 from common.redaction import redacted
+
+if TYPE_CHECKING:
+    from app.config import LauncherConfig, TrainConfig
 
 TRAIN = tuple(child_command("app.train")[1:])
 """Python arguments that start a trial"""
 _MAX_ERROR_LINES = 200
 """number of last lines of a trial's log that are searched for its error"""
+_JOBS_FOLDER = "slurm"
+"""folder in a sweep's folder with the script of each trial's job, and its id"""
+_USER_ID = re.compile(r"UserId=\S*\((\d+)\)")
+_OUTPUT = re.compile(r"^\s*StdOut=(.*)$", re.MULTILINE)
+_STATE = re.compile(r"JobState=(\w+)")
+_EXIT_CODE = re.compile(r"ExitCode=(\d+):")
+_RUN_TIME = re.compile(r"RunTime=(?:(\d+)-)?(\d+):(\d+):(\d+)")
+_MAX_ID = 30
+"""bytes that are read of the file of an id"""
+_COMMANDS = ("sbatch", "srun", "scancel", "scontrol")
+_SIGNALLED = 128
+"""exit code to which shells add the number of the signal that ended a process"""
+_DECIDED = ("trainer.devices", "trainer.num_nodes")
+"""overrides that the job's script states itself"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,3 +287,175 @@ def _find_error(log: Path) -> str | None:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_MAX_ERROR_LINES:]
     errors = [line.strip() for line in lines if line.startswith("error")]
     return errors[-1] if errors else next((line for line in reversed(lines) if line.strip()), None)
+
+
+class SlurmJob:
+    """A queued, running or ended job of a trial.
+
+    Args:
+        number: its id.
+        file: file with that id, written when the job was submitted.
+        folder: the trial's.
+        log: file of its output.
+    """
+
+    def __init__(self, number: str, file: Path, folder: Path, log: Path) -> None:
+        self.id, self._file, self._folder, self._log = number, file, folder, log
+        self.seconds = 0.0
+        self.problem: str | None = None
+        self._code: int | None = None
+        self._ended_polls = 0
+
+    def poll(self) -> int | None:
+        """Return the trial's exit code; 3 (environment) if the job died, None until it ends."""
+        if self._code is None:
+            shown = _show(self.id)
+            self._ended_polls = self._ended_polls + 1 if _has_ended(shown) else 0
+            if self._ended_polls == SETTLED_POLLS:
+                self._code = self._read_end(shown)
+        return self._code
+
+    def finds_result(self, shown: str) -> bool:
+        """Return whether the job, of which scontrol says `shown`, need not be submitted again."""
+        if not _has_ended(shown):
+            return True
+        code = self._read_end(shown)
+        return self.problem is None and code not in (INTERRUPTED, TERMINATED)
+
+    def _read_end(self, shown: str) -> int:
+        if FORGOTTEN in shown:
+            code, state = self._code_in_status(), "unknown to SLURM"
+        else:
+            (state,), (exit_code,) = _STATE.findall(shown), _EXIT_CODE.findall(shown)
+            code = TERMINATED if state == "CANCELLED" else int(exit_code)
+            if code == DONE and state != "COMPLETED":  # SLURM has ended it
+                code = None
+            days, hours, minutes, seconds = (int(each or 0) for each in _RUN_TIME.findall(shown)[0])
+            self.seconds = float(((24 * days + hours) * 60 + minutes) * 60 + seconds)
+        if code is None or (code > _SIGNALLED and code not in (INTERRUPTED, TERMINATED)):
+            self.problem = f"job {self.id} ended as {state}: {self._log}"
+        return ENVIRONMENT_ERROR if code is None else code
+
+    def _code_in_status(self) -> int | None:
+        """Return the exit code that the run wrote into its status after the job was submitted."""
+        file = self._folder / STATUS_FILE
+        if not file.exists():
+            return None
+        status = read_document(file, STATUS)
+        code: int | None = status.get("exit_code")
+        return code if status["written"] > self._file.stat().st_mtime else None
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the trial's ranks; nothing if the job has ended."""
+        run_scheduler(["scancel", f"--signal={signum.name.removeprefix('SIG')}", self.id])
+
+
+def _read_id(file: Path) -> str:
+    """Return the id of a job; UserError if the file holds something else, for scontrol to read."""
+    with open_no_follow(file, "rb") as stream:
+        number = stream.read(_MAX_ID).decode(errors="replace").strip()
+    if not number.isdecimal():
+        raise UserError(f"{file}: {number!r} is not the id of a job; remove {file.parent}")
+    return number
+
+
+def _show(number: str) -> str:
+    """Return what scontrol says of a job."""
+    return run_scheduler(["scontrol", "show", "job", number])[1]
+
+
+def _has_ended(shown: str) -> bool:
+    return FORGOTTEN in shown or ENDED.search(shown) is not None
+
+
+def check_slurm() -> None:
+    """Raise OSError, with the fix, if jobs cannot be submitted from here."""
+    if missing := [name for name in _COMMANDS if shutil.which(name) is None]:
+        raise OSError(
+            f"launcher=slurm: {missing[0]} was not found; start the sweep on a machine from which "
+            "SLURM jobs can be submitted"
+        )
+
+
+def check_jobs(config: LauncherConfig, parameters: Sequence[Parameter]) -> list[str]:
+    """List the settings that cannot be written into the files of a job."""
+    return check_names(config) + [
+        f"{parameter.key}: contains a secret, and the script of a job states its settings; "
+        "use launcher=local, or data that needs no secret"
+        for parameter in parameters
+        if redacted(parameter.values) != list(parameter.values)
+    ]
+
+
+def check_own_job(number: str, shown: str, log: Path) -> None:
+    """Raise UserError unless SLURM says that a job of this user writes its output into `log`.
+
+    The sweep's folder may be somebody else's, and the number in it that of any job of this user,
+    which the sweep would wait for and could cancel.
+    """
+    user, output = _USER_ID.search(shown), _OUTPUT.search(shown)
+    is_own = user is not None and int(user[1]) == os.getuid()
+    if not is_own or output is None or Path(output[1].replace("%%", "%")) != log:
+        raise UserError(
+            f"{log}: SLURM does not list job {number} as a job of yours that writes into this file "
+            f"(scontrol show job {number}); remove {log.parent / _JOBS_FOLDER} to submit the "
+            "trials again"
+        )
+
+
+class SlurmLauncher:
+    """Submits trials as jobs; reuses the job of a trial that was submitted before.
+
+    Args:
+        config: settings of the first trial.
+        folder: the sweep's folder.
+    """
+
+    poll_seconds = 2.0
+    jobs_outlive_sweep = True
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        self.num_slots = config.sweep.parallel
+        self._config, self._folder = config, (folder / _JOBS_FOLDER).absolute()
+
+    def start(self, slot: int, overrides: Sequence[str], folder: Path, log: Path) -> SlurmJob:
+        """Submit a trial, or return its existing job if that did not die and was not cancelled."""
+        file, log, folder = self._folder / f"{folder.name}.id", log.absolute(), folder.absolute()
+        if file.exists():
+            number = _read_id(file)
+            job, shown = SlurmJob(number, file, folder, log), _show(number)
+            if FORGOTTEN not in shown:
+                check_own_job(number, shown, log)
+            if job.finds_result(shown):
+                _release(number)
+                return job
+        open_no_follow(log, "ab").close()  # not through a link, as SLURM would
+        self._folder.mkdir(parents=True, exist_ok=True)
+        script = file.with_suffix(".sbatch")
+        write_atomically(script, slurm_script(self._build_job(overrides, folder, log)))
+        # Held until its id is kept: a sweep that is killed in between has started nothing.
+        number = submit_job(["sbatch", "--hold", str(script)], SUBMITTED)
+        write_atomically(file, f"{number}\n")
+        _release(number)
+        return SlurmJob(number, file, folder, log)
+
+    def _build_job(self, overrides: Sequence[str], folder: Path, log: Path) -> JobFile:
+        values = dict(word.partition("=")[::2] for word in overrides)
+        devices = values.get("trainer.devices", str(self._config.trainer.devices))
+        launcher = self._config.launcher
+        return JobFile(
+            name=f"{job_name(folder.parent.name)}-{folder.name}",
+            folder=str(folder),
+            log=str(log).replace("%", "%%"),
+            words=[f"{key}={value}" for key, value in values.items() if key not in _DECIDED]
+            + ["resume=auto"],
+            nodes=1,
+            ranks_per_node=int(devices) if devices.isdecimal() else launcher.gpus or 1,
+            card=None if self._config.trainer.accelerator == "cpu" else "auto",
+            launcher=launcher,
+        )
+
+
+def _release(number: str) -> None:
+    """Let a job start that was submitted on hold; nothing if it was let already."""
+    run_scheduler(["scontrol", "release", number])

@@ -20,8 +20,7 @@ from app.config.schema import Setting, list_settings
 from app.config.verbs import GRANTING, PARTS, VERBS, TrainConfig
 from app.process.launch import quote_words, resume_words
 from app.sweep import run_sweep
-from app.sweep.slurm import SlurmLauncher
-from app.sweep.trials import LocalLauncher
+from app.sweep.trials import LocalLauncher, SlurmLauncher
 from common.facts import default_of
 from common.installation import ROOT
 from tests.in_process import make_adapter, make_words, run_command

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from app.doctor import facts
 from app.doctor.facts import (
     count_pci_gpus,
-    query_links,
+    parse_links,
     read_facts,
     read_folder,
     read_packages,
@@ -68,30 +66,23 @@ def test_gpus_without_a_driver_are_counted(tmp_path: Path, monkeypatch: pytest.M
     assert count_pci_gpus() == 1
 
 
-class ThreeGpus:
-    """A fake NVML of three GPUs: NVLink for 0-2, a host bridge for 0-1, an error for 1-2."""
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tPHB\tNV18\tPIX\t0-51,104-155\t0\t\tN/A
+GPU1\tPHB\t X \tNODE\tSYS\t0-51,104-155\t0\t\tN/A
+GPU2\tNV18\tNODE\t X \tSYS\t52-103\t1\t\tN/A
+NIC0\tPIX\tSYS\tSYS\t X \t\t\t\t
 
-    def nvmlInit_v2(self) -> int:
-        return 0
+Legend:
 
-    def nvmlDeviceGetCount_v2(self, number: Any) -> None:
-        ctypes.cast(number, ctypes.POINTER(ctypes.c_uint))[0] = 3
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> None:
-        ctypes.cast(handle, ctypes.POINTER(ctypes.c_void_p))[0] = index + 1
-
-    def nvmlDeviceGetP2PStatus(self, one: Any, two: Any, kind: int, status: Any) -> int:
-        is_linked = (one.value, two.value) == (1, 3)
-        ctypes.cast(status, ctypes.POINTER(ctypes.c_uint))[0] = 0 if is_linked else 5
-        return 0
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, one: Any, two: Any, level: Any) -> int:
-        ctypes.cast(level, ctypes.POINTER(ctypes.c_uint))[0] = 30
-        return int((one.value, two.value) == (2, 3))
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
 
 
-def test_links_between_gpus_from_nvml() -> None:
-    assert query_links(ThreeGpus()) == {"0-1": "PHB", "0-2": "NVLink", "1-2": "unknown"}
+def test_links_between_gpus_are_read_from_nvidia_smi() -> None:
+    assert parse_links(TOPOLOGY) == {"0-1": "PHB", "0-2": "NVLink", "1-2": "NODE"}
+    assert parse_links("Failed to initialize NVML: Driver/library version mismatch\n") == {}
 
 
 @pytest.fixture

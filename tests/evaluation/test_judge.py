@@ -31,14 +31,16 @@ from app.evaluation.judge.grading import (
     print_judgement,
 )
 from app.evaluation.judge.questions import (
+    KEY_VARIABLE,
     REMINDER,
+    JudgeConfig,
     Question,
     choosing_messages,
     grading_messages,
     read_choice,
     read_grade,
+    read_key,
 )
-from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig, read_key
 from common.errors import UserError, exit_code
 from data_modules import Turn
 from tools.sample_judge import serving

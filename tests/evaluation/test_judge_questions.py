@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from app.evaluation.judge.grading import Bench
-from app.evaluation.judge.questions import Question, read_questions
-from app.evaluation.judge.settings import JudgeConfig
-from app.report.chart import place_radar
-from app.report.template import render_template
+from app.evaluate import _verdicts_page
+from app.evaluation.judge.grading import Bench, Judgement, JudgeRequest, Verdict
+from app.evaluation.judge.questions import JudgeConfig, Question, read_questions
 from common.errors import UserError
 from common.installation import ROOT
 from tools.sample_judge import judge
@@ -107,27 +107,19 @@ def test_the_sample_judge_replies_in_the_requested_format() -> None:
         assert read_choice(judge(request)) == choice
 
 
-def test_the_first_category_of_a_radar_is_at_the_top() -> None:
-    radar = place_radar({"base": {"a": 10, "b": 0, "c": 5, "d": 2.5}})
-    assert radar["shapes"] == {"base": "210.0,60.0 210.0,210.0 210.0,285.0 172.5,210.0"}
-    assert [spoke[-1] for spoke in radar["spokes"]] == ["middle", "start", "middle", "end"]
-
-
 def test_the_page_escapes_model_and_judge_output_and_needs_no_network() -> None:
     hostile = "<script>alert(1)</script>"
-    answers = [
-        {"variant": "base", "text": hostile, "grade": "", "judge": ""},
-        {"variant": "tuned", "text": "", "grade": "7 of 10", "judge": hostile},
-    ]
-    turn = {"question": hostile, "reference": hostile, "answers": answers}
-    scores = {"base": {hostile: 1.0, "b": 2.0, "c": 3.0}, "tuned": {"b": 10.0}}
-    words = {
-        "title": hostile,
-        "facts": [hostile],
-        "cells": [["category", "base"], [hostile, "1"]],
-        "questions": [{"name": hostile, "turns": [turn] * 2}],
-    }
-    page = render_template("judge", **words, **place_radar(scores))
+    question = Question("q", hostile, (hostile, hostile), (hostile, hostile))
+    bench: Any = SimpleNamespace(
+        name=hostile,
+        config=JudgeConfig(model=hostile),
+        questions=[question],
+        answers={"base": {"q": [hostile] * 2}, "tuned": {"q": [""] * 2}},
+    )
+    requests = [JudgeRequest(question, turn, "tuned", False, []) for turn in range(2)]
+    judged = Judgement([Verdict(request, 7.0, hostile) for request in requests], 2)
+    page = _verdicts_page(bench, judged)
     assert "<script" not in page and "http" not in page.replace("http-equiv", "")
-    assert page.count("&lt;script&gt;") == 1 + 1 + 1 + 1 + 1 + 1 + 2 * 4
-    assert page.count('class="shape') == 2 and "7 of 10" in page and "(empty)" in page
+    # Twice in the title and the heading; category, question, reference, answer, reply of each turn.
+    assert page.count(escape(hostile)) == 2 * 2 + 1 + 2 * 5
+    assert page.count("tuned, 7 of 10") == 2 and page.count("(empty)") == 2

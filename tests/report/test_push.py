@@ -18,17 +18,17 @@ import pytest
 import yaml
 from huggingface_hub import HfApi, ModelCard, constants
 
+from app import report
 from app.config import TrainConfig, changed_settings, load_config, save_config
 from app.config.dispatch import run_plain_verb
 from app.config.schema import list_settings
 from app.config.verbs import PARTS
 from app.model.adapter import write_origin
 from app.push import PushConfig, push
-from app.report import template
+from app.report import render_template
 from app.report.model_card import license_of, render_run_card, write_card
 from app.report.run_files import read_run_files
 from app.report.run_page import write_page
-from app.report.template import render_template
 from tests.killed import killed_at
 from tests.local_server import Handler, local_server
 from tests.report.test_run_page import HOSTILE, write_run
@@ -307,7 +307,7 @@ def test_names_of_folders_are_text_in_cards_and_pages(run: Path, tmp_path: Path)
     assert "# &lt;img src=x onerror=alert(1)>'&lt;b>, fine-tuned" in card
     front_and_code = re.sub(r"(?s)^---.*?---|```.*?```", "", card)
     assert "<" not in front_and_code
-    names = [path.name.partition(".")[0] for path in Path(template.__file__).parent.glob("*.jinja")]
+    names = [path.name.partition(".")[0] for path in Path(report.__file__).parent.glob("*.jinja")]
     assert len(names) > 2
     with mock.patch("jinja2.Template.render", return_value="a\x1b[31m\x00\tb\n\x7f"):
         assert {render_template(name) for name in names} == {"a\\x1b[31m\\x00\tb\n\\x7f"}

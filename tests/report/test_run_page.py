@@ -27,7 +27,7 @@ from app.report.chart import (
     Chart,
     Series,
     draw_svg,
-    frame_around,
+    frame_of,
     round_numbers,
 )
 from app.report.run_files import choose_predictions, read_run_files
@@ -393,7 +393,7 @@ def test_a_chart_keeps_spikes_and_single_points() -> None:
     one = str(draw_svg(Chart(title=HOSTILE, series=[Series(name="b", points=[(1, 5.0)])])))
     assert "<circle" in one and "&lt;img" in one and "<img" not in one
     gone = Series(name="c", points=[(1, float("nan")), (2, float("inf"))])
-    assert frame_around([gone.drawn], (0, 1, 0, 1)) is None
+    assert frame_of(Chart(title="c", series=[gone])) is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 from app.process.status import RUNNING, begin_status, end_status
 from app.run import job
-from app.sweep import run_sweep, slurm, trials
+from app.sweep import run_sweep, trials
 from common.errors import UserError
 from common.installation import ROOT
 from tests.in_process import CommandResult, make_words, run_command
@@ -37,10 +37,10 @@ while (folder.parent / "hold").exists():
 RUN_SWEEP = """
 import sys
 from app.run import job
-from app.sweep import run_sweep, slurm
+from app.sweep import run_sweep, trials
 from tests.sweep.test_slurm import fake_command
 job.child_command = fake_command
-slurm.SlurmLauncher.poll_seconds = 0.1
+trials.SlurmLauncher.poll_seconds = 0.1
 run_sweep(sys.argv[1:])
 """
 
@@ -64,7 +64,7 @@ def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("LOFT_JOBS", str(tmp_path / "jobs"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm.SlurmLauncher, "poll_seconds", 0.1)
+    monkeypatch.setattr(trials.SlurmLauncher, "poll_seconds", 0.1)
     monkeypatch.setattr(job, "child_command", fake_command)
     monkeypatch.setattr(trials, "TRAIN", ("-S", "-c", SLOW_TRIAL))
     return [*make_words(tmp_path), "launcher=slurm"]
@@ -93,16 +93,16 @@ def test_a_resumed_sweep_finds_its_running_jobs(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while the first job runs: it is not submitted again."""
-    start = slurm.SlurmLauncher.start
+    start = trials.SlurmLauncher.start
 
-    def interrupt(self: slurm.SlurmLauncher, *args: Any) -> slurm.SlurmJob:
+    def interrupt(self: trials.SlurmLauncher, *args: Any) -> trials.SlurmJob:
         started = start(self, *args)
         os.kill(os.getpid(), signal.SIGINT)
         return started
 
     job_settings = ["launcher.partition=gpu", "launcher.minutes=90", "launcher.memory_gib=64"]
     with monkeypatch.context() as patch:
-        patch.setattr(slurm.SlurmLauncher, "start", interrupt)
+        patch.setattr(trials.SlurmLauncher, "start", interrupt)
         result = sweep(
             *overrides, *job_settings, "adapter.r=2,8", "trainer.devices=2", "output.dir=s"
         )
@@ -137,10 +137,10 @@ def test_jobs_that_a_folder_names_are_not_cancelled_nor_waited_for(
     result = sweep("resume=s")
     assert result.code == 2, result.stderr
     assert "does not list job 1 as a job of yours that writes" in result.stderr
-    shown = slurm._show("1")
-    slurm.check_own_job("1", shown, tmp_path / "mine/0.log")
+    shown = trials._show("1")
+    trials.check_own_job("1", shown, tmp_path / "mine/0.log")
     with pytest.raises(UserError, match="job 1 as a job of yours"):
-        slurm.check_own_job("1", shown.replace("me(", "me(1"), tmp_path / "mine/0.log")
+        trials.check_own_job("1", shown.replace("me(", "me(1"), tmp_path / "mine/0.log")
     named.write_text("9\n")  # which SLURM has forgotten, if it ever was
     assert sweep("resume=s").code == 0
     assert [row["exit_code"] for row in results_in("s")] == [0, 0]
@@ -163,7 +163,7 @@ def test_a_job_that_was_kept_on_hold_is_let_go(
 ) -> None:
     """A sweep that is killed after its job is kept, and before it may start."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(slurm, "_release", lambda number: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(trials, "_release", lambda number: (_ for _ in ()).throw(KeyboardInterrupt))
         run_sweep([*overrides, "adapter.r=2,4", "output.dir=s"])
     assert (tmp_path / "jobs/1/state").read_text() == "PENDING\n"
     assert sweep("resume=s").code == 0
@@ -247,9 +247,9 @@ def test_what_is_made_of_the_end_of_a_job(
 ) -> None:
     shown = f"   JobState={state} Reason=None\n   ExitCode={exit_code}\n   RunTime=00:01:02 T=1\n"
     names = (tmp_path / "0.id", tmp_path / "0", tmp_path / "0.log")
-    assert slurm.SlurmJob("7", *names).finds_result(shown) == is_kept
-    with mock.patch.object(slurm, "_show", lambda _: shown):
-        polled = slurm.SlurmJob("7", *names)
+    assert trials.SlurmJob("7", *names).finds_result(shown) == is_kept
+    with mock.patch.object(trials, "_show", lambda _: shown):
+        polled = trials.SlurmJob("7", *names)
         assert [polled.poll(), polled.poll()] == [None, code]
     assert polled.seconds == (0.0 if code is None else 62.0)
     assert (polled.problem is not None) == (code in (3, 137))
@@ -259,14 +259,14 @@ def test_a_trial_whose_job_slurm_has_forgotten_has_the_code_of_its_status(tmp_pa
     names = (tmp_path / "0.id", tmp_path / "0", tmp_path / "0.log")
     names[0].write_text("7\n")
     forgotten = "slurm_load_jobs error: Invalid job id specified"
-    assert not slurm.SlurmJob("7", *names).finds_result(forgotten)
+    assert not trials.SlurmJob("7", *names).finds_result(forgotten)
     names[1].mkdir()
     begin_status(names[1], 0)
-    assert not slurm.SlurmJob("7", *names).finds_result(forgotten)
+    assert not trials.SlurmJob("7", *names).finds_result(forgotten)
     end_status(names[1], "finished", 0)
-    assert slurm.SlurmJob("7", *names).finds_result(forgotten)
+    assert trials.SlurmJob("7", *names).finds_result(forgotten)
     os.utime(names[0], (time.time() + 60,) * 2)  # the status is of an earlier job
-    assert not slurm.SlurmJob("7", *names).finds_result(forgotten)
+    assert not trials.SlurmJob("7", *names).finds_result(forgotten)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig
+from app.evaluation.judge.questions import KEY_VARIABLE, JudgeConfig, Message
 from app.process.launch import is_loopback
 from app.training.checkpoint.schema import COUNT, FLAG, TEXT, Keys
 from app.training.run_documents import find_problem
@@ -39,7 +39,6 @@ _MAX_BYTES = 2**22
 """largest response in bytes"""
 _PERMANENT_ERRORS = (400, 401, 403, 404, 405, 413, 422)
 """status codes for which a retry is useless"""
-Message = dict[str, str]
 _REPLY = Keys({"text": TEXT, "read_tokens": COUNT, "written_tokens": COUNT, "is_cached": FLAG}, {})
 """a file of the cache"""
 

@@ -21,20 +21,22 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import EvaluationConfig, answer_prompts
-from app.evaluation.judge.endpoint import Endpoint, JudgeError, Message, Reply
+from app.evaluation.judge.endpoint import Endpoint, JudgeError, Reply
 from app.evaluation.judge.questions import (
     LOWEST,
     QUESTIONS_FILE,
     REMINDER,
+    JudgeConfig,
+    Message,
     Question,
     choosing_messages,
     conversation,
     grading_messages,
     read_choice,
     read_grade,
+    read_key,
     read_questions,
 )
-from app.evaluation.judge.settings import JudgeConfig, read_key
 from app.evaluation.row_runner import RowRunner
 from app.evaluation.significance import VARIANTS, RowScores
 from app.process.logs import show, text_table
