@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from app.model.attention import gather_reason, key_repeats
 from app.model.recompute import WHOLE_LAYERS
+from app.planning.flops import stages_of
 from app.planning.memory import PlannedRun
-from app.planning.pipeline import stages_of
 from app.planning.states import ZERO_BUCKET, WeightBytes, keeps_gradients_whole
 from app.strategy.settings import (
     DdpConfig,

@@ -21,8 +21,8 @@ from app.planning.activations import (
     estimate_activations,
     estimate_loss,
 )
+from app.planning.flops import Stage, stages_of
 from app.planning.hardware import HardwareConfig
-from app.planning.pipeline import Stage, stages_of
 from app.planning.planned_model import PlannedModel, dtype_bytes
 from app.planning.states import (
     ModelSize,

@@ -18,10 +18,9 @@ from app.planning.communication import (
     exposed_seconds,
     list_collectives,
 )
-from app.planning.flops import Flops, estimate_flops
+from app.planning.flops import Flops, estimate_flops, stages_of
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import STREAMED_LAYERS, PlannedRun
-from app.planning.pipeline import stages_of
 from app.planning.states import num_shards
 from app.strategy.settings import FsdpConfig, PipelineConfig, ZeroConfig
 from common.text import percent

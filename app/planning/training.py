@@ -21,6 +21,7 @@ from app.planning.advice import (
     smallest_change,
     suggest_larger_changes,
 )
+from app.planning.flops import bounds_of_stages
 from app.planning.hardware import (
     HardwareConfig,
     host_memory_gib,
@@ -37,7 +38,6 @@ from app.planning.memory import (
     fits,
     usable_bytes,
 )
-from app.planning.pipeline import bounds_of_stages
 from app.planning.planned import build_planned_run, is_stored_quantized
 from app.planning.planned_model import model_from_config_json, model_from_meta, model_from_modules
 from app.planning.speed import Speed, estimate_speed, peak_tokens_per_second

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-from app.planning import pipeline
+from app.planning import flops
 from app.planning.communication import SEND, list_collectives
-from app.planning.flops import estimate_flops
+from app.planning.flops import bounds_of_stages, estimate_flops, micro_batches_in_flight, stages_of
 from app.planning.memory import PlannedRun, estimate_gpu_memory, estimate_moments
-from app.planning.pipeline import bounds_of_stages, micro_batches_in_flight, stages_of
 from app.planning.planned_model import model_from_modules
 from app.planning.speed import estimate_speed
 from app.strategy.settings import PipelineConfig
@@ -117,7 +116,7 @@ def test_no_other_cut_is_planned_faster(
     steps = {}
     for cut in range(1, layers):
         bounds = [(0, cut), (cut, layers)]
-        monkeypatch.setattr(pipeline, "bounds_of_stages", lambda _, bounds=bounds: bounds)
+        monkeypatch.setattr(flops, "bounds_of_stages", lambda _, bounds=bounds: bounds)
         steps[cut] = estimate_speed(run).step
     assert steps[chosen] <= (1 + most) * min(steps.values())
 
