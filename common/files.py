@@ -38,12 +38,12 @@ def write_atomically(file: Path, content: str | bytes) -> None:
         os.replace(unfinished, file)
     finally:
         unfinished.unlink(missing_ok=True)
-    sync_folder(file.parent)
+    sync(file.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush the entries of a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush the bytes of a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from data_modules.template.named_templates import find_syntax_error as find_syntax_error
     from data_modules.tokens.datasets import DataReport as DataReport
     from data_modules.tokens.datasets import DataSpec as DataSpec
-    from data_modules.tokens.prepare import EpochTokens as EpochTokens
-    from data_modules.tokens.prepare import estimate_epoch as estimate_epoch
+    from data_modules.tokens.estimate import EpochTokens as EpochTokens
+    from data_modules.tokens.estimate import estimate_epoch as estimate_epoch
     from data_modules.tokens.store import padding_id as padding_id
     from data_modules.types import BatchSpec as BatchSpec
     from data_modules.types import Conversation as Conversation
@@ -60,7 +60,7 @@ _NAMES = {
     "template": ("ChatTemplate", "Prompt", "TEMPLATE_NAMES"),
     "template.named_templates": ("OWN_TEMPLATE", "find_syntax_error"),
     "tokens.datasets": ("DataReport", "DataSpec"),
-    "tokens.prepare": ("EpochTokens", "estimate_epoch"),
+    "tokens.estimate": ("EpochTokens", "estimate_epoch"),
     "tokens.store": ("padding_id",),
     "types": ("BatchSpec", "Conversation", "Example", "ModelSpec", "Turn"),
 }

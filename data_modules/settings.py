@@ -228,66 +228,56 @@ def check_datasets(config: DataConfig) -> list[str]:
 
 
 def _check_settings(config: DataConfig) -> list[str]:
-    problems = []
-    if not any(getattr(config, name) for name in _DATASET_LISTS):
-        problems.append("data.datasets is empty; give 'data.datasets=[{path: FILE}]' or data=NAME")
-    problems += check_values(config, "data", skip=_DATASET_LISTS)
-    problems += _check_validation(config.val_set_size) + _check_processes(config)
-    problems += [
-        f"data.chat_template_kwargs: {problem}"
-        for problem in formats.find_kwargs_problems(config.chat_template_kwargs)
-    ]
-    if config.streaming:
-        problems += _check_stream(config)
-    if not config.roles_to_train and not config.train_on_inputs:
-        problems.append(
-            "data.roles_to_train=[]: no part of a conversation would be trained on; set "
-            "data.roles_to_train=[assistant]"
-        )
-    return problems + check_mixture(config.mixture)
-
-
-def _check_validation(size: float) -> list[str]:
-    """Return a problem if a number of validation rows is not whole, or is a share of all rows."""
-    if isinstance(size, float) and size == 1:
-        return [
-            "data.val_set_size=1.0 leaves no row to train on; give a share below 1 (0.1), or a "
-            "number of rows (1 = one row)"
-        ]
-    if size > 1 and size % 1:
-        return [
-            f"data.val_set_size={size}: neither a share nor a number of rows; give a share below "
-            "1, or a whole number"
-        ]
-    return []
-
-
-def _check_processes(config: DataConfig) -> list[str]:
-    """Return a problem for each setting that would start more processes than help."""
-    cores = len(os.sched_getaffinity(0))
+    """Return a problem for each row of a table that applies."""
+    size, mixture, cores = config.val_set_size, config.mixture, len(os.sched_getaffinity(0))
     most = max(_FEW_PROCESSES, _PROCESSES_PER_CORE * cores)
-    numbers = {"num_workers": config.num_workers, "num_proc": config.num_proc or 0}
-    return [
-        f"data.{name}={number} starts that many processes on {cores} cores; give at most {most}"
-        for name, number in numbers.items()
-        if number > most
-    ]
-
-
-def check_mixture(config: MixtureConfig) -> list[str]:
-    """Return a problem for each setting of the mixture that does not fit its weights."""
-    problems = []
-    if config.weights == "epochs":
-        for name, value, default in (
-            ("temperature", config.temperature, None),
-            ("stop", config.stop, "all"),
-        ):
-            if value != default:
-                problems.append(
-                    f"data.mixture.{name} is {value}, but with data.mixture.weights=epochs there "
-                    "are no shares; set data.mixture.weights=tokens or rows"
-                )
-    return problems
+    shares = (("temperature", mixture.temperature, None), ("stop", mixture.stop, "all"))
+    processes = {"num_workers": config.num_workers, "num_proc": config.num_proc or 0}
+    rows = (
+        (
+            not any(getattr(config, name) for name in _DATASET_LISTS),
+            "data.datasets is empty; give 'data.datasets=[{path: FILE}]' or data=NAME",
+        ),
+        (
+            isinstance(size, float) and size == 1,
+            "data.val_set_size=1.0 leaves no row to train on; give a share below 1 (0.1), or a "
+            "number of rows (1 = one row)",
+        ),
+        (
+            size > 1 and size % 1,
+            f"data.val_set_size={size}: neither a share nor a number of rows; give a share below "
+            "1, or a whole number",
+        ),
+        *(
+            (
+                number > most,
+                f"data.{name}={number} starts that many processes on {cores} cores; give at most "
+                f"{most}",
+            )
+            for name, number in processes.items()
+        ),
+        (
+            not config.roles_to_train and not config.train_on_inputs,
+            "data.roles_to_train=[]: no part of a conversation would be trained on; set "
+            "data.roles_to_train=[assistant]",
+        ),
+        *(
+            (
+                mixture.weights == "epochs" and value != default,
+                f"data.mixture.{name} is {value}, but with data.mixture.weights=epochs there are "
+                "no shares; set data.mixture.weights=tokens or rows",
+            )
+            for name, value, default in shares
+        ),
+    )
+    problems = check_values(config, "data", skip=_DATASET_LISTS)
+    problems += [text for applies, text in rows if applies]
+    if config.chat_template_kwargs:
+        problems += [
+            f"data.chat_template_kwargs: {problem}"
+            for problem in formats.find_kwargs_problems(config.chat_template_kwargs)
+        ]
+    return problems + (_check_stream(config) if config.streaming else [])
 
 
 def _check_stream(config: DataConfig) -> list[str]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Ranges = tuple[tuple[int, int], ...]
 """character ranges of a text, start and end"""
+BLANKS = "  "
+"""stands for repeated blanks among the characters that a tokenizer loses: some make them one"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,21 @@
 """The rules of an audit: which counts stop a run, which are warnings, and the fix for each.
 
-Holds the settings of the audit. Never counts, but finds the characters that a tokenizer cannot
-keep: a vocabulary may lack one, which becomes the unknown token or nothing, and a normalizer may
-replace it; the model can then neither read nor write it.
+Holds the settings of the audit. Never counts.
 """
 
 from __future__ import annotations
 
-import string
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.facts import setting
 from common.text import percent
 from data_modules.audit.figures import Audit, AuditWarning, DatasetAudit, count_of
+from data_modules.types import BLANKS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from data_modules.tokens.encode import Counts
 
 _REPORTED_ABOVE = 0.01
@@ -77,12 +73,8 @@ _NOTES = {
     ),
 }
 """kind of a note on rows -> what is said of them, and the fix"""
-BLANKS = "  "
-"""stands for several blanks in a row, which some tokenizers make one"""
 _MAX_NAMED = 12
 """number of characters that a warning names"""
-_NO_BYTES = set("\u00c0\u00c1\u00f5\u00f6\u00f7\u00f8\u00f9\u00fa\u00fb\u00fc\u00fd\u00fe\u00ff")
-"""letters for bytes that are in no UTF-8 text"""
 _NAMES = {"\n": "newline", "\t": "tab", "\r": "carriage return", " ": "blank"} | {
     BLANKS: "repeated blanks"
 }
@@ -318,59 +310,6 @@ def _apply_overlap_limit(
             f"{where}: {count_of(count, total)} held-out documents overlap with training, "
             f"data.audit.max_overlap_share is {limit}; remove them from training, or raise the "
             "limit"
-        )
-
-
-class CharacterCheck:
-    """Find the characters of texts that are not in the decoded tokens of the text.
-
-    Each character is tried once, between two letters. Characters that only have another Unicode
-    form after decoding are kept.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer: Any = tokenizer
-        self._backend: Any = tokenizer.backend_tokenizer
-        unknown, others = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
-        self.unknown_id = None if unknown in others else unknown
-        """token of unknown characters; None if it has another use too"""
-        self._kept: set[str] = set()
-        self.keeps_all = self._has_all_bytes() and all(map(self._keeps, string.printable))
-        """whether no text can lose a character, so that none need be looked at"""
-
-    def lost(self, text: str) -> set[str]:
-        """Return the characters of `text` that its tokens do not hold; BLANKS for repeated ones."""
-        seen = set(text)
-        if BLANKS in text:
-            seen.add(BLANKS)
-        seen -= self._kept
-        lost = {each for each in seen if not self._keeps(each)}
-        self._kept |= seen - lost
-        return {each for each in lost if not self._is_composed(each, text)}
-
-    def _is_composed(self, character: str, text: str) -> bool:
-        """Return whether an accent is kept as a part of the letter before it."""
-        place = text.index(character)
-        is_accent = len(character) == 1 and unicodedata.combining(character) != 0
-        return is_accent and place > 0 and self._keeps(text[place - 1 : place + 1])
-
-    def _has_all_bytes(self) -> bool:
-        from tokenizers import pre_tokenizers
-
-        normalizer = self._backend.normalizer
-        alphabet = set(pre_tokenizers.ByteLevel.alphabet()) - _NO_BYTES
-        return (normalizer is None or type(normalizer).__name__ == "NFC") and all(
-            self._backend.token_to_id(each) is not None for each in alphabet
-        )
-
-    def _keeps(self, character: str) -> bool:
-        encoding = self._backend.encode(f"x{character}x", add_special_tokens=False)
-        # The unknown token is decoded as its name, which has characters of its own.
-        known = [token_id for token_id in encoding.ids if token_id != self.unknown_id]
-        decoded = self._backend.decode(known, skip_special_tokens=False)
-        return any(
-            unicodedata.normalize(form, character) in unicodedata.normalize(form, decoded)
-            for form in ("NFC", "NFD")
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from common.text import listed
-from data_modules.format.fields import RowError, is_turns
+from data_modules.format.fields import FLAGS, MASK_KEYS, RowError, is_flag, is_turns
 from data_modules.format.tokens import DOCUMENT_IDS, MASKS, PACKED
 from data_modules.format.turns import (
     CALL_ROLES,
@@ -24,7 +24,6 @@ from data_modules.format.turns import (
     TOOLS,
     arguments_key,
 )
-from data_modules.format.weights import FLAGS, MASK_KEYS, is_flag
 
 PREFERENCE = re.compile(r"(chosen|rejected)(_|$)")
 """names of the columns of preference pairs"""

@@ -29,8 +29,14 @@ from data_modules.format.columns import (
     suggest_settings,
 )
 from data_modules.format.fields import (
+    TOKEN_MASKS,
+    TURN_MASKS,
+    WEIGHTS,
     MissingColumnError,
     RowError,
+    apply_turn_masks,
+    check_no_details,
+    check_no_token_mask,
     is_turns,
     nearest_hint,
     read_answer,
@@ -39,6 +45,8 @@ from data_modules.format.fields import (
     read_template_kwargs,
     read_text,
     read_weight,
+    row_weight,
+    turn_weight,
     type_of,
     typo_hint,
 )
@@ -64,16 +72,6 @@ from data_modules.format.turns import (
     read_tools,
     read_tree,
     read_turns,
-)
-from data_modules.format.weights import (
-    TOKEN_MASKS,
-    TURN_MASKS,
-    WEIGHTS,
-    apply_turn_masks,
-    check_no_details,
-    check_no_token_mask,
-    row_weight,
-    turn_weight,
 )
 from data_modules.types import Conversation, Document, Item, Row, Segment, Turn
 

@@ -21,9 +21,9 @@ from data_modules.format.fields import (
     read_answer,
     read_optional_text,
     read_text,
+    row_weight,
 )
 from data_modules.format.turns import normalize_turns, read_tools, read_turns
-from data_modules.format.weights import row_weight
 from data_modules.types import Conversation, Document, Item, Segment, Turn
 
 KTO, CLASSIFICATION = "kto", "classification"

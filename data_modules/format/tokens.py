@@ -10,8 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.errors import Origin
-from data_modules.format.fields import RowError, quote, read_weight, type_of
-from data_modules.format.weights import TOKEN_MASKS, row_weight
+from data_modules.format.fields import (
+    TOKEN_MASKS,
+    RowError,
+    quote,
+    read_weight,
+    row_weight,
+    type_of,
+)
 from data_modules.types import Tokens
 
 _IGNORED = -100

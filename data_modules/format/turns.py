@@ -22,19 +22,22 @@ from data_modules.format.fields import (
     EmptyAnswerError,
     RowError,
     check_json,
+    check_no_details,
     check_parts,
     check_text,
+    check_whole,
     is_blank,
     quote,
+    read_details,
     read_json,
     read_optional_string,
     read_part,
     read_text,
     read_text_part,
+    turn_weight,
     type_of,
     typo_hint,
 )
-from data_modules.format.weights import check_no_details, check_whole, read_details, turn_weight
 from data_modules.types import Conversation, Ranges, ToolCall, Turn
 
 ROLES = {

@@ -16,9 +16,16 @@ from typing import Any
 from common.errors import DataError, Origin, RemoteError
 from common.text import reason_of
 from data_modules.source.limits import Limits
-from data_modules.source.opening import BadRow, Chunk, grouped, too_large
+from data_modules.source.opening import (
+    BadRow,
+    Chunk,
+    Part,
+    grouped,
+    rows_of,
+    take,
+    too_large,
+)
 from data_modules.source.remote import HubPace
-from data_modules.source.slices import Part, rows_of, take
 from data_modules.source.tables import BatchChunk, restore
 from data_modules.types import Row
 

@@ -34,12 +34,15 @@ from data_modules.source.opening import (
     Budget,
     Chunk,
     File,
+    Part,
     ReadOptions,
+    check_split,
     open_stored,
+    rows_of,
     suffix_of,
+    take,
 )
 from data_modules.source.remote import Url
-from data_modules.source.slices import Part, check_split, rows_of, take
 from data_modules.source.tables import count_parquet_rows
 
 _PLAIN_TEXT = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")

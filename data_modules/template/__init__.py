@@ -1,5 +1,6 @@
 """Turn conversations and documents into token ids and their loss weights."""
 
+from data_modules.template.encoding import CharacterCheck as CharacterCheck
 from data_modules.template.masking import MaskConfig as MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
 from data_modules.template.named_templates import TEMPLATES_WITH_TOOLS as TEMPLATES_WITH_TOOLS

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import DataError, Origin
 from common.limited import LimitError, ProcessLimits, run_limited
-from data_modules.template.encoder_decoder import PairEncoder
 from data_modules.template.encoding import (
     TextTokenizer,
     TokenizedText,
@@ -24,7 +23,7 @@ from data_modules.template.encoding import (
     stop_texts,
 )
 from data_modules.template.marks import RenderedChat
-from data_modules.template.masking import Layout, LayoutBuilder, MaskConfig
+from data_modules.template.masking import Layout, LayoutBuilder, MaskConfig, PairEncoder
 from data_modules.template.named_templates import (
     FOR_TOOLS,
     OWN_TEMPLATE,

@@ -35,7 +35,6 @@ from data_modules.settings import (
 )
 from data_modules.stream import validation_slice
 from data_modules.template import ChatTemplate
-from data_modules.tokens.cache import Key, is_whole, open_or_make
 from data_modules.tokens.encode import (
     Rejected,
     chunks_of,
@@ -43,7 +42,16 @@ from data_modules.tokens.encode import (
     find_format,
     unread_in_first_rows,
 )
-from data_modules.tokens.prepare import REJECTED_FILE, Prepared, TokenSpec, hash_of, prepare_dataset
+from data_modules.tokens.prepare import (
+    REJECTED_FILE,
+    Key,
+    Prepared,
+    TokenSpec,
+    hash_of,
+    is_whole,
+    open_or_make,
+    prepare_dataset,
+)
 from data_modules.tokens.store import Examples, TokenValues
 from data_modules.types import BatchSpec, Item, ModelSpec, Tokens
 

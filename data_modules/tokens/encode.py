@@ -23,9 +23,8 @@ from common.errors import MAX_PROBLEMS, DataError, Origin, Problems
 from common.text import percent
 from data_modules import format as formats
 from data_modules import source
-from data_modules.audit.rules import CharacterCheck
 from data_modules.format import KTO, PREFERENCE
-from data_modules.template import ChatTemplate, RowProblem
+from data_modules.template import CharacterCheck, ChatTemplate, RowProblem
 from data_modules.tokens.store import DocumentBuilder, Documents, padding_id, without_ends
 from data_modules.types import Conversation, Document, Encoded, Item, Row, Tokens
 

@@ -1,58 +1,76 @@
 """Tokenize a data set into the cache: read, convert, encode, fit to length, and count the rows.
 
 Composes source -> format -> template for one data set, in several processes if it is large. Never
-plans a step and never splits off validation rows. Estimates the tokens of an epoch within a second,
-from the cache or from the first rows.
+plans a step and never splits off validation rows.
+
+The cache has a folder for each data set, keyed by everything that determines the tokens. Entries
+are atomic: each is written to a temporary folder, sealed and renamed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
-import itertools
 import json
+import logging
 import os
+import shutil
+import stat
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import DataError, RemoteError
+from common.errors import DataError, DiskError, RemoteError
+from common.files import sync, write_atomically
 from common.redaction import redact
 from common.text import counted, printable, reason_of
 from data_modules import source
-from data_modules.audit.rules import CharacterCheck
 from data_modules.settings import DataConfig, DatasetConfig
-from data_modules.template import ChatTemplate
-from data_modules.tokens.cache import (
-    KEY_FILE,
-    Key,
-    code_version,
-    is_whole,
-    open_or_make,
-    read_newest,
-    read_note,
-)
+from data_modules.template import CharacterCheck, ChatTemplate
 from data_modules.tokens.encode import (
     BadRows,
     ChunkEncoder,
     Counts,
     EncodedChunk,
     FirstRows,
-    Rejected,
     check_dropped,
     chunks_of,
     encode_chunks,
     find_format,
-    read_chunk,
 )
 from data_modules.tokens.store import StoreWriter, TokenStore
-from data_modules.types import Conversation, Document, Item, Tokens
 
 if TYPE_CHECKING:
     import transformers
 
+log = logging.getLogger(__name__)
+
+KEY_FILE = "key.json"
+_BLOCK_BYTES = 1 << 20
+_NAME_BYTES = 64
+_DISK_FULL = {errno.EDQUOT, errno.ENOSPC}
+_NO_ROOM = {
+    *_DISK_FULL,
+    errno.EACCES,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+_NO_LOCK = {errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV}
+"""errors of opening a lock file if something else is in its place"""
+_LABELS = {
+    "data": "the data changed",
+    "tokenizer": "the tokenizer changed",
+    "template": "the chat template changed",
+    "settings": "settings changed",
+    "code": "the code changed",
+    "versions": "library versions changed",
+}
 COUNTS_FILE = "counts.json"
 REJECTED_FILE = "rejected.jsonl"
 TOKEN_SETTINGS = (
@@ -63,12 +81,6 @@ TOKEN_SETTINGS = (
 """fields of DataConfig that affect the tokens"""
 _ROW_LIMITS = ("columns", "key_chars", "nesting")
 """fields of `data.limits` that affect which rows on_bad_row=quarantine leaves out"""
-SAMPLE_BYTES = 512 << 10
-"""bytes read of all data sets together"""
-_TURN_TOKENS = 5
-"""tokens that a chat template adds to a turn, as ChatML and Llama 3's do"""
-
-CountTokens = Callable[[Sequence[str]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +238,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
     with (folder / REJECTED_FILE).open("w") as rejected:
         bad = BadRows(data, rejected)
         try:
-            with _Progress(dataset) as progress:
+            with _progress(dataset) as advance:
                 for part in encode_chunks(encoder, chunks, num_proc):
                     bad.add_all(part.rejected)
                     if part.documents is not None:
@@ -241,7 +253,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
                             "it: data.datasets[].split=train[:10%]"
                         )
                     counts.merge(part.counts)
-                    progress.advance(part)
+                    advance(part)
         except RemoteError:
             raise
         except DataError as error:
@@ -270,188 +282,220 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
     (folder / COUNTS_FILE).write_text(json.dumps(note, indent=2) + "\n")
 
 
-class _Progress:
-    """A progress bar of the tokenization, on a terminal."""
+@contextlib.contextmanager
+def _progress(dataset: DatasetConfig) -> Iterator[Callable[[EncodedChunk], None]]:
+    """Show a progress bar of the tokenization, on a terminal; yield what adds a tokenized chunk."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-    def __init__(self, dataset: DatasetConfig) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    name, rows = printable(dataset.name or source.name_of(dataset.path)), 0
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=source.num_bytes(dataset.path, dataset.split, dataset.name))
 
-        self._name = printable(dataset.name or source.name_of(dataset.path))
-        self._rows = 0
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-        console = Console(stderr=True)
-        self._bar = Progress(
-            *columns, console=console, transient=True, disable=not console.is_terminal
-        )
-        total = source.num_bytes(dataset.path, dataset.split, dataset.name)
-        self._task = self._bar.add_task("", total=total)
+        def advance(part: EncodedChunk) -> None:
+            nonlocal rows
+            rows += part.counts.rows
+            text = f"tokenizing {name}: {counted(rows, 'row')}"
+            bar.update(task, advance=part.num_bytes, description=text)
 
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def advance(self, part: EncodedChunk) -> None:
-        """Add a tokenized chunk."""
-        self._rows += part.counts.rows
-        text = f"tokenizing {self._name}: {counted(self._rows, 'row')}"
-        self._bar.update(self._task, advance=part.num_bytes, description=text)
+        yield advance
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpochTokens:
-    """The estimated tokens of an epoch, and in words what the estimate is based on."""
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The identity of a tokenized data set; `parts` has a hash or value for each of `_LABELS`."""
 
-    tokens: int
-    how: str
+    path: str
+    split: str
+    parts: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the entry's folder."""
+        text = json.dumps([self.path, self.split, self.parts], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def newest(self) -> str:
+        """Return the name of the file that names the newest entry of the same data."""
+        text = json.dumps([self.path, self.split])
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.newest"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Size:
-    tokens: float
-    rows: float
-    rows_read: int
-    is_cached: bool
+def code_version() -> str:
+    """Return a hash of the source files that determine a row's tokens."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    files = [*package.rglob("*.py"), *package.rglob("*.jinja"), *package.parent.glob("common/*.py")]
+    for file in sorted(files):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
-def estimate_epoch(
-    config: DataConfig, *, sequence_len: int, tokenizer: str, count_tokens: CountTokens
-) -> EpochTokens:
-    """Estimate the tokens of an epoch; DataError with a short phrase if it cannot be estimated.
+def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Path, str]:
+    """Return the folder of an entry, and in words whether it was found or made.
 
-    `tokenizer` is the path or hub id with which cached tokens must have been made. `count_tokens`
-    returns the number of tokens of each text.
+    If it is missing or damaged, `make(folder)` writes it into an empty folder. Raises DataError if
+    the cache cannot be written.
     """
-    datasets = config.datasets
-    if not datasets:
-        raise DataError("no data set is named")
-    if config.streaming:
-        raise DataError("the length of a stream is unknown")
-    if config.mixture.weights != "epochs" and len(datasets) > 1:
-        raise DataError(f"data.mixture.weights={config.mixture.weights} mixes data sets by shares")
-    tokens, sizes = 0.0, list[_Size]()
-    for dataset in datasets:
-        size = _find_cached(dataset, config, sequence_len, tokenizer)
-        if size is None:
-            budget = source.Budget(SAMPLE_BYTES // len(datasets))
-            size = _sample(dataset, config, sequence_len, count_tokens, budget)
-        held_out = config.held_out
-        left = 1 - (held_out if held_out < 1 else min(1.0, held_out / max(1.0, size.rows)))
-        if dataset.max_rows is not None:
-            left = min(left, dataset.max_rows / max(1.0, size.rows))
-        weight = dataset.weight if config.mixture.weights == "epochs" else 1.0
-        tokens += size.tokens * left * weight
-        sizes.append(size)
-    return EpochTokens(tokens=round(tokens), how=_how(sizes))
-
-
-def _how(sizes: Sequence[_Size]) -> str:
-    rows, read = round(sum(size.rows for size in sizes)), sum(size.rows_read for size in sizes)
-    if all(size.is_cached for size in sizes):
-        return f"{counted(rows, 'row')} tokenized in the cache"
-    return f"all {rows:,} rows" if read == rows else f"the first {read:,} of about {rows:,} rows"
-
-
-def _find_cached(
-    dataset: DatasetConfig, data: DataConfig, sequence_len: int, tokenizer: str
-) -> _Size | None:
-    """Return the size in the newest entry of the cache, if its settings and files are the same."""
-    root = Path(data.cache_dir).expanduser()
+    folder = root / key.name
+    if is_whole(folder):
+        return folder, "found in the cache"
     try:
-        folder = root / read_newest(root, Key(redact(dataset.path), dataset.split, {}))
-        settings = read_note(folder / KEY_FILE)["parts"]["settings"]
-        note = read_note(folder / COUNTS_FILE)
-        rows, tokens = int(note["counts"]["rows"]), int(note["tokens"])
-        size = _Size(tokens=tokens, rows=rows, rows_read=rows, is_cached=True)
-        requested: dict[str, Any] = {name: getattr(data, name) for name in TOKEN_SETTINGS}
-        requested |= {"format": dataset.format, "columns": dataset.columns}
-        requested |= {"sequence_len": sequence_len}
-        is_same = note["tokenizer"] == tokenizer and all(
-            settings[name] == value for name, value in requested.items()
-        )
-        is_current = _is_unchanged_since(dataset, (folder / KEY_FILE).stat().st_mtime)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-    return size if is_same and is_current and is_whole(folder, [COUNTS_FILE]) else None
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{key.name}.lock"):
+            if is_whole(folder):
+                return folder, "tokenized by another process"
+            if os.path.lexists(folder):
+                reason = "the entry was damaged"
+                log.warning("data: %s is damaged; its data is tokenized again", folder)
+            else:
+                reason = _describe_change(root, key)
+            # Damaged, or left over from a killed process.
+            for path in (folder, *root.glob(f"{key.name}.tmp-*")):
+                _remove(path)
+            unfinished = root / f"{key.name}.tmp-{os.getpid()}"
+            unfinished.mkdir()
+            try:
+                make(unfinished)
+                _seal(unfinished, key)
+                os.replace(unfinished, folder)
+                _remove(root / key.newest)
+                write_atomically(root / key.newest, key.name)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        kind = DiskError if error.errno in _DISK_FULL else DataError
+        raise kind(
+            f"{root}: cannot write the tokenized data: {os.strerror(error.errno)}"
+            f"{_inode_error(root, error)}; set data.cache_dir=FOLDER to a writable folder with "
+            "free space"
+        ) from error
+    return folder, f"tokenized ({reason})"
 
 
-def _is_unchanged_since(dataset: DatasetConfig, seconds: float) -> bool:
-    """Return whether no file of a data set changed since a time; remote files are not checked."""
-    if source.is_remote(dataset.path):
-        return True
-    files = source.find_files(dataset.path, dataset.split, name=dataset.name)
-    return all(file.stat().st_mtime <= seconds for file in files if isinstance(file, Path))
-
-
-def _sample(
-    dataset: DatasetConfig,
-    data: DataConfig,
-    sequence_len: int,
-    count_tokens: CountTokens,
-    budget: source.Budget,
-) -> _Size:
-    """Count the tokens of the first rows, and extrapolate by bytes."""
-    if source.is_remote(dataset.path):
-        raise DataError(f"{redact(dataset.path)} is not in the cache of tokenized data")
-    limit, num_bytes, num_rows = budget.left, 0, 0
-    items: list[Item] = []
-    name, chunks = find_format(dataset, chunks_of(dataset, data, budget))
-    is_cut = False
-    for chunk in chunks:
-        for row in read_chunk(chunk, name or "", dataset):
-            items += [] if isinstance(row, Rejected) else row
-        num_bytes, num_rows = num_bytes + chunk.num_bytes, num_rows + chunk.count()
-        if is_cut := num_bytes >= limit:
-            break
-    if not items:
-        raise DataError(f"{dataset.path}: its first {limit >> 10} KiB hold no row that can be read")
-    lengths = _lengths(items, count_tokens)
-    tokens = sum(_kept(length, sequence_len, data.on_long) for length in lengths)
-    if not (is_cut or budget.spent):
-        return _Size(tokens=tokens, rows=num_rows, rows_read=num_rows, is_cached=False)
-    total = source.num_bytes(dataset.path, dataset.split, dataset.name)
-    if total is None:
-        raise DataError(f"{dataset.path}: the size of its rows is unknown until they are read")
-    factor = max(1.0, total / num_bytes)  # not the budget, which may end within a row
-    return _Size(
-        tokens=tokens * factor, rows=num_rows * factor, rows_read=num_rows, is_cached=False
+def _inode_error(root: Path, error: OSError) -> str:
+    """Return in words what a full disk lacks, if it is not bytes."""
+    if error.errno not in _DISK_FULL or not root.is_dir():
+        return ""
+    disk = os.statvfs(root)
+    return (
+        f" (all its {disk.f_files:,} inodes are used)" if disk.f_files > disk.f_favail == 0 else ""
     )
 
 
-def _lengths(items: Sequence[Item], count_tokens: CountTokens) -> list[int]:
-    counted = iter(count_tokens([text for item in items for text in _texts(item)]))
-    return [
-        sum(itertools.islice(counted, len(_texts(item)))) + _other_tokens(item) for item in items
-    ]
+def _seal(folder: Path, key: Key) -> None:
+    """Sync the files of a folder, then write the key file by which damage is detected."""
+    digests = {}
+    for file in sorted(folder.iterdir()):
+        digests[file.name] = _digest_of(file)
+        sync(file)
+    note = {"path": key.path, "split": key.split, "parts": key.parts, "digests": digests}
+    (folder / KEY_FILE).write_text(json.dumps(note, indent=2) + "\n")
+    sync(folder / KEY_FILE)
+    sync(folder)
 
 
-def _texts(item: Item) -> list[str]:
-    """Return the texts of an item that are tokenized."""
-    if isinstance(item, Tokens):
-        return []
-    if isinstance(item, Document):
-        return [item.text]
-    texts = [turn.content + (turn.reasoning or "") for turn in item.turns]
-    calls = [
-        json.dumps({"name": call.name, "arguments": call.arguments}, default=dict)
-        for turn in item.turns
-        for call in turn.tool_calls
-    ]
-    return texts + calls + [json.dumps(tool, default=dict) for tool in item.tools]
+def is_whole(folder: Path, names: Iterable[str] | None = None) -> bool:
+    """Return whether a folder has all files that were written into it, and no links or pipes.
+
+    The bytes of the files `names` (None: of all) are compared with their digests. The key file is
+    right if it makes the folder's name.
+    """
+    if not folder.is_dir():
+        return False
+    try:
+        note = read_note(folder / KEY_FILE)
+        if Key(note["path"], note["split"], note["parts"]).name != folder.name:
+            return False
+        digests = dict[str, str](note["digests"])
+        if not all(stat.S_ISREG((folder / name).lstat().st_mode) for name in digests):
+            return False
+        read = digests if names is None else names
+        return all(_digest_of(folder / name) == digests[name] for name in read)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False
 
 
-def _other_tokens(item: Item) -> int:
-    """Return the number of an item's tokens that come from none of its texts."""
-    if isinstance(item, Tokens):
-        return len(item.input_ids)
-    return 1 + (_TURN_TOKENS * len(item.turns) if isinstance(item, Conversation) else 0)
+def _digest_of(file: Path) -> str:
+    """Return a hash of a file's bytes, as fast as memory: it detects damage, not malice."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with source.open_regular(file) as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
-def _kept(length: int, sequence_len: int, on_long: str) -> int:
-    """Return the tokens of a row that are left after `on_long` is applied."""
-    if length <= sequence_len or on_long == "split":
-        return length
-    return sequence_len if on_long.startswith("truncate") else 0
+def read_note(file: Path) -> Any:
+    """Return the JSON of a file in the cache; DataError if it is missing or not a regular file."""
+    with source.open_regular(file) as stream:
+        return json.load(stream)
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    import fcntl
+
+    # Neither follows a link nor blocks on a pipe.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(file, flags, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a file")
+    except OSError as error:
+        if error.errno not in _NO_LOCK:
+            raise
+        raise DataError(
+            f"{file}: the cache needs a regular file there as a lock, and found a link, a folder, "
+            "a pipe, a socket or a device; remove it, or set data.cache_dir to another folder"
+        ) from error
+    with open(descriptor, "w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("data: another process prepares the same data; waiting for it (%s)", file)
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        # Released by the kernel when the process ends, however it ends.
+        yield
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        # Not by shutil alone, which blocks on a pipe.
+        shutil.rmtree(path) if stat.S_ISDIR(path.lstat().st_mode) else path.unlink()
+
+
+def read_newest(root: Path, key: Key) -> str:
+    """Return the name of the newest entry of the same data; DataError if there is none."""
+    with source.open_regular(root / key.newest) as stream:
+        return Path(stream.read(_NAME_BYTES).decode()).name
+
+
+def _describe_change(root: Path, key: Key) -> str:
+    """Describe what changed since the newest entry of the same data."""
+    if not (root / key.newest).exists():
+        return "now cached"
+    try:
+        # Looked up by name: scanning all entries would take longer with each one.
+        before = dict(read_note(root / read_newest(root, key) / KEY_FILE)["parts"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return "now cached"  # it was removed
+    changed = [part for part in key.parts if before.get(part) != key.parts[part]]
+    reasons = []
+    for part in changed:
+        then, now = before.get(part), key.parts[part]
+        if isinstance(then, dict) and isinstance(now, dict):
+            names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+            reasons.append(f"{_LABELS[part]}: {', '.join(names)}")
+        else:
+            reasons.append(_LABELS[part])
+    return ", ".join(reasons)

@@ -257,7 +257,7 @@ def test_the_cache_is_found_whatever_the_signature(
     ended: tuple[Path, Path, str], server: str, tmp_path: Path
 ) -> None:
     from common.redaction import redact
-    from data_modules.tokens.cache import Key
+    from data_modules.tokens.prepare import Key
 
     _, cache, _ = ended
     paths = {json.loads(file.read_text())["path"] for file in cache.rglob("key.json")}

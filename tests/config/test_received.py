@@ -246,7 +246,6 @@ IN_NEW_FOLDERS = {
     "app/run/folder.py": "a copy whose earlier name is removed",
     "data_modules/audit/figures.py": "a run: links were refused and hard links copied at its start",
     "data_modules/datamodule.py": "the same",
-    "data_modules/tokens/cache.py": "the cache of tokens",
     "data_modules/tokens/prepare.py": "the cache of tokens",
 }
 """files that write in other ways than `open_no_follow` and `write_atomically` -> what into"""

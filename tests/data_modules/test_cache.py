@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import DataError, DiskError
-from data_modules.tokens.cache import Key, open_or_make
+from data_modules.tokens.prepare import Key, open_or_make
 from tests.processes import LONGEST
 
 PARTS = {

@@ -12,10 +12,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from data_modules import DataConfig, DatasetConfig, DataSpec, PackingConfig
-from data_modules.audit.rules import BLANKS, CharacterCheck, names_of
+from data_modules.audit.rules import names_of
 from data_modules.template import ChatTemplate
+from data_modules.template.encoding import CharacterCheck
 from data_modules.tokens.datasets import PreparedData
-from data_modules.types import BatchSpec, ModelSpec
+from data_modules.types import BLANKS, BatchSpec, ModelSpec
 
 TEXT = '{"a": 1}\n\t<x>  \u00e9 e\u0301 \ufb01 \u4f60 A'
 LETTERS = '_ea"1:x>A'.replace("_", "\u2581")

@@ -18,7 +18,7 @@ from data_modules.packing.mixture import (
     describe_mixture,
     hold_out,
 )
-from data_modules.settings import check_mixture
+from data_modules.settings import DataConfig, DatasetConfig, check_datasets
 
 GROUPS = [np.arange(10), np.arange(10, 31)]
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)
@@ -172,7 +172,9 @@ def test_tokens_need_lengths() -> None:
     ],
 )
 def test_invalid_settings_are_reported(words: dict[str, Any], problems: list[str]) -> None:
-    assert check_mixture(MixtureConfig(**words)) == problems
+    datasets = [DatasetConfig(path="sample:people.json")]
+    data = DataConfig(datasets=datasets, mixture=MixtureConfig(**words))
+    assert check_datasets(data) == problems
 
 
 def test_report_is_a_table() -> None:

@@ -17,7 +17,7 @@ from app.config.load import settings_of
 from app.config.verbs import PARTS, TYPED_KEYS
 from app.evaluation.tasks.questions import TaskConfig
 from app.preflight import check_compatibility
-from app.preflight.couplings import GROUPS, conflict, devices, strategy, unused
+from app.preflight.couplings import GROUPS, conflict, devices, strategy
 from app.preflight.couplings.conflict import find_conflicts, is_installed
 from app.strategy.settings import FAMILIES, ZeroConfig
 from app.training.optimizers import LrPattern
@@ -614,9 +614,9 @@ def test_a_setting_that_nothing_reads_on_a_result_is_refused(
 
 def test_every_setting_in_the_table_of_those_that_nothing_reads_has_a_case() -> None:
     typed = {shlex.split(words)[-1].partition("=")[0] for words, _ in UNUSED}
-    assert typed == {rule.key for rule in unused.IN_TRAINING}
+    assert typed == {rule.key for rule in conflict.IN_TRAINING}
     typed = {words.split()[-1].partition("=")[0] for _, words, _ in ON_A_RESULT}
-    assert typed == {rule.key for rule in unused.ON_A_RESULT}
+    assert typed == {rule.key for rule in conflict.ON_A_RESULT}
 
 
 @pytest.mark.parametrize(

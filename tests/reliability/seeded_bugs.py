@@ -347,7 +347,7 @@ BUGS = [
     ),
     Bug(
         name="cached tokens of other settings are reused",
-        file="data_modules/tokens/cache.py",
+        file="data_modules/tokens/prepare.py",
         right="json.dumps([self.path, self.split, self.parts], sort_keys=True)",
         wrong="json.dumps([self.path, self.split])",
         test="tests/data_modules/test_cache.py::test_a_cache_miss_reports_what_changed",
@@ -513,7 +513,7 @@ BUGS = [
     ),
     Bug(
         name="train_detail's last character is left out",
-        file="data_modules/format/weights.py",
+        file="data_modules/format/fields.py",
         right="            ranges.append((begin, first))",
         wrong="            ranges.append((begin, end))",
         test="tests/data_modules/test_train_detail.py"
@@ -528,7 +528,7 @@ BUGS = [
     ),
     Bug(
         name="a setting without effect is accepted",
-        file="app/preflight/couplings/unused.py",
+        file="app/preflight/couplings/conflict.py",
         right="if is_set(part, name) and rule.is_unused(config):",
         wrong="if is_set(part, name) and not rule.is_unused(config):",
         test="tests/preflight/test_couplings.py::test_a_setting_that_nothing_reads_is_refused",

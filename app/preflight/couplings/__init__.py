@@ -1,9 +1,9 @@
 """Settings that cannot be combined: why, and what to type instead.
 
 The rows stand in the modules of their owners, `model`, `training` and `strategy`, in groups that
-have a condition in common (`conflict`). `unused` has the settings without effect, `devices` the
-requested devices and ranks, and whether batches and shards divide by them. The range of a single
-setting is declared at its field. Needs no torch: GPUs are counted by their device files;
+have a condition in common (`conflict`, which also has the settings without effect). `devices` has
+the requested devices and ranks, and whether batches and shards divide by them. The range of a
+single setting is declared at its field. Needs no torch: GPUs are counted by their device files;
 `check_devices`, `check_layout` and `check_global_batch` are called again once torch has counted
 them.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from app.preflight.couplings import model, strategy, training
-from app.preflight.couplings.conflict import find_conflicts
+from app.preflight.couplings.conflict import find_conflicts, find_unused
 from app.preflight.couplings.devices import (
     check_devices,
     check_global_batch,
@@ -26,7 +26,6 @@ from app.preflight.couplings.devices import (
     is_training,
     requested_devices,
 )
-from app.preflight.couplings.unused import find_unused
 from common.facts import check_values
 
 if TYPE_CHECKING:

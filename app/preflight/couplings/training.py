@@ -8,10 +8,9 @@ from typing import Any
 
 from app.model.adapter import Ia3Config, LoraConfig, continued_from, saves_whole_model
 from app.preflight.couplings import conflict
-from app.preflight.couplings.conflict import Conflict, Group
+from app.preflight.couplings.conflict import Conflict, Group, is_set
 from app.preflight.couplings.devices import has_data, is_training, splits_matrices
 from app.preflight.couplings.model import changes_base
-from app.preflight.couplings.unused import is_set
 from app.strategy.settings import shards_weights
 from common.errors import nearest
 from common.installation import install_extra, verb_command

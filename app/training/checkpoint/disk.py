@@ -66,7 +66,7 @@ def read_hash(file: Path) -> str:
 
 def sync_folder(folder: Path) -> None:
     faults.fault_point("disk.fsync")
-    files.sync_folder(folder)
+    files.sync(folder)
 
 
 def replace(source: Path, target: Path) -> None:
