@@ -7,6 +7,7 @@ where s3fs and gcsfs look for them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -15,6 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 
@@ -53,6 +55,8 @@ _ADDRESS = re.compile(r"(s3|gs):/{1,2}([a-z0-9][a-z0-9._-]+)/([\w.=-]+(?:/[\w.=-
 """bucket and path; a Path drops the second slash"""
 _PART_BYTES = 16 << 20
 """bytes of a file that are in memory while it is uploaded"""
+REQUEST_SECONDS = 600.0
+"""time of one request, of at most a part, after which it counts as failed"""
 _NOT_FETCHED = {STATUS_FILE, REASON_FILE}
 """what the first rank has begun anew when another one downloads the run"""
 _PROBE = ".writable"
@@ -156,7 +160,10 @@ def open_store(url: str) -> Iterator[ObjectStore]:
     try:
         import fsspec
 
-        files = fsspec.filesystem(scheme, use_listings_cache=False)
+        options: dict[str, Any] = {"use_listings_cache": False}
+        if scheme == "s3":
+            options["config_kwargs"] = {"http_session_cls": _session_class()}
+        files = fsspec.filesystem(scheme, **options)
         yield ObjectStore(url, files, rest)
     except UserError:
         raise
@@ -183,6 +190,25 @@ def open_store(url: str) -> Iterator[ObjectStore]:
             )
         reason = printable(redact(reason_of(error)))
         raise UserError(f"{url}: {fix} ({reason})") from error
+
+
+@cache
+def _session_class() -> type:
+    """Return an HTTP client of S3 whose requests end.
+
+    Two answers of 100 Continue make aiohttp 3.14 forget its timeout.
+    """
+    from aiobotocore.httpsession import AIOHTTPSession
+    from botocore.exceptions import ReadTimeoutError
+
+    class Session(AIOHTTPSession):
+        async def send(self, request: Any) -> Any:
+            try:
+                return await asyncio.wait_for(super().send(request), REQUEST_SECONDS)
+            except asyncio.TimeoutError as error:
+                raise ReadTimeoutError(endpoint_url=request.url) from error
+
+    return Session
 
 
 def check_store(config: TrainConfig) -> list[str]:

@@ -40,6 +40,7 @@ from app.training.checkpoint.checkpoint import MARKER
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
 from common.errors import UserError
 from common.installation import child_command
+from common.text import duration
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,10 @@ PAUSES = (1, 2, 4, 8, 16, 32, 60)
 """seconds before each further attempt, after those of the file system itself"""
 LOOK_SECONDS, STATUS_SECONDS = 0.5, 30.0
 """time between looks for a new checkpoint, and between uploads of status.json"""
+SILENT_SECONDS = 1800.0
+"""how long the end waits for the process that uploads without a word of it: three requests"""
+_DRAIN_SECONDS = 5.0
+"""time to read the last words of the process, whose pipe an orphan may hold open"""
 _SNAPSHOT = ".upload"
 """suffix of a folder of hard links: a checkpoint that is removed while it is uploaded"""
 _NOT_UPLOADED = {CHECKPOINTS, LOCK_FILE, UNFINISHED, "partial"}
@@ -100,7 +105,10 @@ class _UploadProcess:
     """The process that uploads, which ends with this one; what it says is logged here."""
 
     def __init__(self, folder: Path) -> None:
+        self._is_ending = self._has_uploaded = False
         self._failure: str | None = None
+        self._heard = time.monotonic()
+        """when it said something"""
         self._process = subprocess.Popen(
             [*child_command("app.run.upload"), str(folder)],
             env=child_environment(),
@@ -119,20 +127,36 @@ class _UploadProcess:
             if "level" in message:
                 log.log(message["level"], "%s", message["text"])
             self._failure = message.get("failure", self._failure)
+            self._has_uploaded = "uploaded" in message
+            self._heard = time.monotonic()
             refresh_liveness()
+        if not self._is_ending:
+            log.warning(
+                "the process that uploads has ended with %s: what is new stays here until the run "
+                "is resumed",
+                self._process.wait(),
+            )
 
     def end(self, url: str) -> str | None:
         """Wait until all is uploaded; return why it is not, or None."""
         assert self._process.stdin is not None
         log.info("uploading the rest to %s", url)
+        self._is_ending, self._heard = True, time.monotonic()
         # Not by closing: workers that were forked meanwhile hold the pipe open.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(b"end\n")
             self._process.stdin.flush()
         with waiting_for_thread():
-            self._relay.join()
-        code = self._process.wait()
-        return self._failure or (f"the process that uploads ended with {code}" if code else None)
+            while self._process.poll() is None:
+                if time.monotonic() - self._heard > SILENT_SECONDS:
+                    self._process.kill()
+                    return f"the process that uploads said nothing for {duration(SILENT_SECONDS)}"
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(LOOK_SECONDS)
+        self._relay.join(_DRAIN_SECONDS)
+        if self._has_uploaded:
+            return None
+        return self._failure or f"the process that uploads ended with {self._process.returncode}"
 
 
 @dataclass(slots=True)
@@ -247,6 +271,7 @@ class Uploader:
     def _try(self, work: Callable[[ObjectStore], object]) -> bool:
         """Return whether `work` succeeds, tried again after pauses."""
         for pause in (*PAUSES, None):
+            self.on_progress()
             try:
                 with open_store(self.url) as store:
                     work(store)
@@ -269,7 +294,7 @@ class _Messages(logging.Handler):
 
 
 def _send(**message: Any) -> None:
-    print(json.dumps(message), flush=True)
+    print(json.dumps(message), flush=True, file=sys.__stdout__)
 
 
 def _ended(seconds: float = 0.0) -> bool:
@@ -280,6 +305,7 @@ def _ended(seconds: float = 0.0) -> bool:
 def main(folder: Path) -> None:
     """Upload the run in `folder` until the process that trains says that it has ended."""
     exit_with_parent()
+    sys.stdout = sys.stderr  # for what libraries print: the other process reads messages only
     for signum in HANDLED:  # the process that trains decides what they mean
         signal.signal(signum, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, handlers=[_Messages()])
@@ -293,7 +319,9 @@ def main(folder: Path) -> None:
 
     uploader = Uploader(folder, url, on_progress)
     uploader.run(_ended)
-    if uploader.failure is not None:
+    if uploader.failure is None:
+        _send(uploaded=True)
+    else:
         _send(failure=uploader.failure)
 
 

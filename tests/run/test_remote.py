@@ -51,7 +51,7 @@ class Server:
 
         class Handler(WSGIRequestHandler):
             def handle_expect_100(self) -> bool:
-                return True  # werkzeug says it; after a second one aiohttp may wait forever
+                return True  # werkzeug says it; after a second one aiohttp has no timeout
 
             def connection_dropped(self, *given: Any) -> None:
                 self.close_connection = True
@@ -89,6 +89,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("app.run.upload.PAUSES", (0.05,) * 8)
+    monkeypatch.setattr("app.run.upload.SILENT_SECONDS", LONGEST / 10)
     monkeypatch.chdir(tmp_path)
     s3fs.S3FileSystem.clear_instance_cache()
     with open_store(URL) as store:
@@ -224,6 +225,29 @@ def test_an_upload_survives_a_third_of_its_requests_failing(
     assert CheckpointStore(run / "checkpoints").steps() == [4]
 
 
+def test_a_request_whose_answer_never_comes_is_tried_again(
+    server: Server, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiohttp's own timeout is lost by a second 100 Continue."""
+    monkeypatch.setattr("app.run.remote.REQUEST_SECONDS", 1.0)
+    over, lost = threading.Event(), list[str]()
+
+    def fault(request: dict[str, Any]) -> None:
+        if request["REQUEST_METHOD"] == "PUT" and not lost:
+            lost.append(request["PATH_INFO"])
+            request["wsgi.input"].read(int(request["CONTENT_LENGTH"]))
+            request["werkzeug.socket"].sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            over.wait(LONGEST)
+
+    server.fault = fault
+    uploads = threading.Thread(target=upload, args=(run,), daemon=True)
+    uploads.start()
+    uploads.join(LONGEST / 10)
+    over.set()
+    assert lost and not uploads.is_alive()
+    assert {"config.yaml", f"checkpoints/step-4/{MARKER}"} <= names()
+
+
 def test_a_checkpoint_without_its_marker_or_with_damage_does_not_count(run: Path) -> None:
     newest, older = run / "checkpoints/step-4", run / "checkpoints/step-2"
     shutil.move(newest, run.parent / "step-4")
@@ -268,16 +292,32 @@ def test_a_process_uploads_and_what_it_says_is_logged(
     [
         ('print(\'{"failure": "no bucket"}\')', r"no bucket; type resume=.* to upload it"),
         ("import os; os.kill(os.getpid(), 9)", "the process that uploads ended with -9"),
+        ("", "the process that uploads ended with 0"),
+        ("import time; time.sleep(9999)", "the process that uploads said nothing for 0.5 s"),
+        ("import os, time; os.close(1); time.sleep(9999)", "said nothing for 0.5 s"),
     ],
 )
 def test_why_a_run_was_not_uploaded_is_said_at_its_end(
     code: str, said: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("app.run.upload.SILENT_SECONDS", 0.5 if "sleep" in code else LONGEST)
     monkeypatch.setattr("app.run.upload.child_command", lambda module: [sys.executable, "-c", code])
     with pytest.raises(OSError, match=said), uploading(run):
         pass
     with pytest.raises(KeyError), uploading(run):  # what has ended the run is said instead
         raise KeyError
+
+
+def test_a_process_that_ends_before_the_run_does_is_said_at_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr("app.run.upload.child_command", lambda module: command)
+    until = time.monotonic() + LONGEST / 10
+    with pytest.raises(OSError, match="ended with -9"), uploading(run):
+        while "has ended with -9: what is new stays here" not in caplog.text:
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
 def test_the_process_that_uploads_is_ended_by_the_end_of_the_one_that_trains_only(
