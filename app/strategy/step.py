@@ -134,10 +134,13 @@ class Step(Placement):
 def clips_in_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's kernels can scale gradients as they read them.
 
-    A fused AdamW on a GPU can. On a CPU gradients are scaled first, as in `clip_grad_norm_`.
+    A fused AdamW on a GPU can, and AdamW8bit where it says so. On a CPU gradients are scaled first,
+    as in `clip_grad_norm_`.
     """
     import torch
 
+    if getattr(optimizer, "clips_in_step", False):
+        return True
     groups = optimizer.param_groups
     return (
         isinstance(optimizer, torch.optim.AdamW)

@@ -86,7 +86,8 @@ def summarize(counted: Counted) -> Numbers:
     return found | {
         "tokens": counted.num_tokens,
         "ideal_flops": ideal_flops(counted),
-        "syncs": sum(tally.syncs.values()),
+        "syncs": sum(times for name, times in tally.syncs.items() if not _is_in_step(name)),
+        "step/syncs": sum(times for name, times in tally.syncs.items() if _is_in_step(name)),
         "to_host": sum(tally.to_host.values()),
         "pageable": sum(tally.pageable.values()),
         "peak_bytes": tally.peak_bytes,
@@ -94,6 +95,10 @@ def summarize(counted: Counted) -> Numbers:
         "gradients_bytes": _bytes_of([one for one in weights if one.requires_grad]),
         "states_bytes": _bytes_of([one for one in states if hasattr(one, "element_size")]),
     }
+
+
+def _is_in_step(name: str) -> bool:
+    return name.startswith("step: ")
 
 
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:

@@ -81,6 +81,7 @@ def test_a_micro_batch_and_its_step_wait_for_nothing(found: Any, method: str) ->
     numbers = found["traced"][method]
     assert numbers["launches"] > 100
     assert (numbers["syncs"], numbers["to_host"], numbers["pageable"]) == (0, 0, 0)
+    assert numbers["step/syncs"] == 0
 
 
 @pytest.mark.versions

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import bitsandbytes
 import peft
@@ -16,6 +19,8 @@ import transformers.optimization
 from app.config.verbs import PARTS
 from app.model.adapter import AdapterConfig, FullConfig, Ia3Config, LoraConfig
 from app.process.logs import LOG_FILE
+from app.strategy.step import Step, clips_in_step
+from app.training import eight_bit
 from app.training.algorithms import use_averaged_weights, use_training_weights
 from app.training.eight_bit import AdamW8bit
 from app.training.optimizers import (
@@ -355,6 +360,43 @@ def test_the_settings_reach_their_libraries() -> None:
     assert {group["betas"] for group in adamw.param_groups} == {(0.8, 0.97)}
 
 
+@pytest.mark.parametrize("way", ["right", "wrong", "missing"])
+def test_steps_of_8_bits_are_by_the_kernel_if_it_is_equal_and_clips(
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def step(weight: Any, grad: Any, state: Any, group: Any, divisor: Any) -> None:
+        update = bitsandbytes.functional.optimizer_update_8bit_blockwise
+        divided = grad / divisor * (1.1 if way == "wrong" else 1.0)
+        moments = (state[f"{name}{number}"] for name in ("qmap", "absmax") for number in (1, 2))
+        update(
+            *("adam", divided, weight.detach(), state["state1"], state["state2"]),
+            *(*group["betas"], 0.0, 0.0, group["eps"], state["step"], group["lr"], *moments),
+            weight_decay=group["weight_decay"],
+        )
+
+    module = types.ModuleType("app.training.eight_bit_kernel")
+    if way != "missing":
+        module.step = step  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(eight_bit, "_is_on_gpu", lambda device: True)
+    models = [wide_llama() for _ in range(2)]
+    with caplog.at_level("WARNING"):
+        optimizer = optimizer_of(models[0], AdamW8bitConfig(weight_decay=0.1))
+    assert clips_in_step(optimizer) is (way == "right")
+    reasons = {"right": "", "wrong": "(it differs)", "missing": "has no attribute 'step'"}
+    assert reasons[way] in caplog.text and ("8-bit steps" in caplog.text) is (way != "right")
+    monkeypatch.setattr(eight_bit, "_is_on_gpu", lambda device: False)
+    for model, own in zip(models, (optimizer, None), strict=True):
+        each = own or optimizer_of(model, AdamW8bitConfig(weight_decay=0.1))
+        for seed in range(3):
+            give_gradients(model, seed)
+            Step.clip(Mock(), each, 0.5)
+            each.step()
+    plain = weights(models[1])
+    for name, found in weights(models[0]).items():
+        assert torch.allclose(found, plain[name], rtol=1e-5, atol=1e-7), name
+
+
 # On a GPU.
 
 
@@ -366,7 +408,7 @@ def test_a_gpu_steps_as_the_cpu_does_and_waits_for_nothing(config: OptimizerConf
         optimizer = optimizer_of(model, config)
         take_step(model, optimizer, seed=0)
         # bitsandbytes waits for the device after every parameter, by itself.
-        is_watched = device == "cuda" and "8bit" not in config.name
+        is_watched = device == "cuda" and config.name != "paged_adamw8bit"
         for seed in range(1, 4):
             use_training_weights(optimizer)
             give_gradients(model, seed)
@@ -382,6 +424,13 @@ def test_a_gpu_steps_as_the_cpu_does_and_waits_for_nothing(config: OptimizerConf
     tolerance = 1e-2 if "8bit" in config.name or config.name == "muon" else 1e-4
     for name, expected in on_cpu.items():
         assert torch.allclose(on_gpu[name].cpu(), expected, rtol=tolerance, atol=tolerance), name
+
+
+@pytest.mark.gpu
+def test_the_kernel_of_8_bits_is_equal_on_a_gpu() -> None:
+    optimizer = optimizer_of(wide_llama().cuda(), AdamW8bitConfig())
+    assert clips_in_step(optimizer)
+    assert optimizer.kernel.__name__ == "app.training.eight_bit_kernel"  # type: ignore[attr-defined]
 
 
 @pytest.mark.gpu

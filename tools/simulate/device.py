@@ -65,8 +65,10 @@ def _load_device() -> Any:
     import transformers
     from bitsandbytes import functional
 
-    # Computed here, since bitsandbytes' quantization map needs real values.
-    functional.name2qmap["dynamic"] = functional.create_dynamic_map()
+    # Computed here, since bitsandbytes' quantization maps need real values.
+    functional.create_dynamic_map = functools.cache(functional.create_dynamic_map)
+    functional.name2qmap["dynamic"] = functional.create_dynamic_map(signed=True)
+    functional.create_dynamic_map(signed=False)
     _patch_fake_tensors(torch)
     _patch_attention(torch)
     # For fake tensors transformers would skip work, such as reading whether a mask is needed.

@@ -1,4 +1,4 @@
-"""Replacements of the Triton kernels of Liger, of the loss and of FP8, for FakeTensors.
+"""Replacements of the Triton kernels of Liger, of the loss, of FP8 and of AdamW, for FakeTensors.
 
 They read, write and save the same tensors, under the same names, and compute nothing. FakeTensors
 cannot see what a Triton kernel reads and writes, and Triton needs a GPU.
@@ -66,9 +66,14 @@ def quantize_columns(first: Tensor, second: Tensor, length: int) -> tuple[Tensor
     return values, first.new_empty(first.shape[1], dtype=torch.float32)
 
 
+@custom_op("standin::adamw8bit", mutates_args={"weight", "state1", "state2"})
+def adamw8bit(weight: Tensor, grad: Tensor, state1: Tensor, state2: Tensor) -> None:
+    """Reads weight, gradient and moments once, and overwrites all but the gradient."""
+
+
 for _operator in (rms_norm, rms_norm_backward, gate, quantize_rows, quantize_columns):
     _operator.register_fake(_operator._init_fn)
-for _operator in (gate_backward, rope, cross_entropy, cross_entropy_gradient):
+for _operator in (gate_backward, rope, cross_entropy, cross_entropy_gradient, adamw8bit):
     _operator.register_fake(lambda *_: None)
 
 
@@ -163,7 +168,11 @@ def install_kernels() -> None:
     fp8: Any = types.ModuleType("app.model.fp8_kernel")
     fp8.quantize_rows = lambda parts, factors, **_: quantize_rows(list(parts), list(factors))
     fp8.quantize_columns = lambda tensor, length, **_: quantize_columns(tensor, tensor, length)
-    sys.modules.update({module.__name__: module for module in (loss, fp8)})
+    step: Any = types.ModuleType("app.training.eight_bit_kernel")
+    step.step = lambda weight, grad, state, *_: adamw8bit(
+        weight.detach(), grad, state["state1"], state["state2"]
+    )
+    sys.modules.update({module.__name__: module for module in (loss, fp8, step)})
     _install_flash4()
     for name in ("", ".transformers", ".transformers.functional"):
         module = types.ModuleType(f"liger_kernel{name}")
