@@ -55,8 +55,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     print_loading()
     # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly import tuned
-    from app.assembly.base import open_base
-    from app.assembly.data import build_datamodule
+    from app.assembly.base import build_datamodule, open_base
     from app.evaluation.comparison import print_comparison, print_samples, report_confusion
     from app.evaluation.significance import change_metrics, check_regression, report_changes
     from app.training.trainer import resolve_single_device
@@ -131,7 +130,7 @@ def _measure_models(
     from app.evaluation.row_runner import Progress, build_row_runner, build_sum_over_ranks
     from app.evaluation.tasks.questions import build_tasks
     from app.model.adapter import saves_whole_model
-    from app.training.objective.build import build_objective
+    from app.training.objective.settings import build_objective
 
     adapter, source = adapter_of(config), config.objective.reference_source
     # A model whose weights were all trained does not contain its base.

@@ -48,7 +48,7 @@ def preview(config: PreviewConfig) -> Path:
 
     print_loading()
     # Imported late, so that --help and config errors do not wait for torch.
-    from app.assembly.data import build_datamodule
+    from app.assembly.base import build_datamodule
     from app.model.tokenizer import build_tokenizer
     from app.report.preview import collect_preview
     from data_modules import BatchSpec

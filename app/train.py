@@ -58,8 +58,7 @@ def train(
     import lightning as L
 
     from app.assembly.auto import resolve_auto
-    from app.assembly.base import open_base
-    from app.assembly.data import build_data
+    from app.assembly.base import build_data, open_base
     from app.assembly.training import build_module, build_trainer, describe_run
     from app.training.trainer import resolve_environment
 

@@ -97,8 +97,8 @@ def run(folder: Path, size: Size, asynchronous: str) -> dict[str, Any]:
     """Train, and record the time of each step and save, and the memory that a save adds."""
     from app.config import load_config
     from app.train import train
+    from app.training.checkpoint.checkpoint import file_bytes
     from app.training.checkpoint.saving import CheckpointSaver
-    from app.training.checkpoint.tensors import file_bytes
     from app.training.module import FinetuneModule
 
     noted: dict[str, Any] = dict.fromkeys(("peak", "bytes"), 0)

@@ -129,14 +129,19 @@ def our_step_seconds(folder: Path) -> list[float]:
 
     from app.model.adapter import LoraConfig
     from app.strategy.ddp import SingleDevice
-    from app.training.callbacks.monitors import ProgressBar
-    from app.training.logger import LoggerConfig, build_loggers
+    from app.training.callbacks import ProgressBar
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.objective.objective import Sft
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
-    from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
+    from app.training.trainer import (
+        LoggerConfig,
+        TrainerConfig,
+        build_lightning_trainer,
+        build_loggers,
+        resolve_environment,
+    )
 
     class Clock(L.Callback):
         def __init__(self) -> None:

@@ -229,7 +229,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
 
     from app.config import settings_of
     from app.model.adapter import LoraConfig
-    from app.strategy.build import build_strategy
+    from app.strategy.settings import build_strategy
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.objective.objective import Sft
@@ -305,8 +305,7 @@ def by_hand(folder: Path, name: str) -> list[Time]:
     import torch
     import torch.distributed as dist
 
-    from app.training.objective.objective import Sft, batch_loss
-    from app.training.objective.sums import DatasetSums
+    from app.training.objective.objective import DatasetSums, Sft, batch_loss
 
     class Loss(torch.nn.Module):
         """The model with its loss, as a module for DDP and DeepSpeed to wrap."""

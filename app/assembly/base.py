@@ -1,4 +1,4 @@
-"""Open the base model of a run: everything about it except its weights."""
+"""Open the base model of a run, everything about it except its weights, and build a verb's data."""
 
 from __future__ import annotations
 
@@ -37,19 +37,31 @@ from app.model.tokenizer import (
     num_rows,
     stop_token_ids,
     trained_token_ids,
+    with_chat_template,
 )
 from app.preflight import describe_base
 from app.preflight.couplings import has_data
 from app.preflight.files import check_recompute, check_split
+from app.process.launch import is_first_rank
+from app.strategy.settings import pipeline_parallel_size
 from app.training.objective.distill import Teacher
 from app.training.objective.settings import DistillConfig
 from app.training.trainer import Environment
 from common.errors import UserError
-from data_modules import DEFAULT_SEQUENCE_LEN, ModelSpec
+from data_modules import (
+    DEFAULT_SEQUENCE_LEN,
+    BatchSpec,
+    DataSpec,
+    FinetuneDataModule,
+    ModelSpec,
+    with_format,
+)
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from app.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -264,3 +276,59 @@ def model_spec(
         is_multi_label=architecture.problem_type == MULTI_LABEL,
         packing_error=packing_error(architecture.to_dict(), backend),
     )
+
+
+def build_datamodule(
+    config: TrainConfig | EvaluateConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: ModelSpec,
+    batching: BatchSpec,
+    *,
+    first_rows: int | None = None,
+) -> FinetuneDataModule:
+    """Build the data module of a verb; the caller calls its `setup`."""
+    data = with_format(config.data, config.objective.row_format)
+    data = with_chat_template(data, config.model, tokenizer)
+    return FinetuneDataModule(
+        DataSpec(
+            config=data,
+            packing=config.packing,
+            tokenizer=tokenizer,
+            model=spec,
+            batching=batching,
+            seed=config.seed,
+            first_rows=first_rows,
+        )
+    )
+
+
+def batch_spec(config: TrainConfig, env: Environment) -> BatchSpec:
+    """Return how rows become the steps of a training run under its strategy."""
+    trainer = config.trainer
+    return BatchSpec(
+        micro_batch_size=env.micro_batch_size,
+        accumulation_steps=env.accumulation,
+        num_ranks=env.num_data_ranks,
+        num_epochs=trainer.num_epochs,
+        max_steps=trainer.max_steps,
+        row_multiple=env.row_multiple,
+        row_slices=env.context_size,
+        # Compiled layers need batches of one size, as do messages between pipeline stages.
+        pad_packs=trainer.compile or pipeline_parallel_size(config.strategy) > 1,
+    )
+
+
+def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> FinetuneDataModule:
+    """Prepare, audit and plan the data of all steps of a training run, before weights are read."""
+    data = build_datamodule(config, base.tokenizer, base.spec, batch_spec(config, env))
+    data.first_step = run.step
+    data.setup("fit")
+    if config.evaluation.exact_match:
+        data.prompts(config.evaluation.max_rows)  # warns about prompts that are too long
+    if is_first_rank():
+        for line in data.summary():
+            log.info("%s", line)
+        for line in (*data.report.lines(), *data.audit.notes()):
+            log.debug("data: %s", line)
+        data.audit.check()
+    return data

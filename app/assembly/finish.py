@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from app.config import TrainConfig, changed_settings, words_to_type
 from app.evaluation.significance import MIN_DIFFERENCE, paired_bootstrap
-from app.model.save import dtype_name, loses_bits, stored_dtype, trained_dtype
-from app.model.shards import round_weights
+from app.model.save import dtype_name, loses_bits, round_weights, stored_dtype, trained_dtype
 from app.process.collectives import run_on_rank0
 from app.process.launch import is_first_rank, quote_words
 from app.process.logs import LOG_FILE, show

@@ -18,6 +18,7 @@ from typing import Any
 
 import lightning as L
 
+from app.assembly.auto import probe_micro_batch
 from app.assembly.base import Base
 from app.config import TrainConfig, changed_settings, save_config
 from app.evaluation.evaluator import Evaluator
@@ -45,34 +46,34 @@ from app.run.folder import CONFIG_FILE
 from app.run.manifest import identity_of, installed_versions, save_manifest
 from app.run.ranks import build_peers
 from app.run.remote import url_of
-from app.strategy.build import build_strategy
-from app.strategy.settings import states_folder, words_of
-from app.training.callbacks.checks import (
+from app.strategy.settings import build_strategy, states_folder, words_of
+from app.training.callbacks import (
     GradientCheck,
-    SameOnAllRanks,
-    program_values,
-    rank_invariant_values,
-)
-from app.training.callbacks.monitors import (
     Heartbeat,
     MachineStatsMonitor,
     ProgressBar,
+    SameOnAllRanks,
     StatusFile,
+    program_values,
+    rank_invariant_values,
 )
 from app.training.checkpoint.saving import build_checkpoints, build_saver, signals_of
-from app.training.log_files import RunLogger
-from app.training.logger import build_loggers
+from app.training.loggers import RunLogger
 from app.training.metrics import FirstLoss, Metrics, is_measured_at
-from app.training.micro_batch import probe_micro_batch
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch
-from app.training.objective.build import build_objective
-from app.training.objective.cached import open_references
+from app.training.objective.distill import open_references
 from app.training.objective.objective import Objective
+from app.training.objective.settings import build_objective
 from app.training.optimizers import build_optimizer
 from app.training.routing import choose_router_aux_loss
 from app.training.schedule import resolve_lr
-from app.training.trainer import Environment, build_lightning_trainer, validation_interval
+from app.training.trainer import (
+    Environment,
+    build_lightning_trainer,
+    build_loggers,
+    validation_interval,
+)
 from common.errors import UserError, nearest
 from common.redaction import redacted
 from data_modules import BatchSpec, FinetuneDataModule
@@ -172,7 +173,7 @@ def _build_monitors(
     ]
     if config.trainer.compile:
         # Imported here: importing the compiler takes a second.
-        from app.training.callbacks.compilation import Compilation
+        from app.training.compilation import Compilation
 
         monitors.append(Compilation())
     if is_watched():

@@ -224,8 +224,7 @@ def _save_step(
     from app.model.adapter import save_adapter, save_converted, write_origin
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig
-    from app.model.save import trained_dtype
-    from app.model.shards import write_model
+    from app.model.save import trained_dtype, write_model
     from app.model.tokenizer_file import save_tokenizer
     from app.training.checkpoint.state import restore_model, trainable_parameters
 

@@ -35,7 +35,6 @@ from app.run.find import FINAL, saved_folder
 from app.run.folder import OutputConfig, TrainOutputConfig
 from app.serving.address import ServeConfig
 from app.strategy.settings import FAMILIES, StrategyConfig
-from app.training.logger import LoggerConfig
 from app.training.objective.settings import OBJECTIVES, ObjectiveConfig
 from app.training.optimizers import (
     AdafactorConfig,
@@ -47,7 +46,13 @@ from app.training.optimizers import (
     ScheduleFreeConfig,
 )
 from app.training.schedule import ScheduleConfig
-from app.training.trainer import ACCELERATORS, DEFAULT_MONITOR, PRECISIONS, TrainerConfig
+from app.training.trainer import (
+    ACCELERATORS,
+    DEFAULT_MONITOR,
+    PRECISIONS,
+    LoggerConfig,
+    TrainerConfig,
+)
 from common.facts import setting
 from data_modules import DataConfig, PackingConfig
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from app.assembly.base import Base
-    from app.strategy.placement import Placement
+    from app.strategy.mixin import Placement
     from app.training.objective.objective import Objective
     from data_modules import FinetuneDataModule, Prompt
 
@@ -242,7 +242,7 @@ class Evaluator:
 
         Those that a run stored are not read: they have the rounding of training's kernels.
         """
-        from app.training.objective.cached import measure_references
+        from app.training.objective.distill import measure_references
         from app.training.objective.pairs import base_log_probs
 
         examples, ranks = self.data.val_examples, self.runner.num_ranks
@@ -259,8 +259,7 @@ class Evaluator:
 
     def measure_losses(self, variant: str, model: Any) -> dict[str, float]:
         """Return the exact validation loss of every data set, empty without validation rows."""
-        from app.training.objective.objective import validate
-        from app.training.objective.sums import RowSums
+        from app.training.objective.objective import RowSums, validate
 
         names, num_rows = self.data.dataset_names, len(self.data.val_examples)
         if not num_rows:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from app.strategy.placement import Placement
+    from app.strategy.mixin import Placement
     from data_modules import Prompt
 
 _MIN_FINISHED = 0.25

@@ -20,19 +20,19 @@ from app.model.adapter import (
     saves_whole_model,
     skip_redundant_casts,
 )
+from app.model.adapter.apply import apply_neftune
 from app.model.attention import attention_implementation
 from app.model.base import ModelConfig, load_base
-from app.model.neftune import apply_neftune
+from app.model.layers import disable_bypassing_kernels
 from app.model.quantization import (
     QuantizationConfig,
     find_quantization_conflict,
     stored_quantization,
 )
 from app.model.recompute import RecomputeConfig, apply_recompute
-from app.model.shards import has_config_of_its_own
+from app.model.save import has_config_of_its_own
 from app.model.streaming import stream_layers
 from app.model.tokenizer import resize_embeddings
-from app.model.weight_reads import disable_bypassing_kernels
 from common.errors import UserError
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.architecture import text_numbers
 from app.model.families import Config, Shapes, family_of, shapes_of_config
-from app.model.layers import repeated_layers
+from app.model.layers import is_inside, repeated_layers
 from app.model.multimodal import describe_language_model, language_model_name
-from app.model.patterns import is_inside
 from app.model.rope import dynamic_factor
 
 if TYPE_CHECKING:
@@ -84,12 +83,10 @@ class BaseDescription:
 
     @property
     def model_type(self) -> str | None:
-        """The `model_type` of config.json."""
         return self.config.get("model_type")
 
     @property
     def is_tied(self) -> bool:
-        """Whether head and input embedding share one weight."""
         return self.head in self.embeddings
 
     @property
@@ -327,12 +324,10 @@ def names_by_id(weights: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
 
 
 def name_of(model: PreTrainedModel, wanted: torch.nn.Module) -> str:
-    """Return a module's full name."""
     return next(name for name, module in model.named_modules() if module is wanted)
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Return whether head and input embedding share one weight."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 

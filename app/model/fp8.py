@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from app.model.layers import repeated_layers
-from app.model.patterns import is_inside
+from app.model.layers import find_bypassed_linears, is_inside, repeated_layers
 from app.model.quantization import num_layers_in_fp8
-from app.model.weight_reads import find_bypassed_linears
 from common.errors import UserError
 from common.text import percent
 

@@ -33,7 +33,6 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_offline_by_setting() -> bool:
-    """Return whether HF_HUB_OFFLINE is set."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
@@ -42,7 +41,6 @@ def _endpoint() -> str:
 
 
 def _home() -> Path:
-    """Return the folder of the hub's libraries."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("HF_HOME") or Path(caches) / "huggingface")
 
@@ -59,7 +57,6 @@ def newest_cached_file(hub_id: str, name: str) -> Path | None:
 
 
 def is_cached(hub_id: str) -> bool:
-    """Return whether the cache contains files of a hub id."""
     return _cached(hub_id).is_dir()
 
 

@@ -27,7 +27,7 @@ from app.model.quantization import (
     quantized_layers,
     stored_quantization,
 )
-from app.model.shards import MAX_SHARD_BYTES, ModelFolder
+from app.model.save import MAX_SHARD_BYTES, ModelFolder
 from app.model.tokenizer import added_rows, resize_embeddings
 from common.errors import UserError
 from common.facts import setting

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.model.contexts import replaced
-from app.model.weight_reads import find_bypassed_linears
+from app.model.layers import find_bypassed_linears
 from common.errors import UserError
 from common.facts import setting
 from common.text import percent

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from app.model.adapter.weights import KINDS
+from app.model.adapter.wrap import KINDS
 from app.model.layers import decoder_layers
 from common.errors import UserError
 
@@ -76,7 +76,8 @@ def stream_layers(model: Any, source: str, device: torch.device) -> LayerStream:
         where = _mapped_file(weight for layer in weights for weight in layer)
         with open(where, "rb", buffering=0) as file:
             rate = read_mb_per_second(file)
-    stream = LayerStream(max(map(_layer_bytes, weights)), device, reads_files=source == "disk")
+    size = max(sum(_padded(each.values.nbytes) for each in own) for own in weights)
+    stream = LayerStream(size, device, reads_files=source == "disk")
     for layer, own in zip(layers, weights, strict=True):
         stream.add(layer, own)
         own.clear()  # its memory is free before the next layer is copied
@@ -127,7 +128,6 @@ class LayerStream:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers."""
         return sum(map(_num_bytes, self._layers))
 
     def add(self, layer: torch.nn.Module, weights: Sequence[Weight]) -> None:
@@ -283,10 +283,6 @@ def _empty(num_bytes: int, device: torch.device | None = None) -> Tensor:
 
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _layer_bytes(weights: Sequence[Weight]) -> int:
-    return sum(_padded(weight.values.nbytes) for weight in weights)
 
 
 def _num_bytes(pieces: Sequence[Piece]) -> int:

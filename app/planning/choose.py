@@ -24,12 +24,12 @@ from app.strategy.settings import (
     PipelineConfig,
     RanksConfig,
     StrategyConfig,
+    can_probe_micro_batch,
     context_parallel_size,
     divisors,
     pipeline_parallel_size,
     words_of,
 )
-from app.training.micro_batch import can_probe_micro_batch
 from common.text import counted
 
 SPLITTING = ("ddp", "fsdp", "fsdp_hybrid", "fsdp_pp")

@@ -25,10 +25,10 @@ from app.model.adapter import (
 from app.model.base import ModelConfig
 from app.model.classifier import HEAD
 from app.model.description import INPUT_EMBEDDING, describe_config
-from app.model.patterns import by_key
+from app.model.layers import by_key
 from app.model.quantization import QuantizationConfig
 from app.planning.widths import Widths, config_getter, kind_of_layer, widths_of
-from app.strategy.tensor_plan import BY_COLUMNS, BY_ROWS
+from app.strategy.settings import BY_COLUMNS, BY_ROWS
 from common.errors import UserError
 
 _SPLIT = {
@@ -420,7 +420,7 @@ def model_from_modules(
     None if its config does not give the sizes of its layers.
     """
     from app.model.layers import decoder_layers
-    from app.strategy.tensor_plan import layer_plan
+    from app.strategy.settings import layer_plan
 
     get = config_getter(model.config)
     if widths_of(get) is None:

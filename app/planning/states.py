@@ -18,9 +18,9 @@ from app.strategy.settings import (
     StrategyConfig,
     ZeroConfig,
     expert_parallel_size,
+    split_dim,
     tensor_parallel_size,
 )
-from app.strategy.tensor_plan import split_dim
 from app.training.optimizers import states_of_weights
 
 _BITS = {"int8": 8.0, "nf4": 4.5, "fp8": 8.0}

@@ -23,8 +23,8 @@ from app.model.adapter import (
     resumed_adapter,
     saves_whole_model,
 )
-from app.model.adapter.saved_config import KINDS, read_adapter_config
-from app.model.adapter.settings import CONFIG_FILE
+from app.model.adapter.apply import find_neftune_problem
+from app.model.adapter.settings import CONFIG_FILE, KINDS, read_adapter_config
 from app.model.architecture import num_experts, text_numbers
 from app.model.attention import EXCHANGED, batching_error
 from app.model.base import ModelConfig
@@ -32,7 +32,6 @@ from app.model.description import BaseDescription
 from app.model.families import Shapes, family_of
 from app.model.hub import COMMIT
 from app.model.layers import compile_error
-from app.model.neftune import find_neftune_problem
 from app.model.quantization import find_quantization_conflict
 from app.model.rope import rope_scaling
 from app.preflight.base_model import (

@@ -127,7 +127,7 @@ def end_loggers(
     is_done: bool = True,
 ) -> None:
     """Report the outcome of a run to its loggers, with its config file and its page."""
-    from app.training.log_files import RunLogger, RunSummary
+    from app.training.loggers import RunLogger, RunSummary
 
     files = [file for name in ("config.yaml", PAGE_FILE) if (file := folder / name).is_file()]
     summary = RunSummary(metrics=metrics, settings=settings, files=files, is_done=is_done)

@@ -31,11 +31,9 @@ from app.model.adapter import external_parameters, unfuse_adapters
 from app.process.collectives import run_on_ranks
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
-from app.strategy.mixin import StrategyMixin
-from app.strategy.placement import BuildModel
+from app.strategy.mixin import Allocate, BuildModel, ShardedTensor, StateTensor, StrategyMixin
 from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import TIMEOUT, ZeroConfig
-from app.strategy.state import Allocate, ShardedTensor, StateTensor
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -276,7 +274,6 @@ class Zero(StrategyMixin, DDPStrategy):
         return self._weights_by_group
 
     def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
-        """Return a weight for a checkpoint; a ShardedTensor if the weight is sharded."""
         if not _is_sharded(weight):
             return weight.detach()
         shard = self._shard_of(weight)
@@ -345,7 +342,6 @@ class Zero(StrategyMixin, DDPStrategy):
             own[key][shard.at : shard.at + shard.length].copy_(shard.of(value))
 
     def full_tensor(self, weight: Tensor) -> Tensor:
-        """Return the full tensor of a weight."""
         if not _is_sharded(weight):
             return weight.detach()
         import deepspeed

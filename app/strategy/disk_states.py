@@ -25,8 +25,8 @@ from torch.optim.adamw import adamw
 from app.model.streaming import MEASURED_BYTES, read_mb_per_second
 from app.process.heartbeat import refresh_liveness
 from app.process.launch import is_first_rank
+from app.strategy.mixin import ShardedTensor, local
 from app.strategy.settings import STATE_BLOCK_BYTES
-from app.strategy.state import ShardedTensor, local
 from common.errors import DiskError
 
 log = logging.getLogger(__name__)
@@ -192,7 +192,6 @@ class AdamWOnDisk(torch.optim.AdamW):
 
 
 def block_size(dtype: torch.dtype) -> int:
-    """Return the number of values of a block."""
     return STATE_BLOCK_BYTES // dtype.itemsize
 
 

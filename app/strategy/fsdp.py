@@ -33,15 +33,20 @@ from app.model.head import LossHead
 from app.model.layers import decoder_layers
 from app.model.quantization import bind_scales
 from app.strategy.disk_states import AdamWOnDisk, DiskTensor
-from app.strategy.expert_parallel import ExpertParallel, experts_of
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
-from app.strategy.mixin import StrategyMixin
-from app.strategy.placement import BuildModel
+from app.strategy.mixin import (
+    Allocate,
+    BuildModel,
+    ShardedTensor,
+    StateTensor,
+    StrategyMixin,
+    clip_in_step,
+    clips_in_step,
+    local,
+)
 from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import MAX_UNSHARDED_SHARE, TIMEOUT, FsdpConfig
-from app.strategy.state import Allocate, ShardedTensor, StateTensor, local
-from app.strategy.step import clip_in_step, clips_in_step
-from app.strategy.tensor_parallel import Split, TensorParallel
+from app.strategy.tensor_parallel import ExpertParallel, Split, TensorParallel, experts_of
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +275,6 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
             owner.reshard()
 
     def reshard(self, model: Any) -> None:
-        """Reshard all weights."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -297,7 +301,6 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
             set_sync(True)
 
     def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
-        """Return this rank's shard of a weight's gradient, or None."""
         return None if weight.grad is None else local(weight.grad)
 
     @torch.no_grad()
@@ -355,7 +358,6 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     # State
 
     def full_tensor(self, weight: Tensor) -> Tensor:
-        """Return the full tensor of a weight."""
         return self._full(weight.detach(), self._splits.get(weight))
 
     def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
@@ -365,7 +367,6 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     def optimizer_state_of(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
-        """Return the optimizer state of a weight by key."""
         states = optimizer.state.get(weight, {})
         return {key: self._state_of(weight, value) for key, value in states.items()}
 
@@ -374,7 +375,8 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         if isinstance(value, DiskTensor):
             gather = partial(self._gather_from_disks, weight, value, split)
             return ShardedTensor(self._full_shape(weight, split), value.dtype, gather)
-        return self._as_state(value, split) if _is_like(value, weight) else value
+        is_step_count = not isinstance(value, Tensor) or value.shape != weight.shape
+        return value if is_step_count else self._as_state(value, split)
 
     def _gather_from_disks(self, weight: Tensor, value: DiskTensor, split: Split | None) -> Tensor:
         """Gather a state of which each rank has the part of its shard of `weight` on its disk."""
@@ -476,8 +478,3 @@ def _reshard_without_grad(module: Any, inputs: Any, output: Any) -> None:
     """Reshard the weights after a forward pass that no backward pass follows."""
     if not torch.is_grad_enabled():
         module.reshard()
-
-
-def _is_like(value: Any, weight: Tensor) -> bool:
-    """Return whether an optimizer state has the shape of its weight, unlike a step count."""
-    return isinstance(value, Tensor) and value.shape == weight.shape

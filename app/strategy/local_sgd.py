@@ -1,4 +1,4 @@
-"""Local SGD: nodes train independently and average their weights every few steps.
+"""Local SGD: nodes or sites train independently and average their weights every few steps.
 
 Post-local SGD (arXiv 1808.07217): the first steps average gradients over all nodes. Then each node
 steps by its own gradients, sharded over its ranks by FSDP2, with its own optimizer states. Every
@@ -7,14 +7,22 @@ nodes, or the result of an outer Nesterov step towards that mean (DiLoCo, arXiv 
 
 Between two averages, validations and saved models use the mean. A checkpoint holds the mean, which
 any strategy can resume from, and the state of each rank, which makes a resume bit-identical.
+
+Sites keep their rows, and share nothing but trained weights: each is a run of its own, with its
+files, folder, metrics and checkpoints. The mean is weighted by the tokens that each site has
+trained on since the last one (federated averaging, arXiv 1602.05629). The first site sums: it
+receives the weights and the number of tokens of each other site, which receive the mean only.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,11 +30,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from app.model.adapter import trainable_weights
+from app.process.heartbeat import refresh_liveness
 from app.process.launch import is_first_rank
+from app.process.signals import signal_received
 from app.strategy.fsdp import Fsdp
-from app.strategy.settings import LocalSgdConfig
-from app.strategy.state import ShardedTensor, StateTensor, local
-from common.errors import UserError
+from app.strategy.mixin import ShardedTensor, StateTensor, local
+from app.strategy.rendezvous import POLL_SECONDS, listen
+from app.strategy.settings import TIMEOUT, LocalSgdConfig
+from common.errors import Interrupted, UserError
+
+if TYPE_CHECKING:
+    from data_modules import Batch
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +99,6 @@ class LocalSgd(Fsdp):
         return super().clip(optimizer, max_norm)
 
     def _num_steps(self) -> int:
-        """Return the number of completed optimizer steps."""
         step: int = self.lightning_module.trainer.global_step
         return step
 
@@ -246,3 +259,235 @@ def _split_into_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             bucket = []
     if bucket:
         yield bucket
+
+
+T = TypeVar("T")
+_MESSAGE_SIZE = 2**20
+"""elements of a message: 4 MiB, of the 8 MiB that a value of the store may have"""
+_SIGNAL_SECONDS = 5.0
+"""how long a site that is to end still waits for another, to save a step that all have made"""
+_AGAIN = "end all sites, and type the same commands with resume=auto"
+
+
+class SiteSgd(LocalSgd):
+    """FSDP2 within a site, federated averaging between sites.
+
+    Between two means a site validates and saves its own weights, so that it waits for the others
+    nowhere else.
+    """
+
+    def __init__(self, config: LocalSgdConfig) -> None:
+        super().__init__(config)
+        self._link: _Link
+        self._has_compared = False
+        self._step_weight: float | Tensor = 0.0
+        """weight of the tokens of this site's current step"""
+        self._round_weight = torch.zeros((), dtype=torch.float64)
+        """weight of the tokens of this site's steps since the last mean"""
+
+    def setup_environment(self) -> None:
+        """Connect the ranks of this site, and each of them with the first site."""
+        super().setup_environment()
+        self._link = _Link(self.local_config, self.global_rank)
+
+    def run_micro_batches(
+        self, batches: Sequence[Batch], loss: Callable[[Batch], Tensor]
+    ) -> Tensor:
+        """Run the passes of a step, and remember the weight of the site's tokens in it."""
+        self._step_weight = batches[0].step_weight
+        return super().run_micro_batches(batches, loss)
+
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip by the norm of this site's gradients."""
+        if not self._has_compared:
+            self._compare_sites()
+        self._round_weight += float(self._step_weight)
+        return super().clip(optimizer, max_norm)
+
+    def _compare_sites(self) -> None:
+        """Raise UserError unless all sites have the same settings, shards and first weights."""
+        config, step, digest = self.local_config, self._num_steps(), hashlib.sha256()
+        weights = [local(each.parameter.detach()) for each in trainable_weights(self.model_root)]
+        for weight in weights:
+            digest.update(weight.cpu().contiguous().view(torch.uint8).numpy())
+        self._link.compare(
+            step,
+            {
+                "strategy.sites": config.sites,
+                "strategy.sync_every_steps": config.sync_every_steps,
+                "strategy.outer_lr": config.outer_lr,
+                "strategy.outer_momentum": config.outer_momentum,
+                "trainer.max_steps": self.lightning_module.total_steps,
+                "the number of a rank's trainable weights": sum(map(Tensor.numel, weights)),
+                "the first weights (model, adapter, seed)": None if step else digest.hexdigest(),
+            },
+        )
+        self._has_compared = True
+
+    def end_step(self, step: int, *, is_last: bool) -> None:
+        """Average the weights over the sites every `sync_every_steps` and after the last step."""
+        self._link.step = step
+        super().end_step(step, is_last=is_last)
+        if not self._weights_differ:
+            self._round_weight.zero_()
+        if is_last:
+            self._link.close()
+
+    def _average(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by their weighted fp32 means over the sites."""
+        tensors = list(tensors)
+        own = torch.cat([tensor.reshape(-1).float().cpu() for tensor in tensors])
+        mean = self._link.mean(own, float(self._round_weight))
+        for tensor, part in zip(tensors, mean.split(list(map(Tensor.numel, tensors))), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    # Between two means
+
+    def load_averaged_weights(self) -> None:
+        """Keep this site's own weights."""
+
+    def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
+        """Return this site's own weight."""
+        return Fsdp.weight_state(self, weight)
+
+    def optimizer_state_of(
+        self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
+    ) -> dict[str, Any]:
+        """Return this site's own optimizer state of a weight by key."""
+        return Fsdp.optimizer_state_of(self, optimizer, weight)
+
+    def _own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        return super()._own_state(optimizer) | {"tokens/since the last mean": self._round_weight}
+
+
+class _Link:
+    """One rank's messages to the same rank of other sites, through a store at the first site.
+
+    Only the first site listens. OSError if a site is lost, or sends nothing for `TIMEOUT`.
+    """
+
+    def __init__(self, config: LocalSgdConfig, rank: int) -> None:
+        assert config.meeting_point is not None
+        host, port = config.meeting_point
+        self._site, self._sites, self._address = config.site, config.sites, f"{host}:{port}"
+        self.step = 0
+        """the step after which the sites average"""
+        self._start = 0
+        """the step that this site starts or resumes from"""
+        self._sent: list[str] = []
+        """keys of the last mean"""
+        listening: dict[str, Any] = {}
+        if self._site == 1 and rank == 0:
+            listening["master_listen_fd"] = listen(port, host)
+        store = self._ask(
+            lambda: dist.TCPStore(
+                host,
+                port,
+                is_master=bool(listening),
+                timeout=TIMEOUT,
+                wait_for_workers=False,
+                **listening,
+            )
+        )
+        self._store = dist.PrefixStore(f"rank {rank}", store)
+
+    def compare(self, step: int, facts: dict[str, Any]) -> None:
+        """Tell the others where this site starts; UserError if their facts differ from its own."""
+        self._start = step
+        self._set_past(step)
+        self._set(f"facts/{self._site}", json.dumps(facts).encode())
+        for site in range(1, self._sites + 1):
+            others = json.loads(self._get(f"facts/{site}", site))
+            for name, value in facts.items():
+                if others[name] != value and None not in (others[name], value):
+                    raise UserError(
+                        f"sites: {name} is {value} on site {self._site}, and {others[name]} on "
+                        f"site {site}; type the same on every site, but for data, strategy.site "
+                        "and output.dir"
+                    )
+
+    def mean(self, own: Tensor, weight: float) -> Tensor:
+        """Return the mean of the sites' fp32 vectors in proportion to their weights."""
+        parts = own.split(_MESSAGE_SIZE)
+        if self._site == 1:
+            self._sum(parts, weight)
+        else:
+            self._set(self._key("weight", self._site), str(weight).encode())
+            for number, part in enumerate(parts):
+                self._set(self._key(number, self._site), part.numpy().tobytes())
+        keys = [self._key(number, "mean") for number in range(len(parts))]
+        return torch.cat([_vector(self._get(key)) for key in keys])
+
+    def _sum(self, own: Sequence[Tensor], weight: float) -> None:
+        """Receive the vectors of the other sites, and send the mean."""
+        others = range(2, self._sites + 1)
+        weights = [float(self._get(self._key("weight", site), site)) for site in others]
+        total = weight + sum(weights)
+        sent = []
+        for number, part in enumerate(own):
+            mean = part * (weight / total)
+            for site, each in zip(others, weights, strict=True):
+                key = self._key(number, site)
+                mean += _vector(self._get(key, site)) * (each / total)
+                self._remove(key)
+            sent.append(self._key(number, "mean"))
+            self._set(sent[-1], mean.numpy().tobytes())
+        # Every site has the mean before this one, since it has sent weights after it.
+        for key in self._sent:
+            self._remove(key)
+        if self._sent:
+            self._set_past(int(self._sent[0].partition("/")[0]))
+        self._sent = sent
+
+    def close(self) -> None:
+        """Wait at the first site until the others have the last mean."""
+        self._set(f"done/{self._site}", b"")
+        for site in range(2, self._sites + 1) if self._site == 1 else ():
+            self._get(f"done/{site}", site)
+
+    def _key(self, what: int | str, whose: int | str) -> str:
+        return f"{self.step}/{what}/{whose}"
+
+    def _set_past(self, step: int) -> None:
+        """Say that this site neither gives nor needs what belongs to steps up to `step`."""
+        self._set(f"past/{self._site}", str(step).encode())
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def _remove(self, key: str) -> None:
+        self._ask(lambda: self._store.delete_key(key))
+
+    def _get(self, key: str, site: int = 1) -> bytes:
+        """Return what a site sets, once it has."""
+        unsignalled = time.monotonic()
+        until = unsignalled + TIMEOUT.total_seconds()
+        of_step = key.startswith(f"{self.step}/")
+        while not self._ask(lambda: self._store.check([key])):
+            refresh_liveness()
+            if of_step and (past := int(self._get(f"past/{site}", site))) >= self.step:
+                raise UserError(
+                    f"sites: site {site} has gone on from step {past}, and this one from step "
+                    f"{self._start}: end all sites, remove the checkpoints that not every site has "
+                    f"(on site {site} those after step {self._start}), and type the same commands "
+                    "with resume=auto"
+                )
+            if time.monotonic() > until:
+                raise OSError(f"sites: site {site} has sent nothing for {TIMEOUT}; {_AGAIN}")
+            if (signum := signal_received()) is None:
+                unsignalled = time.monotonic()
+            elif time.monotonic() - unsignalled > _SIGNAL_SECONDS:
+                raise Interrupted(signum, f"site {site} did not answer; this step is not saved")
+            time.sleep(POLL_SECONDS)
+        value: bytes = self._ask(lambda: self._store.get(key))
+        return value
+
+    def _ask(self, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except (dist.DistError, OSError) as error:
+            raise OSError(f"sites: no answer at {self._address} ({error}); {_AGAIN}") from error
+
+
+def _vector(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.float32)

@@ -1,4 +1,7 @@
-"""Settings of the strategies, one class per family. Imports nothing heavy."""
+"""Settings of the strategies, one class per family, and what is built from them.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from common.errors import UserError
 from common.facts import setting
+
+if TYPE_CHECKING:
+    from app.strategy.mixin import StrategyMixin
 
 _OFFLOAD_DEVICES = ("none", "cpu")
 """devices that states can be offloaded to: none, or host memory"""
@@ -232,7 +239,6 @@ def with_states_of(
 
 
 def is_sharding(config: StrategyConfig) -> bool:
-    """Return whether weights or optimizer states are sharded."""
     return isinstance(config, (ZeroConfig, FsdpConfig))
 
 
@@ -268,6 +274,15 @@ def num_stages(config: StrategyConfig) -> int:
     if not isinstance(config, PipelineConfig):
         return 1
     return config.pipeline_parallel_size * config.stages_of_rank
+
+
+def can_probe_micro_batch(strategy: StrategyConfig) -> bool:
+    """Return whether a rank may run out of memory in a micro-batch without blocking other ranks.
+
+    It may not if it gathers weights, sends gradients or exchanges heads during the pass.
+    """
+    is_whole = strategy.name == "single" or isinstance(strategy, DdpConfig)
+    return is_whole and context_parallel_size(strategy) == 1
 
 
 def divisors(number: int, least: int = 1) -> list[int]:
@@ -331,3 +346,92 @@ def ranks_per_row(config: StrategyConfig, ranks_per_node: int) -> int:
     """
     split = tensor_parallel_size(config, ranks_per_node) * context_parallel_size(config)
     return max(1, split * pipeline_parallel_size(config))
+
+
+BY_ROWS, BY_COLUMNS, PARTIAL_GRADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
+"""styles of transformers' tensor parallel plans, which name the split side of W in x W; torch
+stores the transposed matrix"""
+
+
+def layer_plan(model: Any) -> Mapping[str, str]:
+    """Return the style in which each module of a layer is split, by its name in the layer."""
+    text_config = model.config.get_text_config()
+    full_plan = text_config.base_model_tp_plan or {}
+    plan = {
+        path: kind
+        for name, kind in full_plan.items()
+        for _, dot, path in [name.partition(".*.")]
+        if dot
+    }
+    unknown = sorted(set(plan.values()) - {BY_ROWS, BY_COLUMNS, PARTIAL_GRADS})
+    if not plan or unknown:
+        why = f"uses the style {unknown[0]}" if unknown else "has no tensor parallel plan"
+        raise UserError(
+            f"strategy.tensor_parallel_size: transformers' {text_config.model_type} model {why}, "
+            "which is not supported; type strategy=fsdp"
+        )
+    return plan
+
+
+def split_dim(plan: Mapping[str, str], name: str) -> int | None:
+    """Return the dimension along which a weight is split; None if it is replicated.
+
+    `name`: the weight's name in its layer, with an adapter if it has one.
+    """
+    kind, part = next(
+        ((kind, name[len(path) :]) for path, kind in plan.items() if name.startswith(f"{path}.")),
+        (None, ""),
+    )
+    if kind == BY_ROWS:
+        return None if ".lora_A." in part else 0
+    is_whole = kind != BY_COLUMNS or ".lora_B." in part or part.endswith(".bias")
+    return None if is_whole else 1
+
+
+def build_strategy(
+    config: StrategyConfig,
+    *,
+    accelerator: str,
+    num_ranks: int,
+    accumulation: int = 1,
+    stages: Sequence[tuple[int, int]] = (),
+) -> StrategyMixin:
+    """Build the strategy for `num_ranks` processes; `auto` must already be resolved.
+
+    `accumulation`: micro-batches of a rank's optimizer step. `stages`: layers [first, stop) of each
+    stage of a pipeline.
+    """
+    from app.strategy.rendezvous import use_separate_store
+
+    use_separate_store()
+    if isinstance(config, PipelineConfig):
+        from app.strategy.pipeline import Pipeline
+
+        return Pipeline(config, stages)
+    strategy = _build_family(config, accelerator, num_ranks, accumulation)
+    strategy.context_size = context_parallel_size(config)
+    return strategy
+
+
+def _build_family(
+    config: StrategyConfig, accelerator: str, num_ranks: int, accumulation: int
+) -> StrategyMixin:
+    from app.strategy.ddp import CompressedDdp, Ddp, SingleDevice
+
+    if isinstance(config, ZeroConfig):
+        from app.strategy.deepspeed import build_zero
+
+        return build_zero(config, accelerator=accelerator, accumulation=accumulation)
+    if isinstance(config, LocalSgdConfig):
+        from app.strategy.local_sgd import LocalSgd, SiteSgd
+
+        return SiteSgd(config) if config.sites > 1 else LocalSgd(config)
+    if isinstance(config, FsdpConfig):
+        from app.strategy.fsdp import Fsdp
+
+        return Fsdp(config)
+    if isinstance(config, DdpConfig) and config.compression != "none":
+        return CompressedDdp(config)
+    if isinstance(config, DdpConfig) or num_ranks > 1:
+        return Ddp()
+    return SingleDevice("cuda:0" if accelerator == "gpu" else "cpu")

@@ -1,16 +1,21 @@
-"""Tensor parallelism: ranks split each layer's matrices and see the same data (arXiv 1909.08053).
+"""Ranks split each layer's matrices and see the same data, or hold different experts.
 
-The first matrices of attention and feed-forward are split by rows (each rank computes some heads or
-inner features), the last ones by columns (each rank's output is a partial sum). `_copy_to_ranks`
-before the first matrices, once for all that read the same hidden states, sums the partial
-gradients; `_reduce_from_ranks` after the last one sums the partial outputs: two all-reduces per
-layer in each direction. Embedding and norms are replicated, and so is a head tied to the embedding.
-An untied head is split by rows of the vocabulary, and the loss is computed without gathering
-logits.
+Tensor parallelism (arXiv 1909.08053): the first matrices of attention and feed-forward are split by
+rows (each rank computes some heads or inner features), the last ones by columns (each rank's output
+is a partial sum). `_Copy` before the first matrices, once for all that read the same
+hidden states, sums the partial gradients; `_Reduce` after the last one sums the partial
+outputs: two all-reduces per layer in each direction. Embedding and norms are replicated, and so is
+a head tied to the embedding. An untied head is split by rows of the vocabulary, and the loss is
+computed without gathering logits.
 
 An adapter is split with its matrix. The low-rank side of a LoRA stays replicated; its gradients are
 partial sums, which are all-reduced once per step. Split weights are plain tensors, so that FSDP2
 can shard them further.
+
+Expert parallelism (GShard, arXiv 2006.16668): in each layer a rank sends the hidden states of its
+tokens to the ranks that hold the experts which its router has chosen, and receives the outputs. All
+ranks have different rows, and all other weights are the same on all of them, or sharded. An adapter
+of experts is split with them.
 """
 
 from __future__ import annotations
@@ -23,9 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.model.adapter import unfuse_adapters
+from app.model.adapter import expert_matrices, unfuse_adapters
+from app.model.experts import Compute, expert_modules, repeat_rows
 from app.model.head import LossHead
-from app.strategy.tensor_plan import BY_ROWS, PARTIAL_GRADS, layer_plan
+from app.strategy.settings import BY_ROWS, PARTIAL_GRADS, layer_plan
 from common.errors import UserError
 
 
@@ -70,7 +76,7 @@ class TensorParallel:
         self.partial_grads: list[torch.nn.Module] = []
         """replicated modules whose gradients are partial sums, such as norms of heads"""
         self._last_copy: tuple[Tensor, Tensor] | None = None
-        """last input of a split matrix, and its `_copy_to_ranks`; reused by matrices with the same
+        """last input of a split matrix, and its `_Copy`; reused by matrices with the same
         input"""
         self._plan = layer_plan(model)
         self._check(model, [model.get_submodule(name) for name in names])
@@ -115,7 +121,7 @@ class TensorParallel:
 
         def reduce_output(_: Any, inputs: Any, output: Tensor) -> Tensor:
             self._forget_copy()
-            full = _reduce_from_ranks(output, self.group)
+            full = _Reduce.apply(output, self.group)
             return full if linear.bias is None else full + linear.bias.to(full.dtype)
 
         reduced.register_forward_hook(reduce_output)
@@ -133,7 +139,7 @@ class TensorParallel:
 
         def gather(_: Any, inputs: Any, output: Tensor) -> Tensor:
             self._forget_copy()
-            return _gather_from_ranks(output, self.group) if output.numel() else output
+            return _Gather.apply(output, self.group) if output.numel() else output
 
         head.register_forward_hook(gather)
 
@@ -147,7 +153,7 @@ class TensorParallel:
     def _copy_input(self, module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, *others = inputs
         if self._last_copy is None or self._last_copy[0] is not hidden:
-            copy = _copy_to_ranks(hidden, self.group)
+            copy = _Copy.apply(hidden, self.group)
             if copy.requires_grad:
                 copy.register_hook(self._forget_copy)
             self._last_copy = hidden, copy
@@ -235,25 +241,9 @@ class _PartialLinear:
         return torch.nn.functional.linear(hidden, self.linear.weight)
 
 
-def _copy_to_ranks(tensor: Tensor, group: Any) -> Tensor:
-    """Return a tensor unchanged; its gradient is summed over the ranks of `group`."""
-    result: Tensor = _Copy.apply(tensor, group)
-    return result
-
-
-def _reduce_from_ranks(tensor: Tensor, group: Any) -> Tensor:
-    """Return the sum of a tensor over the ranks of `group`; its gradient is unchanged."""
-    result: Tensor = _Reduce.apply(tensor, group)
-    return result
-
-
-def _gather_from_ranks(tensor: Tensor, group: Any) -> Tensor:
-    """Concatenate the tensors of all ranks of `group` along the last dimension."""
-    result: Tensor = _Gather.apply(tensor, group)
-    return result
-
-
 class _Gather(torch.autograd.Function):
+    """Concatenate the tensors of all ranks of `group` along the last dimension."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
@@ -267,6 +257,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Copy(torch.autograd.Function):
+    """Return a tensor unchanged; its gradient is summed over the ranks of `group`."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -280,6 +272,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
+    """Return the sum of a tensor over the ranks of `group`; its gradient is unchanged."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
@@ -289,3 +283,119 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
         return outer[0], None
+
+
+class ExpertParallel:
+    """Splits the experts of one model over the ranks of `group`."""
+
+    partial_grads: tuple[torch.nn.Module, ...] = ()
+
+    def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.splits: list[Split] = []
+        self._check(model)
+
+    def split(self, layer: torch.nn.Module) -> None:
+        """Replace a layer's experts, and their adapters, by those of this rank."""
+        rank, size = self.group.rank(), self.group.size()
+        for _, experts in expert_modules(layer):
+            experts.exchange = Exchange(self.group)
+        for module, name, dim, blocks in _weights_of_experts(layer):
+            split = Split(module, name, dim, blocks)
+            split.keep(rank, size)
+            if isinstance(module, torch.nn.Linear):  # a matrix of an adapter
+                module.out_features, module.in_features = module.weight.shape
+            self.splits.append(split)
+
+    def _check(self, model: Any) -> None:
+        """Raise UserError for experts that cannot be split."""
+        model_type = model.config.model_type
+        name = f"strategy.expert_parallel_size={self.group.size()}"
+        found = [module for _, module in expert_modules(model)]
+        if not found:
+            raise UserError(
+                f"{name}: {model_type} models have no fused experts to split; type "
+                "strategy.expert_parallel_size=1"
+            )
+        for module in found:
+            shared = [n for n, w in module.named_parameters() if len(w) != module.num_experts]
+            if shared:
+                raise UserError(
+                    f"{name}: the experts of {model_type} models share {shared[0]}, whose "
+                    "gradients are not summed over ranks yet; type strategy.expert_parallel_size=1"
+                )
+
+
+def experts_of(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules of a layer that hold its experts and their adapters."""
+    for name, _ in expert_modules(layer):
+        yield layer.get_submodule(name.partition(".base_layer")[0])
+
+
+def _weights_of_experts(layer: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, int, int]]:
+    """Yield module, name, dimension of experts and blocks in it of each weight to split."""
+    for module, dim, blocks in expert_matrices(layer):
+        yield module, "weight", dim, blocks
+    for _, experts in expert_modules(layer):
+        yield from ((experts, name, 0, 1) for name, _ in experts.named_parameters(recurse=False))
+
+
+class Exchange:
+    """Computes a layer's experts for the rows of all ranks, on the ranks that hold them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:
+        """Return the outputs of the experts for `rows` [rows, width].
+
+        `rows` are sorted by expert; `counts` [experts]: rows of each of the experts of all ranks.
+        """
+        size = self.group.size()
+        sent = counts.view(size, -1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        # The only wait of the host for the device: messages have sizes.
+        to_send, to_receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        # The factors: an expert's gradient is a sum over the tokens of `size` ranks, of which FSDP
+        # takes the mean over `size` times fewer ranks than of other weights' gradients.
+        arrived = _Send.apply(rows, to_send, to_receive, self.group, float(size))
+        own = torch.arange(sent.shape[1], device=rows.device).repeat(size)
+        own = own.repeat_interleave(received.flatten(), output_size=len(arrived))
+        experts, order = own.sort(stable=True)  # rows arrive by rank, and then by expert
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        ends = received.sum(0).cumsum(0, dtype=torch.int32)
+        outputs = compute(repeat_rows(arrived, order, places), experts, ends)
+        outputs = repeat_rows(outputs, places, order)
+        returned: Tensor = _Send.apply(outputs, to_receive, to_send, self.group, 1 / size)
+        return returned
+
+
+class _Send(torch.autograd.Function):
+    """Send rows to other ranks; their gradients return, multiplied by a factor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        to_send: list[int],
+        to_receive: list[int],
+        group: dist.ProcessGroup,
+        factor: float,
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group, ctx.factor = to_send, to_receive, group, factor
+        return _send(rows, to_send, to_receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Any, ...]:
+        grad = _send(outer[0], ctx.received, ctx.sent, ctx.group)
+        return grad.mul_(ctx.factor), None, None, None, None
+
+
+def _send(
+    rows: Tensor, to_send: list[int], to_receive: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    received = rows.new_empty(sum(to_receive), rows.shape[1])
+    dist.all_to_all_single(received, rows.contiguous(), to_receive, to_send, group=group)
+    return received

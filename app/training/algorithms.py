@@ -1,6 +1,6 @@
 """Optimizers beyond torch's: Muon with AdamW, schedule-free AdamW.
 
-Their own `state_dict` is never used: `checkpoint/optimizer_state.py` saves and restores by name.
+Their own `state_dict` is never used: `checkpoint/state.py` saves and restores by name.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from app.training.checkpoint.schema import format_names
-from app.training.log_files import CsvLogger
+from app.training.loggers import CsvLogger
 from app.training.machine import MachineStats
 from app.training.nonfinite import StepWatch, nonfinite_metrics
+from app.training.objective.objective import losses_by_dataset
 from app.training.objective.pairs import find_warning
-from app.training.objective.sums import losses_by_dataset
 from app.training.routing import ExpertLoad
 from app.training.run_documents import is_lower_better
 from common.errors import TrainingFault, UserError

@@ -21,8 +21,12 @@ from app.process import faults
 from app.strategy.disk_states import AdamWOnDisk
 from app.strategy.mixin import StrategyMixin
 from app.training.algorithms import use_averaged_weights, use_training_weights
-from app.training.checkpoint.optimizer_state import optimizer_state
-from app.training.checkpoint.state import loop_state_after, model_state, restore_model
+from app.training.checkpoint.state import (
+    loop_state_after,
+    model_state,
+    optimizer_state,
+    restore_model,
+)
 from app.training.metrics import Metrics, StepRecord
 from app.training.nonfinite import (
     StepSkipped,
@@ -30,9 +34,13 @@ from app.training.nonfinite import (
     propagate_nonfinite,
     skip_nonfinite_step,
 )
-from app.training.objective.forward import head_inputs
-from app.training.objective.objective import Objective, batch_loss
-from app.training.objective.sums import DatasetSums, RowSums
+from app.training.objective.objective import (
+    DatasetSums,
+    Objective,
+    RowSums,
+    batch_loss,
+    head_inputs,
+)
 from app.training.optimizers import base_lr
 from app.training.prepare import prepare_model, print_parameter_table
 from app.training.resume import Resume

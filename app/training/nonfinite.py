@@ -18,7 +18,7 @@ from torch import Tensor
 
 from app.process import faults
 from app.process.launch import is_first_rank
-from app.training.objective.sums import DatasetSums
+from app.training.objective.objective import DatasetSums
 from common.errors import TrainingFault
 from common.installation import verb_command
 from data_modules import Batch, StepRow

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import AdapterConfig, LoraConfig, TrainableWeight, trainable_weights
-from app.model.patterns import by_wildcard
+from app.model.layers import by_wildcard
 from common.errors import UserError
 from common.facts import setting
 

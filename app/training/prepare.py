@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from app.model.adapter.weights import TrainableReport
+    from app.model.adapter.wrap import TrainableReport
     from app.training.module import FinetuneModule
     from data_modules import Batch
 

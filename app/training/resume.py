@@ -25,13 +25,13 @@ from app.training.checkpoint.documents import (
     read_random_state,
     unusable_checkpoint,
 )
-from app.training.checkpoint.optimizer_state import restore_optimizer
 from app.training.checkpoint.schema import printable
 from app.training.checkpoint.state import (
     StateError,
     check_finite_values,
     check_random_state,
     restore_model,
+    restore_optimizer,
     restore_random_state,
     restore_schedule,
 )

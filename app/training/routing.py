@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from app.model.adapter import AdapterConfig
 from app.model.experts import expert_modules, has_experts
-from app.training.objective.forward import document_numbers
+from app.training.objective.objective import document_numbers
 from common.errors import UserError
 from data_modules import Batch
 

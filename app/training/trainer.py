@@ -1,4 +1,4 @@
-"""Trainer settings, the environment they resolve to on this machine, and the Lightning trainer."""
+"""Settings of trainer and loggers, what they resolve to on this machine, and their builders."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
+
+    from app.training.loggers import RunLogger
 
 PRECISIONS = ("auto", "fp32", "bf16", "bf16-pure", "fp16", "fp8")
 ACCELERATORS = ("auto", "cpu", "gpu")
@@ -363,7 +365,7 @@ def build_lightning_trainer(
     """
     import lightning as L
 
-    from app.training.stopping import FetchProfiler
+    from app.training.callbacks import FetchProfiler
 
     # Importing Lightning sets its log levels; the verb logs the devices itself.
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -393,3 +395,47 @@ def build_lightning_trainer(
         callbacks=list(callbacks),
         default_root_dir=folder,
     )
+
+
+KINDS = ("tensorboard", "csv", "wandb", "mlflow")
+_TRACKERS = ("wandb", "mlflow")
+
+
+@dataclass(kw_only=True, slots=True)
+class LoggerConfig:
+    name: str = setting("tensorboard", choices=KINDS)
+    """logger in addition to metrics.csv, which is always written: tensorboard (event files), wandb
+    or mlflow (a tracker, offline unless WANDB_API_KEY or MLFLOW_TRACKING_URI is set), or csv for
+    none; for several type a list: logger=[tensorboard,wandb]"""
+    also: list[str] = setting(default_factory=list, choices=KINDS)
+    """further loggers, next to the one of `name`"""
+    details: bool = False
+    """also log the shares and tokens of each data set and the expert load, which metrics.csv
+    always has"""
+
+
+def build_loggers(
+    config: LoggerConfig, folder: Path, dataset_names: list[str], *, last_step: int | None = None
+) -> list[RunLogger]:
+    """Build the loggers of a run in `folder` that resumes after `last_step`, or starts if None.
+
+    Existing files are not changed: `drop_rows_after` does that once the run owns its folder.
+    """
+    from app.training.loggers import CsvLogger, TensorBoardLogger
+
+    loggers: list[RunLogger] = [CsvLogger(folder / "metrics.csv", dataset_names)]
+    chosen = list(dict.fromkeys([config.name, *config.also]))
+    if "tensorboard" in chosen:
+        loggers.append(
+            TensorBoardLogger(
+                folder / "tensorboard",
+                dataset_names,
+                last_step=last_step,
+                details=config.details,
+            )
+        )
+    if trackers := [kind for kind in chosen if kind in _TRACKERS]:
+        from app.training.loggers import Tracker
+
+        loggers += [Tracker(kind, folder, details=config.details) for kind in trackers]
+    return loggers

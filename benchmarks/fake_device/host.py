@@ -57,8 +57,7 @@ def ours(mode: str) -> Callable[[], None]:
     from app.model import kernels
     from app.model.adapter import LoraConfig, fused, group_adapters
     from app.model.head import run_probe
-    from app.training.objective.objective import Sft, batch_loss
-    from app.training.objective.sums import DatasetSums
+    from app.training.objective.objective import DatasetSums, Sft, batch_loss
     from benchmarks.gpu.ours import build
     from benchmarks.gpu.task import Part, Task, batches_of
     from tools.simulate.kernels import install_kernels

@@ -81,8 +81,8 @@ class Traced:
 
         AssertionError if a layer could not be compiled.
         """
-        from app.training.callbacks import compilation as compiling
-        from app.training.callbacks.compilation import Compilation
+        from app.training import compilation as compiling
+        from app.training.compilation import Compilation
 
         compiling.BACKEND = "aot_eager"  # Inductor would generate kernels for a real device
         compilation, found = Compilation(), []

@@ -31,8 +31,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     from app.model.attention import AttentionConfig, choose_backend
     from app.model.base import ModelConfig
     from app.model.recompute import WHOLE_LAYERS
-    from app.strategy.build import build_strategy
-    from app.strategy.settings import StrategyConfig
+    from app.strategy.settings import StrategyConfig, build_strategy
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.objective.objective import Sft
@@ -167,7 +166,7 @@ def compilation_of(part: Part) -> list[Any]:
     """Return the callback that compiles the layers, if the part does so."""
     if not part.is_compiled:
         return []
-    from app.training.callbacks.compilation import Compilation
+    from app.training.compilation import Compilation
 
     class MustCompile(Compilation):
         def on_train_end(self, *_: Any) -> None:

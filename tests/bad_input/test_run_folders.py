@@ -248,7 +248,7 @@ def test_a_pipe_or_a_socket_in_a_files_place_is_refused(
 def test_what_a_run_writes_itself_follows_no_link_that_came_later(tmp_path: Path) -> None:
     from app.process.heartbeat import start_heartbeat
     from app.run.folder import lock_run
-    from app.training.log_files import CsvLogger
+    from app.training.loggers import CsvLogger
     from common.files import write_atomically
 
     victim, folder = tmp_path / "victim", tmp_path / "run"

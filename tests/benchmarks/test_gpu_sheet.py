@@ -20,7 +20,7 @@ from app.config import load_config
 from app.model.adapter import LoraConfig
 from app.model.base import ModelConfig, load_base
 from app.model.quantization import QuantizationConfig
-from app.training.callbacks import compilation as compiling
+from app.training import compilation as compiling
 from app.training.trainer import Environment
 from benchmarks.gpu import ours, plain
 from benchmarks.gpu.clock import Clock

@@ -237,7 +237,7 @@ IN_NEW_FOLDERS = {
     "app/model/adapter/lora.py": "a folder that is renamed when it is complete",
     "app/model/adapter/settings.py": "the same, and start_adapter/, whose old files are removed",
     "app/model/multimodal.py": "the same",
-    "app/model/shards.py": "the same",
+    "app/model/save.py": "the same",
     "app/push.py": "a temporary folder",
     "app/__main__.py": "a file of the shell, of this user",
     "app/process/reporting.py": "the error file that torchrun names",

@@ -340,8 +340,7 @@ def held_out_answers(run: Path) -> tuple[list[tuple[Any, ...]], list[str]]:
 
 def questions_of(run: Path) -> list[tuple[Any, ...]]:
     """Return the turns before each held-out answer, in the order of predictions.jsonl."""
-    from app.assembly.base import open_base
-    from app.assembly.data import build_datamodule
+    from app.assembly.base import build_datamodule, open_base
     from app.model.adapter import LoraConfig
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec

@@ -20,7 +20,7 @@ from app.model.adapter import (
     verify_adapter,
     write_origin,
 )
-from app.model.adapter.saved_config import RULES, UNSUPPORTED, WITHOUT_EFFECT, read_adapter_config
+from app.model.adapter.settings import RULES, UNSUPPORTED, WITHOUT_EFFECT, read_adapter_config
 from common.errors import UserError
 from tests.tiny import move, tiny_llama
 
@@ -116,7 +116,7 @@ def test_embeddings_of_another_base(what: str, tmp_path: Path) -> None:
 def test_every_field_of_peft_is_decided() -> None:
     fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
     undecided = fields - RULES["LORA"].keys() - WITHOUT_EFFECT - UNSUPPORTED.keys()
-    assert not undecided, "decide these in app/model/adapter/saved_config.py"
+    assert not undecided, "decide these in app/model/adapter/settings.py"
     assert not RULES["LORA"].keys() & (WITHOUT_EFFECT | UNSUPPORTED.keys())
 
 

@@ -28,8 +28,8 @@ from transformers import (
 from app.model.architecture import model_class
 from app.model.attention import (
     AttentionConfig,
+    backends,
     check_implementation,
-    choice,
     choose_backend,
 )
 from app.model.attention.inputs import attention_inputs
@@ -66,9 +66,9 @@ class Machine:
         patch = self.monkeypatch.setattr
         patch(torch.cuda, "get_device_capability", lambda *_: capability)
         patch(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-        patch(choice, "package_version", version)
+        patch(backends, "package_version", version)
         patch(importlib, "import_module", load)
-        patch(choice, "_transformers_accepts", lambda backend: True)
+        patch(backends, "_transformers_accepts", lambda backend: True)
         patch(varlen, "varlen_attn", varlen_2_13)
 
 
@@ -82,7 +82,7 @@ def choose(
     model: PretrainedConfig | None = None,
     accelerator: str = "gpu",
     precision: str = "bf16",
-) -> choice.AttentionChoice:
+) -> backends.AttentionChoice:
     return choose_backend(
         AttentionConfig(backend=backend), model or LlamaConfig(), accelerator, precision
     )
@@ -147,7 +147,7 @@ def test_a_package_that_transformers_does_not_accept(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.is_of(**WORKS)
-    monkeypatch.setattr(choice, "_transformers_accepts", lambda backend: False)
+    monkeypatch.setattr(backends, "_transformers_accepts", lambda backend: False)
     assert choose().backend == "varlen"
     assert "transformers does not accept it" in str(choose())
 
@@ -284,7 +284,7 @@ def test_a_package_that_cannot_be_imported(tmp_path: Any, monkeypatch: pytest.Mo
         "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    fault = choice.find_package_problem("flash2")
+    fault = backends.find_package_problem("flash2")
     assert fault == f"flash-attn 2.8.3 is installed, but its import fails ({MISSING_SYMBOL})"
 
 

@@ -24,8 +24,8 @@ from app.model.attention import (
     attention_implementation,
     choose_backend,
 )
-from app.model.attention.choice import ModelOnDevice, support_error
-from app.model.attention.flex import BLOCK, block_mask
+from app.model.attention.backends import ModelOnDevice, support_error
+from app.model.attention.inputs import BLOCK, block_mask
 from tests.model.test_attention_varlen import assert_same, mistral, run, varlen_2_13
 from tests.tiny import probe, tiny_llama, train_into
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, FalconConfig
 
 from app.model.attention import AttentionConfig, attention_implementation, choose_backend
-from app.model.attention.choice import ModelOnDevice, find_package_problem, support_error
+from app.model.attention.backends import ModelOnDevice, find_package_problem, support_error
 from app.model.attention.probes import check_isolation
 from tests.model.test_attention_varlen import PACKED, PADDED, latent, mistral, run
 from tests.tiny import tiny_llama, train_into

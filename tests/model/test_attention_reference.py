@@ -19,7 +19,7 @@ from transformers import (
 
 from app.model.attention import attend, attention_implementation, inputs
 from app.model.attention.attend import MaskRule, build_mask_rule
-from app.model.attention.choice import ModelOnDevice, support_error
+from app.model.attention.backends import ModelOnDevice, support_error
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.probes import check_against_eager, check_isolation
 from tests.matrix import matrix

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from app.model.adapter import FullConfig
 from app.model.attention.attend import attend_by_document, window_rule
-from app.model.attention.choice import ModelOnDevice, support_error
+from app.model.attention.backends import ModelOnDevice, support_error
 from app.model.attention.documents import group_documents
 from app.model.attention.exchange import exchanging
 from app.model.attention.varlen import VarlenKernel, attend_by_boundaries

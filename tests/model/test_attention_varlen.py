@@ -31,7 +31,7 @@ from transformers import (
 from transformers.integrations import flash_attention
 
 from app.model.attention import attention_implementation
-from app.model.attention.choice import ModelOnDevice
+from app.model.attention.backends import ModelOnDevice
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.varlen import (
     FLASH4_CAPABILITIES,

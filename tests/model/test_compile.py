@@ -23,14 +23,13 @@ from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, apply_adapt
 from app.model.attention import attention_implementation
 from app.model.head import fuse_head
 from app.model.recompute import RecomputeConfig, apply_recompute
-from app.training.callbacks import compilation as compiling
-from app.training.callbacks.compilation import (
+from app.training import compilation as compiling
+from app.training.compilation import (
     Compilation,
     CompiledLayers,
     num_compiled_graphs,
 )
-from app.training.objective.objective import Sft, batch_loss
-from app.training.objective.sums import DatasetSums
+from app.training.objective.objective import DatasetSums, Sft, batch_loss
 from common.errors import Origin, UserError
 from data_modules.collator import Batch, Collator
 from data_modules.types import Example

@@ -29,7 +29,7 @@ from app.model.attention.inputs import attention_inputs
 from app.model.attention.mixer_search import missing_kernels
 from app.model.attention.mixers import CHUNK, MixerForward, causal_conv1d, triton_causal_conv1d
 from app.model.attention.probes import check_isolation, hide_boundaries_from_mixers
-from app.model.weight_reads import disable_bypassing_kernels
+from app.model.layers import disable_bypassing_kernels
 from common.installation import install_extra
 from tests.families import tiny_family
 from tests.model.test_mixers import alone, ids_and_positions, isolated_model, packed

@@ -23,7 +23,7 @@ from app.model.adapter import (
 from app.model.architecture import load_architecture
 from app.model.base import ModelConfig, load_base
 from app.model.multimodal import tower_modules
-from app.model.shards import write_model
+from app.model.save import write_model
 from app.planning.planned_model import model_from_modules
 from common.errors import UserError
 from tests.multimodal import tiny_multimodal, whole_class

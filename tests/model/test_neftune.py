@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.model.adapter import FullConfig, LoraConfig, apply_adapter, save_adapter
-from app.model.neftune import apply_neftune, document_lengths
+from app.model.adapter.apply import apply_neftune, document_lengths
 from tests.in_process import make_data, make_model, run_command
 from tests.tiny import random_ids, tiny_llama
 

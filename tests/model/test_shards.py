@@ -27,8 +27,7 @@ from app.model.adapter import (
     probe_logits,
     save_adapter,
 )
-from app.model.save import save_model
-from app.model.shards import INDEX, WEIGHTS, write_model
+from app.model.save import INDEX, WEIGHTS, save_model, write_model
 from app.process.collectives import run_on_rank0
 from common.errors import TrainingFault
 from tests import tiny

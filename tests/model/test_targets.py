@@ -21,8 +21,7 @@ from app.model.adapter import (
 )
 from app.model.adapter.saved import load_adapter
 from app.model.description import BaseDescription, describe_model
-from app.model.patterns import by_ending, by_expression, by_key
-from app.model.weight_reads import find_bypassed_linears
+from app.model.layers import by_ending, by_expression, by_key, find_bypassed_linears
 from common.errors import UserError
 from tests.families import tiny_family
 from tests.tiny import move, tiny_llama

@@ -23,8 +23,7 @@ from app.model.base import ModelConfig, load_base
 from app.model.kernels import unfuse_layers
 from app.strategy.ddp import SingleDevice
 from app.training.module import FinetuneModule
-from app.training.objective.objective import Sft, batch_loss, validate
-from app.training.objective.sums import DatasetSums
+from app.training.objective.objective import DatasetSums, Sft, batch_loss, validate
 from common.errors import Origin
 from data_modules import Batch, Example
 from data_modules.collator import Collator

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import flex_attention
 
 from app.model.attention import AttentionConfig, attention_implementation, choose_backend
-from app.model.attention.choice import ModelOnDevice, support_error
+from app.model.attention.backends import ModelOnDevice, support_error
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.probes import check_against_eager, check_isolation
 from app.model.families import family_of

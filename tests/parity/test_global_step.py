@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from app.config import load_config
 from app.evaluate import evaluate
 from app.model.attention import attention_implementation
-from app.training.objective.objective import Sft, batch_loss
-from app.training.objective.sums import DatasetSums
+from app.training.objective.objective import DatasetSums, Sft, batch_loss
 from data_modules import (
     Batch,
     BatchSpec,

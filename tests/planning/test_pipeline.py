@@ -17,8 +17,8 @@ from app.planning.flops import bounds_of_stages, estimate_flops, micro_batches_i
 from app.planning.memory import PlannedRun, estimate_gpu_memory, estimate_moments
 from app.planning.planned_model import model_from_modules
 from app.planning.speed import estimate_speed
+from app.strategy.pipeline import Stages
 from app.strategy.settings import PipelineConfig
-from app.strategy.stages import Stages
 from common.text import percent
 from tests.planning.test_planned import run_of
 from tests.strategy.pipeline_training import builder

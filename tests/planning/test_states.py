@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.assembly.auto import allocated_states
 from app.config import load_config, settings_of
 from app.model.adapter import FullConfig
 from app.model.build import build_model
@@ -22,7 +23,6 @@ from app.planning.planned_model import build_planned_model, model_from_modules
 from app.planning.speed import estimate_speed
 from app.planning.states import optimizer_state_bytes, size_for
 from app.strategy.settings import DdpConfig, StrategyConfig
-from app.training.micro_batch import allocated_states
 from app.training.optimizers import build_optimizer
 from tests.conftest import ROOT
 from tests.planning.test_planned import run_of

@@ -19,7 +19,7 @@ from app.model.adapter import (
 )
 from app.model.base import ModelConfig
 from app.model.description import describe_config, describe_files, describe_model
-from app.model.patterns import last_parts
+from app.model.layers import last_parts
 from app.preflight.base_model import inspect_base
 from tests.tiny import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 

@@ -37,7 +37,7 @@ from app.process.peers import (
     find_lost,
 )
 from app.process.status import begin_status
-from app.training.callbacks.monitors import Heartbeat
+from app.training.callbacks import Heartbeat
 from common.errors import RemoteError, TrainingFault, UserError
 from tests.conftest import ROOT
 from tests.processes import LONGEST, user_environment

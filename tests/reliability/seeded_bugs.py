@@ -115,7 +115,7 @@ BUGS = [
     ),
     Bug(
         name="a tensor of the optimizer state is lost",
-        file="app/training/checkpoint/optimizer_state.py",
+        file="app/training/checkpoint/state.py",
         right="for full_name, value in tensors.items():",
         wrong="for full_name, value in list(tensors.items())[1:]:",
         test="tests/training/checkpoint/test_state.py"
@@ -130,7 +130,7 @@ BUGS = [
     ),
     Bug(
         name="rows of metrics.csv are duplicated",
-        file="app/training/log_files.py",
+        file="app/training/loggers.py",
         right="            file.truncate(end)\n",
         wrong="            pass\n",
         test="tests/training/test_loggers_resumed.py::test_no_point_is_shown_twice",
@@ -269,7 +269,7 @@ BUGS = [
     ),
     Bug(
         name="a rank that holds the end of a row counts the documents of its start",
-        file="app/training/objective/forward.py",
+        file="app/training/objective/objective.py",
         right="        numbers = batch.sequence.take(numbers)\n",
         wrong="        numbers = numbers[:, : batch.labels.shape[1]]\n",
         test="tests/training/test_sequence_slice.py::test_the_parts_of_rows_add_up",
@@ -319,14 +319,14 @@ BUGS = [
     ),
     Bug(
         name="token weights are ignored in the curves",
-        file="app/training/objective/sums.py",
+        file="app/training/objective/objective.py",
         right="[losses * weights, weights,",
         wrong="[losses, weights,",
         test="tests/training/test_loss.py::test_the_loss_of_a_pack_is_that_of_its_documents_alone",
     ),
     Bug(
         name="losses are summed in single precision",
-        file="app/training/objective/sums.py",
+        file="app/training/objective/objective.py",
         right="torch.stack(columns).double()",
         wrong="torch.stack(columns).float()",
         test="tests/training/test_loss.py::test_sums_are_exact_whatever_their_order",
@@ -638,21 +638,21 @@ BUGS = [
     ),
     Bug(
         name="the rejected answer is preferred by IPO",
-        file="app/training/objective/pair_losses.py",
+        file="app/training/objective/pairs.py",
         right="losses = (gains[:, 0] - gains[:, 1] - 0.5",
         wrong="losses = (gains[:, 1] - gains[:, 0] - 0.5",
         test="tests/training/test_dpo.py::test_loss_and_gradients_are_those_of_the_formula",
     ),
     Bug(
         name="ORPO compares probabilities, not odds",
-        file="app/training/objective/pair_losses.py",
+        file="app/training/objective/pairs.py",
         right="log_odds = bounded - torch.log(-torch.expm1(bounded))",
         wrong="log_odds = bounded",
         test="tests/training/test_dpo.py::test_loss_and_gradients_are_those_of_the_formula",
     ),
     Bug(
         name="SimPO's margin is added",
-        file="app/training/objective/pair_losses.py",
+        file="app/training/objective/pairs.py",
         right="rewards[:, 1] - config.margin)",
         wrong="rewards[:, 1] + config.margin)",
         test="tests/training/test_dpo.py::test_loss_and_gradients_are_those_of_the_formula",
@@ -666,7 +666,7 @@ BUGS = [
     ),
     Bug(
         name="the drift of KTO counts against wanted answers twice",
-        file="app/training/objective/kto.py",
+        file="app/training/objective/pairs.py",
         right="advantage = torch.where(is_wanted, gains - kl, kl - gains)",
         wrong="advantage = torch.where(is_wanted, gains - 2 * kl, kl - gains)",
         test="tests/training/test_kto.py::test_loss_and_gradients_are_those_of_the_formula",
@@ -687,7 +687,7 @@ BUGS = [
     ),
     Bug(
         name="a recall counts all texts",
-        file="app/training/objective/sums.py",
+        file="app/training/objective/objective.py",
         right="counts = torch.where(figure.isnan(), 0, weights)",
         wrong="counts = weights",
         test="tests/training/test_classify.py::test_recall_and_precision_are_of_the_texts_and_the_guesses_of_a_class",
@@ -853,7 +853,7 @@ BUGS = [
     ),
     Bug(
         name="gradients of experts on other ranks are means",
-        file="app/strategy/expert_parallel.py",
+        file="app/strategy/tensor_parallel.py",
         right="self.group, float(size))",
         wrong="self.group, 1.0)",
         test="tests/strategy/test_expert_parallel.py::test_ranks_train_as_one",

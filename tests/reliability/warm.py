@@ -131,7 +131,7 @@ def import_all() -> None:
     import app.strategy.deepspeed
     import app.strategy.fsdp
     import app.train
-    import app.training.log_files  # noqa: F401
+    import app.training.loggers  # noqa: F401
 
     for name in IMPORTED_LATE:
         importlib.import_module(name)
@@ -149,7 +149,7 @@ def read_once() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from app.config import compose
-    from app.model.weight_reads import disable_bypassing_kernels, find_bypassed_children
+    from app.model.layers import disable_bypassing_kernels, find_bypassed_children
     from tests.composing import keep_compositions
 
     get_checkpoint_conversion_mapping("llama")

@@ -22,9 +22,8 @@ from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.strategy.loading import peak_host_bytes
-from app.strategy.placement import Placement
-from app.training.objective.objective import Sft, batch_loss, validate
-from app.training.objective.sums import DatasetSums
+from app.strategy.mixin import Placement
+from app.training.objective.objective import DatasetSums, Sft, batch_loss, validate
 from app.training.routing import balance_loss
 from common.errors import Origin, UserError
 from data_modules import Batch, Example, collator

@@ -23,11 +23,10 @@ from app.model.kernels import fuse_layers
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from app.strategy import expert_parallel
-from app.strategy.build import build_strategy
+from app.strategy import tensor_parallel
 from app.strategy.loading import Broadcaster, peak_host_bytes
-from app.strategy.settings import FsdpConfig
-from app.strategy.state import ShardedTensor, local
+from app.strategy.mixin import ShardedTensor, local
+from app.strategy.settings import FsdpConfig, build_strategy
 from app.training.checkpoint.state import trainable_parameters
 from app.training.nonfinite import StepSkipped, propagate_nonfinite, skip_nonfinite_step
 from common.errors import UserError
@@ -259,14 +258,14 @@ def exchanged_by_experts(config: FsdpConfig, recompute: str) -> tuple[int, int]:
     """Return the messages between experts in a micro-batch, and their bytes from this rank."""
     build = model_builder("full", recompute=recompute, **MIXTURE)
     strategy, model = build_sharded_model(config, build)
-    sizes, send = [], expert_parallel._send
+    sizes, send = [], tensor_parallel._send
 
     def count(rows: Tensor, *args: Any) -> Tensor:
         sizes.append(rows.nbytes)
         return send(rows, *args)
 
     ids, loss_weights = make_batch(strategy.data_rank)
-    with patch.object(expert_parallel, "_send", count):
+    with patch.object(tensor_parallel, "_send", count):
         compute_loss(model, ids, loss_weights).backward()
     return len(sizes), sum(sizes)
 

@@ -22,14 +22,10 @@ from app.model.contexts import eval_mode
 from app.model.kernels import fuse_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from app.strategy.build import build_strategy
-from app.strategy.settings import PipelineConfig, cut_layers, num_stages
-from app.strategy.state import local
-from app.training.checkpoint.optimizer_state import optimizer_state
-from app.training.checkpoint.state import model_state, trainable_parameters
-from app.training.objective.forward import head_inputs
-from app.training.objective.objective import Sft, batch_loss
-from app.training.objective.sums import DatasetSums
+from app.strategy.mixin import local
+from app.strategy.settings import PipelineConfig, build_strategy, cut_layers, num_stages
+from app.training.checkpoint.state import model_state, optimizer_state, trainable_parameters
+from app.training.objective.objective import DatasetSums, Sft, batch_loss, head_inputs
 from common.errors import Origin
 from data_modules import Batch, Example
 from data_modules.collator import Collator

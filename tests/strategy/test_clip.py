@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.strategy import step as interface
-from app.strategy.step import Step
+from app.strategy import mixin as interface
+from app.strategy.mixin import Step
 from app.training.nonfinite import skip_nonfinite_step
 from tests.tiny import train_into
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.strategy.build import build_strategy
 from app.strategy.ddp import UNCOMPRESSED_STEPS
-from app.strategy.settings import DdpConfig
+from app.strategy.settings import DdpConfig, build_strategy
 from tests.ranks import on_ranks, prepare_strategy
 
 pytestmark = pytest.mark.slow

@@ -17,9 +17,15 @@ import torch.distributed as dist
 import app.strategy.loading as loading
 import app.strategy.rendezvous as rendezvous
 from app.process.launch import Launch
-from app.strategy.build import build_strategy
 from app.strategy.rendezvous import connect_ranks, find_interface
-from app.strategy.settings import TIMEOUT, DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
+from app.strategy.settings import (
+    TIMEOUT,
+    DdpConfig,
+    FsdpConfig,
+    StrategyConfig,
+    ZeroConfig,
+    build_strategy,
+)
 from tests.ranks import on_ranks, prepare_strategy
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")

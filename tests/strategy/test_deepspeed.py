@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from app.strategy.build import build_strategy
 from app.strategy.deepspeed import Zero, check_zero_config
 from app.strategy.deepspeed_config import (
     ALLOWED_KEYS,
@@ -18,7 +17,7 @@ from app.strategy.deepspeed_config import (
     REFUSED,
     deepspeed_config,
 )
-from app.strategy.settings import ZeroConfig
+from app.strategy.settings import ZeroConfig, build_strategy
 from app.training.nonfinite import skip_nonfinite_step
 from common.errors import UserError
 from tests.conftest import read_column

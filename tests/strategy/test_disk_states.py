@@ -26,10 +26,10 @@ from app.preflight.couplings import strategy as rows_of_strategy
 from app.strategy import disk_states
 from app.strategy.disk_states import AdamWOnDisk
 from app.strategy.settings import FsdpConfig
+from app.training.checkpoint.checkpoint import read_tensors, write_tensors
 from app.training.checkpoint.documents import MODEL, OPTIMIZER
-from app.training.checkpoint.optimizer_state import optimizer_state, restore_optimizer
+from app.training.checkpoint.state import optimizer_state, restore_optimizer
 from app.training.checkpoint.store import CheckpointStore
-from app.training.checkpoint.tensors import read_tensors, write_tensors
 from common.errors import DiskError
 from common.files import file_system_of
 from tests.conftest import ROOT
@@ -159,8 +159,8 @@ LIMITED = """
 import resource, sys, torch
 from pathlib import Path
 from app.strategy.disk_states import AdamWOnDisk
-from app.strategy.state import REPLICATED
-from app.training.checkpoint.tensors import write_tensors
+from app.strategy.mixin import REPLICATED
+from app.training.checkpoint.checkpoint import write_tensors
 weights = [torch.nn.Parameter(torch.ones(1 << 25)) for _ in range(2)]
 for weight in weights:
     weight.grad = torch.ones_like(weight)

@@ -18,8 +18,8 @@ from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
 from app.planning.planned_model import build_planned_model
 from app.preflight.files import check_expert_parallel
-from app.strategy.expert_parallel import ExpertParallel
 from app.strategy.settings import FsdpConfig
+from app.strategy.tensor_parallel import ExpertParallel
 from common.errors import UserError
 from tests.model.test_experts import DEEPSEEK, MIXTURES, tiny_mixture
 from tests.ranks import on_ranks

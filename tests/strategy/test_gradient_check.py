@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from app.model.adapter import LoraConfig, apply_adapter
-from app.strategy.build import build_strategy
-from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
-from app.training.callbacks.checks import GradientCheck
+from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig, build_strategy
+from app.training.callbacks import GradientCheck
 from common.errors import UserError
 from tests.ranks import on_ranks
 from tests.strategy.zero_training import SHARD_EVERYTHING

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.process.launch import free_port
+from app.strategy.mixin import local
 from app.strategy.settings import LocalSgdConfig
-from app.strategy.state import local
-from app.training.checkpoint.optimizer_state import optimizer_state
-from app.training.checkpoint.state import model_state, trainable_parameters
+from app.training.checkpoint.state import model_state, optimizer_state, trainable_parameters
 from tests.ranks import on_ranks
 from tests.strategy.fsdp_training import (
     CLIP,

@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.strategy.build import build_strategy
 from app.strategy.rendezvous import listen
-from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
+from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig, build_strategy
 from tests.processes import LONGEST, TWO_RANKS
 from tests.ranks import on_ranks, prepare_strategy
 from tests.reliability.shell import LOG, Shell, end_session, processes_of_session

@@ -13,9 +13,8 @@ from app.evaluation.generation import EvaluationConfig, answer_prompts
 from app.model.adapter import probe_logits
 from app.model.save import save_model
 from app.process.collectives import is_rank0, run_on_rank0
-from app.strategy.build import build_strategy
-from app.strategy.settings import FsdpConfig
-from app.strategy.state import REPLICATED
+from app.strategy.mixin import REPLICATED
+from app.strategy.settings import FsdpConfig, build_strategy
 from common.errors import TrainingFault
 from data_modules import Prompt
 from tests.ranks import on_ranks, prepare_strategy

@@ -12,8 +12,7 @@ from transformers import CONFIG_MAPPING
 from app.model.description import BaseDescription
 from app.model.families import FAMILIES
 from app.preflight.files import check_tensor_parallel
-from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
-from app.strategy.tensor_plan import layer_plan
+from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig, layer_plan
 from app.training.trainer import TrainerConfig, resolve_environment
 from common.errors import UserError
 from tests.in_process import make_data, make_model, run_command

@@ -14,21 +14,22 @@ import torch
 from torch import Tensor
 
 from app.process.launch import free_port
-from app.strategy import sites
+from app.strategy import local_sgd
 from app.strategy.settings import LocalSgdConfig
 from common.errors import Interrupted, UserError
 
-SIZE = 2 * sites._MESSAGE_SIZE + 3
+SIZE = 2 * local_sgd._MESSAGE_SIZE + 3
 """elements of a vector that takes three messages"""
 
 
-def at_sites(num: int, work: Callable[[sites._Link, int], Any]) -> list[Future[Any]]:
+def at_sites(num: int, work: Callable[[local_sgd._Link, int], Any]) -> list[Future[Any]]:
     """Run `work(link, site)` in a thread for each site; return what each has come to."""
     address = f"127.0.0.1:{free_port()}"
 
     def run(site: int) -> Any:
         return work(
-            sites._Link(LocalSgdConfig(sites=num, site=site, site_address=address), rank=0), site
+            local_sgd._Link(LocalSgdConfig(sites=num, site=site, site_address=address), rank=0),
+            site,
         )
 
     with ThreadPoolExecutor(num) as pool:
@@ -37,17 +38,17 @@ def at_sites(num: int, work: Callable[[sites._Link, int], Any]) -> list[Future[A
 
 
 def test_every_site_gets_the_mean_weighted_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, send = set[str](), sites._Link._set
+    sent, send = set[str](), local_sgd._Link._set
 
-    def record(link: sites._Link, key: str, value: bytes) -> None:
+    def record(link: local_sgd._Link, key: str, value: bytes) -> None:
         sent.add(re.sub(r"\d+", "N", key))
         send(link, key, value)
 
-    monkeypatch.setattr(sites._Link, "_set", record)
+    monkeypatch.setattr(local_sgd._Link, "_set", record)
     vectors = torch.randn(3, 3, SIZE, generator=torch.Generator().manual_seed(1))
     weights = [10.0, 25.0, 5.0]
 
-    def work(link: sites._Link, site: int) -> list[Tensor]:
+    def work(link: local_sgd._Link, site: int) -> list[Tensor]:
         link.compare(0, {"seed": 1})
         means = []
         for number, own in enumerate(vectors[:, site - 1]):
@@ -81,9 +82,9 @@ def test_sites_that_do_not_belong_together_end(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sites, "TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(local_sgd, "TIMEOUT", timedelta(seconds=2))
 
-    def work(link: sites._Link, site: int) -> None:
+    def work(link: local_sgd._Link, site: int) -> None:
         link.compare(steps[site - 1], facts[site - 1])
         link.step = 6 if steps[site - 1] < 6 else 10  # of the first mean after that
         link.mean(torch.ones(4), 1.0)
@@ -96,7 +97,7 @@ def test_sites_that_do_not_belong_together_end(
 def error_without_second_site() -> BaseException | None:
     """Return what the first site's wait for the weights of a second one, which ends, comes to."""
 
-    def work(link: sites._Link, site: int) -> None:
+    def work(link: local_sgd._Link, site: int) -> None:
         link.compare(0, {})
         link.step = 4
         if site == 1:
@@ -106,16 +107,16 @@ def error_without_second_site() -> BaseException | None:
 
 
 def test_a_site_that_sends_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(local_sgd, "TIMEOUT", timedelta(seconds=1))
 
     error = error_without_second_site()
     assert isinstance(error, OSError) and "site 2 has sent nothing for 0:00:01" in str(error)
 
 
 def test_a_signal_ends_the_wait_for_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "TIMEOUT", timedelta(seconds=5))
-    monkeypatch.setattr(sites, "_SIGNAL_SECONDS", 0.5)
-    monkeypatch.setattr(sites, "signal_received", lambda: signal.SIGTERM)
+    monkeypatch.setattr(local_sgd, "TIMEOUT", timedelta(seconds=5))
+    monkeypatch.setattr(local_sgd, "_SIGNAL_SECONDS", 0.5)
+    monkeypatch.setattr(local_sgd, "signal_received", lambda: signal.SIGTERM)
 
     error = error_without_second_site()
     assert isinstance(error, Interrupted) and error.code == 128 + signal.SIGTERM
@@ -123,7 +124,7 @@ def test_a_signal_ends_the_wait_for_a_site(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_first_site_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(local_sgd, "TIMEOUT", timedelta(seconds=1))
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(OSError, match=f"no answer at {address} .*resume=auto"):
-        sites._Link(LocalSgdConfig(sites=2, site=2, site_address=address), rank=0)
+        local_sgd._Link(LocalSgdConfig(sites=2, site=2, site_address=address), rank=0)

@@ -8,8 +8,7 @@ import lightning as L
 import pytest
 import torch
 
-from app.strategy.build import build_strategy
-from app.strategy.settings import DdpConfig, StrategyConfig, ZeroConfig
+from app.strategy.settings import DdpConfig, StrategyConfig, ZeroConfig, build_strategy
 from tests.conftest import TrainRun
 from tests.ranks import on_ranks
 from tests.tiny import small_run

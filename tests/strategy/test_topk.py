@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.strategy.build import build_strategy
-from app.strategy.settings import DdpConfig
+from app.strategy.settings import DdpConfig, build_strategy
 from tests.ranks import on_ranks, prepare_strategy
 from tests.strategy.test_compression import SIZE, Matrix, whole
 

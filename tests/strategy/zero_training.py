@@ -9,8 +9,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from app.strategy.build import build_strategy
-from app.strategy.settings import ZeroConfig
+from app.strategy.settings import ZeroConfig, build_strategy
 from app.training.nonfinite import skip_nonfinite_step
 
 SHARD_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}

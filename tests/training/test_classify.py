@@ -21,10 +21,13 @@ from app.model.build import build_model
 from app.model.classifier import RatesTokens, hidden_as_logits
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from app.training.objective.build import build_objective
-from app.training.objective.objective import batch_loss
-from app.training.objective.settings import ClassifyConfig, ObjectiveConfig, RewardConfig
-from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
+from app.training.objective.objective import DatasetSums, RowSums, batch_loss, losses_by_dataset
+from app.training.objective.settings import (
+    ClassifyConfig,
+    ObjectiveConfig,
+    RewardConfig,
+    build_objective,
+)
 from common.errors import DataError, Origin, UserError
 from data_modules import Example
 from data_modules.collator import Collator

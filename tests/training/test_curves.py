@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from app.config import load_run_config, run_verb
 from app.train import train
 from app.training import machine
-from app.training.log_files import columns
+from app.training.loggers import columns
 from app.training.metrics import Metrics, StepRecord
 from app.training.schedule import ScheduleConfig, lr_factor
 from common.errors import TrainingFault

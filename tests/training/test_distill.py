@@ -12,11 +12,9 @@ from torch.nn.functional import cross_entropy, log_softmax
 from app.model import chunks
 from app.model.attention import attention_implementation
 from app.model.head import fuse_head
-from app.training.objective.build import build_objective
 from app.training.objective.distill import Teacher
-from app.training.objective.objective import batch_loss
-from app.training.objective.settings import DistillConfig
-from app.training.objective.sums import DatasetSums, losses_by_dataset
+from app.training.objective.objective import DatasetSums, batch_loss, losses_by_dataset
+from app.training.objective.settings import DistillConfig, build_objective
 from data_modules import Batch
 from tests.model.test_head import causal
 from tests.tiny import random_ids, tiny_gpt2, tiny_llama

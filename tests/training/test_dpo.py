@@ -18,9 +18,8 @@ from app.model.cpu import fp32
 from app.model.head import fuse_head
 from app.model.kernels import FusedNorm, fuse_layers
 from app.training.metrics import FirstLoss
-from app.training.objective.build import build_objective
-from app.training.objective.cached import measure_references
-from app.training.objective.objective import batch_loss
+from app.training.objective.distill import measure_references
+from app.training.objective.objective import DatasetSums, RowSums, batch_loss, losses_by_dataset
 from app.training.objective.pairs import base_log_probs, document_log_probs, find_warning
 from app.training.objective.settings import (
     DpoConfig,
@@ -28,8 +27,8 @@ from app.training.objective.settings import (
     ObjectiveConfig,
     OrpoConfig,
     SimpoConfig,
+    build_objective,
 )
-from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
 from common.errors import Origin, TrainingFault
 from data_modules import Batch, Example
 from data_modules.collator import Collator

@@ -19,7 +19,7 @@ import transformers.optimization
 from app.config.verbs import PARTS
 from app.model.adapter import AdapterConfig, FullConfig, Ia3Config, LoraConfig
 from app.process.logs import LOG_FILE
-from app.strategy.step import Step, clips_in_step
+from app.strategy.mixin import Step, clips_in_step
 from app.training import eight_bit
 from app.training.algorithms import use_averaged_weights, use_training_weights
 from app.training.eight_bit import AdamW8bit

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from app.model.adapter import LoraConfig, adapter_matrices, apply_adapter
-from app.model.patterns import pattern_without
+from app.model.layers import pattern_without
 from app.strategy.mixin import StrategyMixin
-from app.training.callbacks.checks import GradientCheck
+from app.training.callbacks import GradientCheck
 from common.errors import TrainingFault, UserError
 from tests.conftest import TrainRun
 from tests.families import SHAPE, tiny_family

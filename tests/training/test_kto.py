@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from app.training.objective.build import build_objective
-from app.training.objective.objective import batch_loss
+from app.training.objective.objective import DatasetSums, batch_loss, losses_by_dataset
 from app.training.objective.pairs import base_log_probs
-from app.training.objective.settings import KtoConfig
-from app.training.objective.sums import DatasetSums, losses_by_dataset
+from app.training.objective.settings import KtoConfig, build_objective
 from common.errors import DataError, Origin
 from data_modules import DataConfig, DatasetConfig, Example
 from data_modules.collator import Collator

@@ -15,9 +15,9 @@ from tensorboard.summary.writer.event_file_writer import AtomicCounter
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from app.training.checkpoint.disk import SaveError
-from app.training.log_files import CsvLogger, TensorBoardLogger
-from app.training.logger import LoggerConfig, build_loggers
+from app.training.loggers import CsvLogger, TensorBoardLogger
 from app.training.metrics import Metrics
+from app.training.trainer import LoggerConfig, build_loggers
 from common.errors import ENVIRONMENT_ERROR, UserError, exit_code
 
 
@@ -173,7 +173,7 @@ def test_rows_that_do_not_fit_the_disk_are_reported(
     write_steps(logger, 1)
     if fails == "write":
         full = functools.partial(Path("/dev/full").open, "a")
-        monkeypatch.setattr("app.training.log_files.open_no_follow", lambda *_, **how: full(**how))
+        monkeypatch.setattr("app.training.loggers.open_no_follow", lambda *_, **how: full(**how))
     else:
         monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(SaveError) as caught:

@@ -9,8 +9,14 @@ import torch
 
 from app.model.attention import attention_implementation
 from app.model.head import check_head_loss, fuse_head, token_losses
-from app.training.objective.objective import Sft, batch_loss, validate
-from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
+from app.training.objective.objective import (
+    DatasetSums,
+    RowSums,
+    Sft,
+    batch_loss,
+    losses_by_dataset,
+    validate,
+)
 from data_modules import Batch
 from tests.tiny import random_ids, tiny_gpt2, tiny_llama
 

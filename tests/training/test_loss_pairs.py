@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from app.model.attention import attention_implementation
-from app.training.objective.objective import Sft, batch_loss
-from app.training.objective.sums import DatasetSums
+from app.training.objective.objective import DatasetSums, Sft, batch_loss
 from common.errors import Origin
 from data_modules import Example
 from data_modules.collator import Collator

@@ -16,7 +16,7 @@ from app.planning.planned_model import build_planned_model
 from app.planning.speed import estimate_speed
 from app.planning.training import estimate_training
 from app.strategy.settings import StrategyConfig
-from app.training import machine, stopping
+from app.training import callbacks, machine
 from app.training.machine import GIB, MachineStats, host_memory, process_memory
 from tests.tiny import TINY_BASE
 
@@ -102,8 +102,8 @@ def test_available_memory_respects_a_container_limit(
 
 def test_fetches_of_training_batches_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 3.5, 10.0, 10.5])
-    monkeypatch.setattr(stopping.time, "perf_counter", lambda: next(times))
-    profiler = stopping.FetchProfiler()
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(times))
+    profiler = callbacks.FetchProfiler()
     profiler.stop("[_TrainingEpochLoop].train_dataloader_next")
     for action in ("train_dataloader_next", "val_next", "training_step", "train_dataloader_next"):
         profiler.start(action)

@@ -15,9 +15,15 @@ from safetensors.torch import load_file
 import app.assembly.auto
 import app.model.adapter
 import app.training.module
+from app.assembly.auto import probe_micro_batch
 from app.run import describe_global_batch
-from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
-from app.training.micro_batch import can_probe_micro_batch, probe_micro_batch
+from app.strategy.settings import (
+    DdpConfig,
+    FsdpConfig,
+    StrategyConfig,
+    ZeroConfig,
+    can_probe_micro_batch,
+)
 from app.training.objective.objective import batch_loss
 from app.training.trainer import Environment, TrainerConfig
 from data_modules import Batch

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.strategy.ddp import SingleDevice
-from app.training.callbacks import checks
+from app.training import callbacks
 from app.training.checkpoint.saving import CheckpointSaver
 from app.training.metrics import Metrics
 from app.training.module import FinetuneModule
@@ -115,7 +115,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     monkeypatch.setattr(FinetuneModule, "on_fit_start", lambda module: None)  # it measures values
     monkeypatch.setattr(Metrics, "flush", write)
     # It also reads values, but only in the first step, whose metrics are written anyway.
-    monkeypatch.setattr(checks, "_record", lambda is_reached, _: is_reached.fill_(1))
+    monkeypatch.setattr(callbacks, "_record", lambda is_reached, _: is_reached.fill_(1))
     # Autocast does not know this device; it is off in fp32.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
     monkeypatch.setattr(torch, "autocast", lambda *args, **settings: nullcontext())

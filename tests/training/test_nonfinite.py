@@ -23,13 +23,11 @@ from app.model.attention import attention_implementation
 from app.process import faults
 from app.strategy.ddp import SingleDevice
 from app.training import nonfinite
-from app.training.checkpoint.optimizer_state import optimizer_state
-from app.training.checkpoint.state import model_state
+from app.training.checkpoint.state import model_state, optimizer_state
 from app.training.metrics import Metrics, StepRecord
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch, check_finite, propagate_nonfinite, skip_nonfinite_step
-from app.training.objective.objective import Sft
-from app.training.objective.sums import DatasetSums
+from app.training.objective.objective import DatasetSums, Sft
 from app.training.optimizers import build_optimizer
 from app.training.schedule import ScheduleConfig
 from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment

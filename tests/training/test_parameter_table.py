@@ -26,7 +26,7 @@ from app.model.adapter import (
     report_trainable,
     trainable_weights,
 )
-from app.model.adapter.weights import TrainableReport
+from app.model.adapter.wrap import TrainableReport
 from app.training.optimizers import (
     AdamWConfig,
     LrPattern,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.strategy.step import Step
+from app.strategy.mixin import Step
 from app.training import prepare
 
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from app.process.logs import LOG_FILE, Screen, open_run_log, set_verbose, start_logging
-from app.training.callbacks.monitors import ProgressBar
+from app.training.callbacks import ProgressBar
 from app.training.metrics import Metrics
 
 
@@ -71,7 +71,7 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([100.0, 120.0])
-    monkeypatch.setattr("app.training.callbacks.monitors.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("app.training.callbacks.time.monotonic", lambda: next(clock))
     metrics, bar, trainer, module = started(1000, 10)
     bar.on_fit_start(trainer, module)
     trainer.global_step = 900

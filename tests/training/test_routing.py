@@ -9,8 +9,7 @@ import torch
 
 from app.model.adapter import FullConfig
 from app.model.attention import attention_implementation
-from app.training.objective.objective import Sft, batch_loss
-from app.training.objective.sums import DatasetSums
+from app.training.objective.objective import DatasetSums, Sft, batch_loss
 from app.training.routing import ExpertLoad, RouterBalance, choose_router_aux_loss
 from common.errors import UserError
 from data_modules import Batch

@@ -15,8 +15,8 @@ import torch
 
 from app.config import load_config
 from app.process.launch import free_port
-from app.training.callbacks import checks
-from app.training.callbacks.checks import SameOnAllRanks, program_values, rank_invariant_values
+from app.training import callbacks
+from app.training.callbacks import SameOnAllRanks, program_values, rank_invariant_values
 from common.errors import USER_ERROR, UserError
 from tests.processes import LONGEST, RUN, start_train
 from tests.reliability.shell import Shell
@@ -74,7 +74,7 @@ def test_another_gpu_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpus = iter(["H100", "H100", "A100"])
-    monkeypatch.setattr(checks, "_gpu_of", lambda device: next(gpus))
+    monkeypatch.setattr(callbacks, "_gpu_of", lambda device: next(gpus))
     compare({}, {}, {})
     assert caplog.text.count("ranks 2 have another GPU") == 1
 
@@ -120,7 +120,7 @@ def test_other_code_and_other_libraries_are_named_before_what_they_decide(
     for package in ("app", "common", "data_modules", "conf"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "one.py").write_text("edited = True\n")
-    monkeypatch.setattr(checks, "ROOT", tmp_path)
+    monkeypatch.setattr(callbacks, "ROOT", tmp_path)
     with pytest.raises(UserError, match="rank 1 and rank 0 have different code"):
         compare(values, other, programs=[same, program_values({"torch": "2.13.0"})])
 

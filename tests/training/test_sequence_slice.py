@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from app.model.attention.documents import place_in_chunks
-from app.training.objective.forward import document_numbers
-from app.training.objective.sums import DatasetSums, RowSums
+from app.training.objective.objective import DatasetSums, RowSums, document_numbers
 from app.training.routing import is_token
 from common.errors import Origin
 from data_modules import Batch, SequenceSlice, deal_columns

@@ -17,10 +17,9 @@ import yaml
 
 from app.config import load_config
 from app.preflight import check_compatibility
-from app.training import trackers
-from app.training.log_files import RunSummary
-from app.training.logger import LoggerConfig, build_loggers
-from app.training.trackers import Tracker
+from app.training import loggers
+from app.training.loggers import RunSummary, Tracker
+from app.training.trainer import LoggerConfig, build_loggers
 from tests.processes import LONGEST
 from tests.tiny import small_run, train_into
 
@@ -96,7 +95,7 @@ def test_a_tracker_that_fails_or_hangs_is_abandoned(
     faults: dict[str, int], warning: str, tmp_path: Path,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(trackers, "MAX_WAIT_SECONDS", 1.0 if "hangs_at" in faults else LONGEST)
+    monkeypatch.setattr(loggers, "MAX_WAIT_SECONDS", 1.0 if "hangs_at" in faults else LONGEST)
     tracker, made = build_tracker(tmp_path, **faults)
     started = time.monotonic()
     with caplog.at_level(logging.WARNING):
@@ -113,8 +112,8 @@ def test_a_tracker_that_fails_or_hangs_is_abandoned(
 def test_a_tracker_that_falls_behind_is_abandoned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "MAX_QUEUED", 20)
-    monkeypatch.setattr(trackers, "MAX_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(loggers, "MAX_QUEUED", 20)
+    monkeypatch.setattr(loggers, "MAX_WAIT_SECONDS", 0.1)
     tracker, made = build_tracker(tmp_path, hangs_at=0)
     with caplog.at_level(logging.WARNING):
         for step in range(100):
@@ -152,7 +151,7 @@ NAMES = [*WORDS.split(), "a b", "x" * 250, "x" * 249 + "y", "名" * 120]
 def test_names_of_data_sets_stay_different_in_mlflow() -> None:
     metrics = {f"{phase}/loss/{name}": 1.0 for phase in ("train", "val") for name in NAMES}
     metrics |= {"train/loss": 1.0, "val/loss": 1.0}
-    names = trackers.mlflow_names(metrics)
+    names = loggers.mlflow_names(metrics)
     assert len(names) == len(metrics)
     assert all(
         re.fullmatch(r"[/\w.\- ]{1,250}", name) and len(name.encode()) < 255 for name in names
@@ -202,7 +201,7 @@ def test_wandb_records_a_run_and_its_resumption_offline(
 ) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(trackers, "MAX_WAIT_SECONDS", 120.0)  # it may take long to start
+    monkeypatch.setattr(loggers, "MAX_WAIT_SECONDS", 120.0)  # it may take long to start
     run = train_into(tmp_path / "run", "logger=[wandb,csv]")
     train_into(run, "logger=wandb", f"resume={run}", "trainer.max_steps=6", "resume_allow=[epochs]")
     run_id = json.loads((run / "trackers.json").read_text())["wandb"]
@@ -250,7 +249,7 @@ def test_a_run_survives_a_server_that_dies(
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(trackers, "MAX_WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(loggers, "MAX_WAIT_SECONDS", 1.0)
     if failure == "gone":
         server.shutdown()
         server.server_close()

@@ -196,10 +196,10 @@ def _install_flash4() -> None:
     """Let the program find the package of FlashAttention 4, and PyTorch activate it."""
     from torch.nn.attention import register_flash_attention_impl
 
-    from app.model.attention import choice
+    from app.model.attention import backends
 
-    version = choice.package_version
-    choice.package_version = lambda package: (
-        "4.0.0b16" if package == choice.FLASH4 else version(package)
+    version = backends.package_version
+    backends.package_version = lambda package: (
+        "4.0.0b16" if package == backends.FLASH4 else version(package)
     )
     register_flash_attention_impl("FA4", register_fn=Flash4)

@@ -31,17 +31,14 @@ from app.model.hub import newest_cached_file
 from app.model.kernels import FusedGate, unfuse_layers
 from app.model.recompute import WHOLE_LAYERS
 from app.planning.memory import PlannedRun
-from app.strategy.build import build_strategy
 from app.strategy.fsdp import Fsdp
 from app.strategy.loading import Broadcaster
-from app.strategy.mixin import StrategyMixin
-from app.strategy.placement import Placement
-from app.strategy.settings import DdpConfig
+from app.strategy.mixin import Placement, StrategyMixin
+from app.strategy.settings import DdpConfig, build_strategy
 from app.training.algorithms import MuonWithAdamW
 from app.training.metrics import Metrics
 from app.training.module import FinetuneModule
-from app.training.objective.build import build_objective
-from app.training.objective.settings import KtoConfig, ObjectiveConfig, PairConfig
+from app.training.objective.settings import KtoConfig, ObjectiveConfig, PairConfig, build_objective
 from app.training.optimizers import build_optimizer
 from app.training.prepare import prepare_model
 from app.training.trainer import Environment, build_lightning_trainer

@@ -30,7 +30,7 @@ from data_modules import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from app.strategy.placement import Placement
+    from app.strategy.mixin import Placement
 
 _MIN_CONTEXT = 16
 """minimum number of prompt tokens kept when a prompt and its longest answer exceed the context"""

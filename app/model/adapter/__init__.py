@@ -7,13 +7,15 @@ from app.model.adapter.lora import (
     reopen_converted,
     save_converted,
 )
-from app.model.adapter.merge import WeightChange, load_weighted_adapters, read_weight_changes
 from app.model.adapter.saved import (
+    WeightChange,
     check_adapter_file,
     check_same_logits,
     is_adapter,
     load_adapter,
+    load_weighted_adapters,
     probe_logits,
+    read_weight_changes,
     required_embedding_rows,
     save_adapter,
     verify_adapter,
@@ -34,20 +36,18 @@ from app.model.adapter.settings import (
     write_origin,
 )
 from app.model.adapter.targets import Targets, find_targets
-from app.model.adapter.weights import (
+from app.model.adapter.wrap import (
     TrainableWeight,
+    adapter_disabled,
     adapter_matrices,
+    drop_pending_outputs,
     expert_matrices,
     external_parameters,
-    report_trainable,
-    trainable_weights,
-)
-from app.model.adapter.wrap import (
-    adapter_disabled,
-    drop_pending_outputs,
     group_adapters,
     is_fused,
+    report_trainable,
     skip_redundant_casts,
+    trainable_weights,
     unfuse_adapters,
     ungroup_adapters,
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from app.model.adapter.settings import LoraConfig
 from app.model.contexts import replaced
 from app.model.experts import LowRank, expert_modules, packed_name, use_grouped_experts
-from app.model.patterns import by_ending
+from app.model.layers import by_ending
 from common.errors import UserError
 
 WEIGHT = ".weight"

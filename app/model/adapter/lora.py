@@ -20,8 +20,8 @@ from app.model.adapter.settings import ADAPTER_FILE, INITS, ORIGIN_FILE, LoraCon
 from app.model.adapter.wrap import trainable_rows, without_bitsandbytes, wrap
 from app.model.classifier import HEAD, is_classifier
 from app.model.description import describe_model, is_quantized
+from app.model.layers import is_inside, last_parts, shortest
 from app.model.multimodal import tower_modules
-from app.model.patterns import is_inside, last_parts, shortest
 from common.errors import UserError
 
 if TYPE_CHECKING:

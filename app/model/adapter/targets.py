@@ -14,8 +14,7 @@ from typing import Any
 from app.model.adapter.settings import AdapterConfig, FreezeConfig, Ia3Config, LoraConfig
 from app.model.description import BaseDescription
 from app.model.families import family_of
-from app.model.layers import layer_numbers, unknown_layers_problem
-from app.model.patterns import (
+from app.model.layers import (
     Rule,
     by_ending,
     by_ending_or_expression,
@@ -23,11 +22,13 @@ from app.model.patterns import (
     by_key,
     check_patterns,
     expression_of_key,
+    find_bypassed_linears,
     is_inside,
     last_parts,
+    layer_numbers,
     match,
+    unknown_layers_problem,
 )
-from app.model.weight_reads import find_bypassed_linears
 from common.text import percent
 
 _THIN = 64

@@ -10,18 +10,16 @@ from app.model.attention.backends import (
     EXCHANGED,
     GPU_ONLY,
     HALF_PRECISION_ONLY,
+    AttentionChoice,
     AttentionConfig,
     attention_implementation,
     batching_error,
     check_implementation,
+    choose_backend,
     gather_reason,
     generation_attention,
     key_repeats,
     packing_error,
-)
-from app.model.attention.choice import (
-    AttentionChoice,
-    choose_backend,
     restore_kernel,
     select_fastest_kernel,
 )

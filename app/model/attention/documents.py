@@ -48,7 +48,6 @@ class DocumentSpan(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
         return self.end - self.start
 
 

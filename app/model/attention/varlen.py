@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from app.model.activation_checkpointing import attend_once
-from app.model.attention.attend import MaskRule, cast_to_one_dtype
-from app.model.attention.sinks import attend_to_documents
+from app.model.attention.attend import MaskRule, attend_to_documents, cast_to_one_dtype
 from common.errors import UserError
 
 log = logging.getLogger(__name__)

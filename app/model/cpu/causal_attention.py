@@ -148,8 +148,6 @@ def _put(whole: Tensor, part: Tensor, stack: Sequence[DocumentSpan], first: int 
 
 
 class _Block(NamedTuple):
-    """A block of queries."""
-
     start: int
     """first token"""
     end: int

@@ -25,8 +25,6 @@ _MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenFile:
-    """Hash and size of a file that was written."""
-
     sha256: str
     num_bytes: int
 

@@ -1,5 +1,6 @@
 """Save checkpoints: when, what each rank contributes, and writing in the background.
 
+All ranks stop after the same optimizer step when any of them has received a signal.
 The checkpoint to resume from is passed in; this module never searches for one.
 """
 
@@ -25,12 +26,14 @@ from app.process.launch import is_first_rank
 from app.process.signals import (
     DataStalled,
     MeasurementInterrupted,
+    defer_signals,
     exit_after_grace,
     restore_handlers,
+    signal_received,
     suspend_deadline,
 )
-from app.strategy.state import ShardedTensor, StateTensor
-from app.training.checkpoint.checkpoint import Checkpoint
+from app.strategy.mixin import ShardedTensor, StateTensor
+from app.training.checkpoint.checkpoint import Checkpoint, file_bytes, file_order, write_share
 from app.training.checkpoint.disk import SaveError, check_space
 from app.training.checkpoint.documents import (
     MODEL,
@@ -43,10 +46,8 @@ from app.training.checkpoint.documents import (
 from app.training.checkpoint.schema import Json
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
-from app.training.checkpoint.tensors import file_bytes, file_order, write_share
 from app.training.metrics import Metrics, is_measured_at
 from app.training.nonfinite import check_finite
-from app.training.stopping import SignalSync
 from app.training.trainer import (
     DEFAULT_MONITOR,
     CheckpointConfig,
@@ -62,6 +63,41 @@ _DERIVED_FROM_STEP = ("epoch", "global_step", "loops", "lr_schedulers")
 ALIGNMENT = 64
 """tensors in a buffer start at multiples of so many bytes"""
 _ADDED_BY_US = ("pytorch-lightning_version", "training", "metric", "details")
+
+
+class SignalSync:
+    """Check once per optimizer step whether any rank has received a signal.
+
+    The ranks exchange four bytes between their hosts; no GPU waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: Any = None
+        """a gloo process group; None with a single rank"""
+
+    def start(self, trainer: L.Trainer) -> None:
+        """Defer signals to the end of a step from now on; all ranks must call this."""
+        if trainer.world_size > 1:
+            self._hosts = dist.new_group(backend="gloo")
+            # Private API, tested with Lightning 2.6: it synchronizes ranks and GPUs at every
+            # micro-batch to broadcast a SIGTERM (its #21487), and cannot be switched off.
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        restore_handlers()
+        defer_signals(True)
+
+    def poll(self) -> int | None:
+        """Return the signal that ends the run after this step, the same on all ranks, or None."""
+        signum = signal_received()
+        if self._hosts is None:
+            return signum
+        highest = torch.tensor([signum or 0], dtype=torch.int32)
+        torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, group=self._hosts)
+        return int(highest) or None
+
+    def end(self, trainer: L.Trainer) -> None:
+        """Let signals end rank 0, which still has work to do, at once again."""
+        if trainer.is_global_zero:
+            defer_signals(False)
 
 
 class CheckpointSaver(L.Callback):

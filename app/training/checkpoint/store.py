@@ -30,14 +30,15 @@ from app.training.checkpoint.checkpoint import (
     TENSORS,
     Checkpoint,
     DamageError,
+    file_bytes,
     load_checkpoint,
     marker_of,
     read_manifest,
     versions,
+    write_tensors,
 )
 from app.training.checkpoint.disk import SaveError, describe_shortage, format_bytes
 from app.training.checkpoint.schema import Json
-from app.training.checkpoint.tensors import file_bytes, write_tensors
 from common.errors import UserError
 from common.text import counted
 

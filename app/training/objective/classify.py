@@ -15,10 +15,10 @@ from torch.nn.functional import (
 )
 
 from app.model.attention.documents import to_device
-from app.training.objective.forward import causal_inputs
 from app.training.objective.objective import (
     Losses,
     Objective,
+    causal_inputs,
     labels_of_units,
     losses_of_units,
     wins,

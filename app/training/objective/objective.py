@@ -1,7 +1,9 @@
 """What a run minimizes: a batch and the model's head in, the sum to differentiate out.
 
 An objective computes the losses of a micro-batch and never sees a step: the mean over a global
-step is exact because the sum of each micro-batch is divided by the weight of the whole step.
+step is exact because the sum of each micro-batch is divided by the weight of the whole step. Here
+are also a batch as arguments of a model's forward pass, for logits at its trained positions only,
+and the exact sums of losses over many micro-batches, by data set and by row, on the device.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from app.model.attention.documents import to_device
+from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.probes import check_isolation, check_padded_rows
 from app.model.classifier import hidden_as_logits
 from app.model.head import check_head_loss, head_loss
 from app.model.quantization import quantize_tokens_independently
-from app.training.objective.forward import document_datasets, head_inputs, rows_of_positions
-from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
-from data_modules import Batch
+from data_modules import Batch, DecoderInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +183,225 @@ def validate(
     taken = sums.take()
     total = taken if sum_over_ranks is None else sum_over_ranks(taken)
     return losses_by_dataset(total.cpu(), dataset_names, "val", objective.figures)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadInputs:
+    """What the head computes from: the model's arguments, and the positions that are trained.
+
+    inputs       arguments of the forward pass, for logits [rows, columns, vocabulary]
+    labels       int64 [rows, columns], -100 if masked
+    weights      float32 [rows, columns]
+    dataset_ids  int64 [rows, columns]
+    columns      the trained columns of the batch
+    """
+
+    inputs: dict[str, Any]
+    labels: Tensor
+    weights: Tensor
+    dataset_ids: Tensor
+    columns: Tensor | slice
+
+
+def head_inputs(model: Any, batch: Batch, backend: str) -> HeadInputs:
+    """Return the arguments of a forward pass, and the labels and weights of its logits."""
+    columns: Tensor | slice = slice(None)  # a decoder trains on nearly all positions
+    if batch.decoder is None:
+        # The head runs only on trained positions: prompts cost no logits.
+        columns = batch.trained_columns
+        inputs = causal_inputs(model, batch, backend)
+    else:
+        inputs = _decoder_inputs(model, batch, batch.decoder, backend)
+    return HeadInputs(
+        inputs,
+        batch.labels[:, columns],
+        batch.loss_weights[:, columns],
+        batch.dataset_ids[:, columns],
+        columns,
+    )
+
+
+def document_numbers(batch: Batch) -> tuple[Tensor, int]:
+    """Return the document of each label [rows, tokens], and the number of documents of the batch.
+
+    Documents are counted over the whole batch; padding has the index after the last document.
+    """
+    rows = (batch if batch.decoder is None else batch.decoder).document_lengths
+    last = sum(map(len, rows))
+    num_rows, columns = batch.labels.shape
+    if batch.sequence is not None:
+        columns = batch.sequence.chunks[-1].stop
+    numbers = torch.full((num_rows, columns), last)
+    first = 0
+    for row, lengths in enumerate(rows):
+        row_numbers = torch.arange(first, first + len(lengths))
+        repeats = torch.tensor(lengths).long()
+        whole = row_numbers.repeat_interleave(repeats, output_size=sum(lengths))
+        numbers[row, : len(whole)] = whole[:columns]
+        first += len(lengths)
+    if batch.sequence is not None:
+        numbers = batch.sequence.take(numbers)
+    return to_device(numbers, batch.labels.device), last
+
+
+def rows_of_positions(batch: Batch, head: HeadInputs) -> Callable[[], tuple[Tensor, int]]:
+    """Return `Losses.rows` of losses of the positions of the head."""
+
+    def rows() -> tuple[Tensor, int]:
+        numbers, num_rows = document_numbers(batch)
+        return numbers[:, head.columns].flatten(), num_rows
+
+    return rows
+
+
+def document_datasets(batch: Batch) -> Tensor:
+    """Return the data set of each document, int64 [documents]."""
+    documents, count = document_numbers(batch)
+    numbers = documents.flatten()
+    datasets = numbers.new_zeros(count + 1).scatter_(0, numbers, batch.dataset_ids.flatten())
+    return datasets[:-1]
+
+
+def causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
+    """Return a causal model's inputs, for logits [rows, trained columns, vocabulary]."""
+    inputs = {
+        "input_ids": batch.input_ids,
+        "use_cache": False,
+        "logits_to_keep": batch.trained_columns,
+    }
+    # Single documents get their positions from the model: not every model starts at 0 (RoBERTa).
+    is_packed = any(len(lengths) > 1 for lengths in batch.document_lengths)
+    if is_packed or batch.sequence is not None:
+        inputs["position_ids"] = batch.position_ids
+    return inputs | attention_inputs(
+        model, backend, batch.document_lengths, batch.input_ids, batch.sequence
+    )
+
+
+def _decoder_inputs(
+    model: Any, batch: Batch, decoder: DecoderInputs, backend: str
+) -> dict[str, Any]:
+    """Return an encoder-decoder model's inputs, for logits [rows, targets, vocabulary]."""
+    return {
+        "input_ids": batch.input_ids,
+        "decoder_input_ids": decoder.input_ids,
+        "use_cache": False,
+    } | pair_inputs(
+        model,
+        backend,
+        batch.document_lengths,
+        decoder.document_lengths,
+        batch.input_ids,
+        decoder.input_ids,
+    )
+
+
+class DatasetSums:
+    """Running sums by data set, on the device: weighted losses, weights, tokens, figures."""
+
+    def __init__(self, num_datasets: int) -> None:
+        self.num_datasets = num_datasets
+        self.sums: Tensor | None = None
+
+    def add(
+        self,
+        losses: Tensor,
+        weights: Tensor,
+        dataset_ids: Tensor,
+        tokens: Tensor | None = None,
+        figures: Sequence[Tensor] = (),
+    ) -> None:
+        """Add units; all arguments are [units], with weight 0 if the loss is masked.
+
+        `tokens`: trained tokens of each, None for one; `figures`: what is averaged as the loss is,
+        NaN for the units that a figure says nothing of.
+        """
+        if tokens is None:
+            tokens = weights > 0
+        columns = [losses * weights, weights, tokens.to(losses.dtype)]
+        for figure in figures:
+            counts = torch.where(figure.isnan(), 0, weights)
+            columns += [figure.nan_to_num() * counts, counts]
+        # fp64: the sum of millions of validation losses must not depend on their order.
+        parts = torch.stack(columns).double()
+        if self.sums is None:
+            self.sums = parts.new_zeros(len(parts), self.num_datasets)
+        self.sums.index_add_(1, dataset_ids, parts)
+
+    def add_nothing(self, num_sums: int, device: torch.device) -> None:
+        """Begin with zeros, on a rank whose rows are counted by another one."""
+        self.sums = torch.zeros(num_sums, self.num_datasets, dtype=torch.double, device=device)
+
+    def scale_losses(self, datasets: Tensor, value: float) -> None:
+        """Multiply the sums of losses of `datasets` [k] by `value`, which may be NaN."""
+        assert self.sums is not None
+        self.sums[0, datasets] *= value
+
+    def take(self) -> Tensor:
+        """Return the sums [3 + 2 figures, data sets] and reset them; RuntimeError without any."""
+        if self.sums is None:
+            raise RuntimeError("no batch was added since the last step")
+        taken, self.sums = self.sums, None
+        return taken
+
+
+class RowSums:
+    """Weighted losses and weights of each validation row, on the device.
+
+    `keeps_outputs`: also what a head for classes says of each row.
+    """
+
+    def __init__(self, *, keeps_outputs: bool = False) -> None:
+        self._parts: list[Tensor] = []
+        self._keeps_outputs = keeps_outputs
+
+    def add(
+        self,
+        losses: Tensor,
+        weights: Tensor,
+        rows: Tensor,
+        num_rows: int,
+        outputs: Tensor | None = None,
+    ) -> None:
+        """Add a batch of `num_rows` rows; `rows` [positions] is the row of each loss.
+
+        Losses of `num_rows` are those of padding. `outputs` [positions, classes], one a row.
+        """
+        kept = outputs.unbind(1) if self._keeps_outputs and outputs is not None else ()
+        parts = torch.stack([weights * losses, weights, *kept]).double()
+        sums = parts.new_zeros(len(parts), num_rows + 1)
+        self._parts.append(sums.index_add_(1, rows, parts)[:, :-1])
+
+    def take(self, places: Sequence[int], num_rows: int) -> Tensor:
+        """Return the sums [2 + kept outputs, num_rows] and reset them.
+
+        `places`: index of each added row, in order; rows never added have sums of 0.
+        """
+        added, self._parts = torch.cat(self._parts, dim=1), []
+        sums = added.new_zeros(len(added), num_rows)
+        sums[:, torch.tensor(places, dtype=torch.long, device=added.device)] = added
+        return sums
+
+
+def losses_by_dataset(
+    sums: Tensor, names: list[str], prefix: str, figures: Sequence[str] = ()
+) -> dict[str, float]:
+    """Turn sums [3 + 2 figures, data sets] on the host into `PREFIX/loss` and metrics of data sets.
+
+    Each data set has a loss, tokens, a share and the means of its figures; without trained tokens
+    it has no loss and no figures.
+    """
+    losses, weights, tokens, *summed = sums.tolist()
+    metrics = {f"{prefix}/loss": sum(losses) / sum(weights)} if sum(weights) else {}
+    for name, loss, weight, count in zip(names, losses, weights, tokens, strict=True):
+        if weight:
+            metrics[f"{prefix}/loss/{name}"] = loss / weight
+        metrics[f"{prefix}/tokens/{name}"] = count
+        metrics[f"{prefix}/share/{name}"] = count / max(1.0, sum(tokens))
+    for figure, values, counts in zip(figures, summed[::2], summed[1::2], strict=True):
+        if sum(counts):
+            metrics[f"{prefix}/{figure}"] = sum(values) / sum(counts)
+        for name, value, weight in zip(names, values, counts, strict=True):
+            if weight:
+                metrics[f"{prefix}/{figure}/{name}"] = value / weight
+    return metrics

@@ -1,27 +1,40 @@
-"""What the objectives of preference pairs share: the log-probabilities of both answers."""
+"""Preference objectives: losses of pairs of answers, and of single answers with a verdict (KTO).
+
+The loss of a pair is a function of the log-probabilities of both answers, which returns the rewards
+of the answers [pairs, 2] and the losses of the pairs [pairs].
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from app.model.adapter import adapter_disabled
 from app.model.head import head_log_probs
 from app.model.kernels import without_dropout
-from app.training.objective.forward import document_numbers, head_inputs
 from app.training.objective.objective import (
     Losses,
     Objective,
+    document_numbers,
+    head_inputs,
     labels_of_units,
     losses_of_units,
     wins,
 )
-from app.training.objective.settings import ObjectiveConfig
+from app.training.objective.settings import (
+    DpoConfig,
+    IpoConfig,
+    KtoConfig,
+    ObjectiveConfig,
+    OrpoConfig,
+    SimpoConfig,
+)
 from data_modules import Batch
 
 _FALLS = 3
@@ -84,7 +97,7 @@ class PairObjective(Objective):
         config: ObjectiveConfig,
         compute: Callable[[Any, Pairs], tuple[Tensor, Tensor]],
     ) -> None:
-        """`compute`: a function of `pair_losses.py`, which takes `config` and pairs."""
+        """`compute`: one of `PAIR_LOSSES`, which takes `config` and pairs."""
         self.config, self.compute = config, compute
         if config.compares_with_base:
             self.figures += ("chosen_log_ratio", "rejected_log_ratio")
@@ -182,3 +195,138 @@ def find_warning(validations: Sequence[Mapping[str, float]]) -> str | None:
             "optimizer.lr, a higher objective.beta, or objective.sft_weight with objective=dpo"
         )
     return None
+
+
+_HIGHEST = -1e-12
+"""largest log-probability per token whose odds are finite"""
+
+
+def dpo(config: DpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """-log sigmoid(beta (r_chosen - r_rejected)), r: log-probability of an answer minus the base's.
+
+    Equation 7 of arXiv 2305.18290, smoothed as in equation 3 of the cDPO note of its author. With
+    `sft_weight`, plus that times the chosen answer's cross-entropy per token (arXiv 2404.19733).
+    """
+    rewards, smoothing = config.beta * pairs.gains, config.label_smoothing
+    margins = rewards[:, 0] - rewards[:, 1]
+    losses = -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)
+    if config.sft_weight:
+        losses = losses - config.sft_weight * pairs.means[:, 0]
+    return rewards, losses
+
+
+def ipo(config: IpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """(r_chosen - r_rejected - 1 / (2 beta))^2, r: log-probability of an answer minus the base's.
+
+    Equation 17 of arXiv 2310.12036. With `length_normalized`, r is per token, as its authors later
+    advised: answers of a hundred tokens otherwise differ by more than the margin from the start.
+    """
+    gains = pairs.gains_per_token if config.length_normalized else pairs.gains
+    losses = (gains[:, 0] - gains[:, 1] - 0.5 / config.beta).square()
+    return config.beta * gains, losses
+
+
+def orpo(config: OrpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """-log p_chosen - beta log sigmoid(log odds_chosen - log odds_rejected), odds = p / (1 - p).
+
+    Equations 4 to 7 of arXiv 2403.07691; p: probability per token, a geometric mean.
+    """
+    means = pairs.means
+    bounded = means.clamp_max(_HIGHEST)
+    log_odds = bounded - torch.log(-torch.expm1(bounded))
+    ratios = log_odds[:, 0] - log_odds[:, 1]
+    return config.beta * means, -means[:, 0] - config.beta * logsigmoid(ratios)
+
+
+def simpo(config: SimpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """-log sigmoid(beta (log p_chosen - log p_rejected) - margin), log p: per token.
+
+    Equation 6 of arXiv 2405.14734.
+    """
+    rewards = config.beta * pairs.means
+    return rewards, -logsigmoid(rewards[:, 0] - rewards[:, 1] - config.margin)
+
+
+PAIR_LOSSES: dict[str, Callable[[Any, Pairs], tuple[Tensor, Tensor]]] = {
+    "dpo": dpo,
+    "ipo": ipo,
+    "orpo": orpo,
+    "simpo": simpo,
+}
+
+
+class Kto(Objective):
+    """1 - sigmoid(beta (r - kl)) if the answer is wanted, else 1 - sigmoid(beta (kl - r)).
+
+    Equation 8 of arXiv 2402.01306; r: log-probability of an answer minus the base's; kl: the mean
+    of r over prompts with answers of other rows, at least 0, over all of a step or a validation.
+    It has no gradient, and is measured without one before the losses. `log_ratio`: as for pairs.
+    """
+
+    figures: tuple[str, ...] = (
+        "accuracy",
+        "kl",
+        "desirable_reward",
+        "undesirable_reward",
+        "desirable_log_prob",
+        "undesirable_log_prob",
+        "desirable_tokens",
+        "undesirable_tokens",
+        "desirable_log_ratio",
+        "undesirable_log_ratio",
+    )
+    is_likelihood = False
+
+    def __init__(self, config: KtoConfig) -> None:
+        self.beta, self.source = config.beta, config.reference
+        self.weights = config.undesirable_weight, config.desirable_weight
+        self.kl: Tensor | None = None
+
+    def begin(
+        self,
+        model: Any,
+        batches: Iterable[Batch],
+        backend: str,
+        device: torch.device,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Measure how far the model has drifted from the base, on answers of other rows."""
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        for batch in batches:
+            others = batch.others
+            assert others is not None
+            others = others.to(device)
+            reference = self.reference(model, others, backend)
+            with without_dropout(model):
+                log_probs, _ = document_log_probs(model, others, backend)
+            sums[0] += (log_probs - reference).sum()
+            sums[1] += len(log_probs)
+        if sum_over_ranks is not None:
+            sums = sum_over_ranks(sums)
+        self.kl = (sums[0] / sums[1].clamp_min(1)).clamp_min(0)
+
+    def reference(self, model: Any, batch: Batch, backend: str) -> Tensor:
+        """Return the base's log-probabilities of the answers [answers], without their graph.
+
+        They are those of the batch if they are stored.
+        """
+        return reference_log_probs(self.source, model, batch, backend)
+
+    def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
+        log_probs, num_tokens = document_log_probs(model, batch, backend)
+        assert reference is not None
+        labels, weights = labels_of_units(batch, log_probs)
+        gains, is_wanted = log_probs - reference, labels > 0
+        kl = gains.new_zeros(()) if self.kl is None else self.kl
+        advantage = torch.where(is_wanted, gains - kl, kl - gains)
+        scale = torch.where(is_wanted, self.weights[1], self.weights[0])
+        losses = scale * (1 - torch.sigmoid(self.beta * advantage))
+        detached = [self.beta * gains.detach(), log_probs.detach(), num_tokens]
+        detached.append(gains.detach() / num_tokens.clamp_min(1))
+        of_kind = [
+            torch.where(is_wanted == wanted, values, torch.nan)
+            for values in detached
+            for wanted in (True, False)
+        ]
+        figures = [wins(advantage.detach()), self.beta * kl.expand_as(gains), *of_kind]
+        return losses_of_units(losses, weights, batch, figures, tokens=num_tokens.long())

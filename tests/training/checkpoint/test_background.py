@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from app.training.checkpoint import saving
+from app.training.checkpoint.checkpoint import read_tensors, write_tensors
 from app.training.checkpoint.saving import BackgroundWriter
 from app.training.checkpoint.store import CheckpointStore
-from app.training.checkpoint.tensors import read_tensors, write_tensors
 from common.installation import ROOT
 from tests.processes import LONGEST
 
@@ -159,7 +159,7 @@ import time
 from pathlib import Path
 import torch
 from app.training.checkpoint.saving import BackgroundWriter
-from app.training.checkpoint.tensors import write_tensors
+from app.training.checkpoint.checkpoint import write_tensors
 writer = BackgroundWriter()
 state = writer.snapshot("model", {{"a": torch.ones(3)}})
 writer.submit(lambda: (time.sleep(0.5), write_tensors(Path({str(tmp_path / "file")!r}), state)))

@@ -32,13 +32,14 @@ from app.training.checkpoint.documents import (
     random_state_name,
     read_random_state,
 )
-from app.training.checkpoint.optimizer_state import optimizer_state, restore_optimizer
 from app.training.checkpoint.saving import StoredCheckpoints
 from app.training.checkpoint.state import (
     check_random_state,
     model_state,
+    optimizer_state,
     random_state,
     restore_model,
+    restore_optimizer,
     restore_random_state,
     restore_schedule,
 )

@@ -19,11 +19,11 @@ from app.process.signals import DataStalled
 from app.train import train
 from app.training.checkpoint import saving
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING
+from app.training.checkpoint.saving import SignalSync
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CheckpointStore
 from app.training.module import FinetuneModule
 from app.training.resume import Resume
-from app.training.stopping import SignalSync
 from common.errors import Interrupted
 from tests.resumed import contents
 from tests.runs import check_same_run, figures_of

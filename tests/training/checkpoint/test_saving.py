@@ -30,7 +30,7 @@ from app.training.checkpoint.saving import (
     build_saver,
 )
 from app.training.checkpoint.store import CheckpointStore
-from app.training.log_files import CsvLogger
+from app.training.loggers import CsvLogger
 from app.training.metrics import Metrics
 from app.training.trainer import CheckpointConfig, TrainerConfig
 from common.errors import ENVIRONMENT_ERROR, TrainingFault, UserError, exit_code
@@ -186,7 +186,7 @@ from pathlib import Path
 from signal import SIGTERM
 from app.model.adapter import FullConfig
 from app.training.checkpoint.saving import StoredCheckpoints
-from app.training.checkpoint.optimizer_state import optimizer_state
+from app.training.checkpoint.state import optimizer_state
 from app.training.checkpoint.state import model_state
 from app.training.checkpoint.store import CheckpointStore
 from tests.tiny import tiny_llama

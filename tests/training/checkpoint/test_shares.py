@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.process import heartbeat
-from app.strategy.state import ShardedTensor, StateTensor
-from app.training.checkpoint.checkpoint import load_checkpoint
+from app.strategy.mixin import ShardedTensor, StateTensor
+from app.training.checkpoint.checkpoint import (
+    load_checkpoint,
+    num_bytes,
+    rank_file_name,
+    write_share,
+    writer_ranks,
+)
 from app.training.checkpoint.disk import SaveError
 from app.training.checkpoint.documents import MODEL, OPTIMIZER
 from app.training.checkpoint.saving import StoredCheckpoints
 from app.training.checkpoint.store import CheckpointStore
-from app.training.checkpoint.tensors import num_bytes, rank_file_name, write_share, writer_ranks
 from app.training.nonfinite import check_finite
 from common.errors import TrainingFault
 

@@ -14,16 +14,17 @@ import torch
 from app.config.verbs import PARTS
 from app.model.adapter import FullConfig, LoraConfig, apply_adapter
 from app.training.algorithms import use_averaged_weights, use_training_weights
+from app.training.checkpoint.checkpoint import read_tensors, write_tensors
 from app.training.checkpoint.documents import unusable_checkpoint
-from app.training.checkpoint.optimizer_state import optimizer_state, restore_optimizer
 from app.training.checkpoint.state import (
     model_state,
+    optimizer_state,
     random_state,
     restore_model,
+    restore_optimizer,
     restore_random_state,
     restore_schedule,
 )
-from app.training.checkpoint.tensors import read_tensors, write_tensors
 from app.training.optimizers import AdamWConfig, MuonConfig, build_optimizer
 from app.training.schedule import SHAPES, ScheduleConfig, build_schedule
 from common.errors import UserError

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from app.training.checkpoint import disk
-from app.training.checkpoint.tensors import (
+from app.training.checkpoint.checkpoint import (
     DTYPES,
     check_tensors,
     file_bytes,

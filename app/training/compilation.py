@@ -1,11 +1,4 @@
-"""torch.compile of one decoder layer at a time, during the fit.
-
-All layers of one shape share the graph compiled for the first. Attention and head are excluded:
-attention is fused already, and its arguments describe documents, which differ in every batch.
-Recompute wraps the compiled layer from outside: the backward pass must recompute what ran in the
-forward pass, and torch does not compile a layer with a checkpoint around an attention (pytorch
-issue 139989).
-"""
+"""X"""
 
 from __future__ import annotations
 

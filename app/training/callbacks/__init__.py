@@ -1,1 +1,0 @@
-"""One callback class a file."""
