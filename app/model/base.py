@@ -215,10 +215,7 @@ def _read_weights(
             **options,
         )
     check_implementation(model, implementation)
-    if is_classifier(model) and f"{HEAD}.weight" in loading["missing_keys"]:
-        # Its base is a language model.
-        loading["missing_keys"].remove(f"{HEAD}.weight")
-        init_head(model)
+    _draw_missing_head(model, loading["missing_keys"])
     _check_loaded(config, model, loading, shapes, None if stored else dtype)
     _untie_in_config(model)
     resize_embeddings(model, new_ids)
@@ -231,6 +228,14 @@ def _read_weights(
     if is_staged and not on_host and device is not None:
         model.to(device)
     return model
+
+
+def _draw_missing_head(model: PreTrainedModel, missing: set[str]) -> None:
+    """Draw a classifier's head if its base is a language model, and take it off `missing`."""
+    name = f"{HEAD}.weight"
+    if is_classifier(model) and name in missing:
+        missing.remove(name)
+        init_head(model)
 
 
 def check_described(config: ModelConfig, architecture: PretrainedConfig) -> None:

@@ -86,12 +86,7 @@ def save_model(
         elif shards is not None:
             difference = _save_gathered_adapter(model, saved, rows, base, shards)
         else:
-            if has_modified_base(model):
-                save_converted(model, saved)
-                difference, model = reopen_converted(model, saved, rows, reload_base)
-            else:
-                save_adapter(model, saved)
-                difference = verify_adapter(model, saved, rows)
+            difference, model = _save_adapter(model, saved, rows, reload_base)
             write_origin(saved, base)
     except ValueError as error:
         raise TrainingFault(f"the saved files failed verification: {error}") from error
@@ -106,6 +101,19 @@ def save_model(
     else:
         log.info("%s verified: reloaded logits match (max difference %.1g)", saved.name, difference)
     return saved, model
+
+
+def _save_adapter(
+    model: Any,
+    folder: Path,
+    probe: Mapping[str, torch.Tensor],
+    reload_base: Callable[[], PreTrainedModel],
+) -> tuple[float, Any]:
+    if has_modified_base(model):
+        save_converted(model, folder)
+        return reopen_converted(model, folder, probe, reload_base)
+    save_adapter(model, folder)
+    return verify_adapter(model, folder, probe), model
 
 
 def _save_whole(
