@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from app.model.accumulation import accumulated_linear, accumulating_in_products
 from app.model.adapter import is_fused
 from app.model.attention.mixers import MixerForward
 from app.model.chunks import FEED_FORWARD_TOKENS
@@ -157,12 +158,15 @@ def fuse_layers(
     gathered: Gathered = lambda module: nullcontext(),
     device: torch.device | None = None,
     run: Callable[[], None] | None = None,
+    *,
+    accumulates: bool = False,
 ) -> None:
     """Replace the forward of each module for which a kernel gives the same results.
 
     Each module is compared with its kernel on random tokens, with gradients, on `device` or the
     model's device. `run` runs the model once, to observe the inputs of its rope; without it the
-    rope is not replaced. Logs one line on a GPU.
+    rope is not replaced. `accumulates`: whether trained layers on a GPU may add their gradients to
+    those of earlier micro-batches. Logs one line on a GPU.
     """
     device = device or model.device
     _fuse_loss(model, device)
@@ -184,7 +188,11 @@ def fuse_layers(
             liger_swiglu,
         )
 
-        kernels = Kernels(norm=liger_rms_norm, gates=(liger_swiglu, liger_geglu))
+        kernels = Kernels(
+            norm=liger_rms_norm,
+            gates=(liger_swiglu, liger_geglu),
+            linear=accumulated_linear if accumulates else None,
+        )
         fused, differing = _find_equal_forwards(model, kernels, gathered, device)
         ropes: list[FusedRope] = []
         if run is not None:
@@ -197,7 +205,8 @@ def fuse_layers(
     _replace(fused)
     for rope in ropes:
         setattr(rope.source, ROPE, rope)
-    counts = Counter(type(forward.module).__name__ for forward in fused)
+    by_liger = [forward for forward in fused if not isinstance(forward, FusedLinear)]
+    counts = Counter(type(forward.module).__name__ for forward in by_liger)
     names = [f"{count} {name}" for name, count in counts.items()] + ["rope"] * bool(ropes)
     fused_names = ", ".join(names) or "none of the layers"
     own = "".join(f"; the model's own for {name}, which differs" for name in sorted(differing))
@@ -526,7 +535,8 @@ class _Chunks(torch.autograd.Function):
                 own = part.detach().requires_grad_()
                 with torch.enable_grad(), restored_autocasts(ctx.autocasts):
                     output = ctx.whole(own)
-                found = torch.autograd.grad(output, (own, *ctx.weights), gradient)
+                with accumulating_in_products(False):
+                    found = torch.autograd.grad(output, (own, *ctx.weights), gradient)
                 place.copy_(found[0])
                 totals = tuple(map(torch.add, totals, found[1:])) if totals else found[1:]
         return None, None, of_hidden, *totals

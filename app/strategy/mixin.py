@@ -105,6 +105,8 @@ class Step(Placement):
 
     keeps_gradients = True
     """whether `weight.grad` exists until the optimizer step"""
+    accumulates_in_products = False
+    """whether a product may add a weight's gradient to `weight.grad`, past autograd's hooks"""
     norms_differ = False
     """whether ranks may clip by different gradient norms"""
 

@@ -90,7 +90,10 @@ def prepare_model(module: FinetuneModule) -> None:
             train_in_fp8(model)
         if module.uses_fused_kernels and strategy.fuses_adapters:
             run = partial(run_probe, model, backend, device)
-            fuse_layers(model, strategy.gathered, device, run)
+            kinds = {weight.kind for weight in trainable_weights(model)}
+            # Fused adapters read the weights of their layers without calling them.
+            accumulates = strategy.accumulates_in_products and kinds <= {"weight", "bias"}
+            fuse_layers(model, strategy.gathered, device, run, accumulates=accumulates)
             if device.type == "cuda":  # results on a CPU must not change
                 group_adapters(model, run)
             if module.recomputes_layers:

@@ -43,8 +43,11 @@ class Traced:
     optimizer: torch.optim.Optimizer
     fakes: FakeTensorMode
 
-    def count(self, number: int) -> Counted:
-        """Count a micro-batch, forward and backward, and its optimizer step."""
+    def count(self, number: int, *, is_later: bool = False) -> Counted:
+        """Count a micro-batch, forward and backward, and its optimizer step.
+
+        is_later: gradients of other micro-batches and optimizer states are there before.
+        """
         from app.model.attention import restore_kernel
         from app.model.kernels import unfuse_layers
 
@@ -53,6 +56,9 @@ class Traced:
             num_pairs=float(sum(n * n for row in batch.document_lengths for n in row))
         )
         weights = list(self.module.model.parameters())
+        if is_later:
+            with self.fakes, OperatorCounter(num_pairs=0):
+                take_first_step(weights, self.optimizer)
         with self.fakes, count, count.watching_modules(), count.without_gradients(weights):
             moved = batch.to(DEVICE, non_blocking=True)
             with self.trainer.precision_plugin.forward_context():
@@ -60,7 +66,7 @@ class Traced:
                 module.objective.begin(module.model, [moved], module.backend, DEVICE)
                 loss = module.micro_batch_loss(moved)
             count.phase = "backward"
-            loss.backward()
+            self.trainer.strategy.run_backward(loss)
             count.phase = "step"
             self.module.configure_gradient_clipping(
                 self.optimizer, self.config.trainer.max_grad_norm
@@ -98,6 +104,15 @@ class Traced:
                 assert compilation.layers.failure is None, compilation.layers.failure
                 found.append(compiling.num_compiled_graphs())
         return found
+
+
+def take_first_step(
+    weights: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    """Create the gradients and the optimizer's states."""
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+    optimizer.step()
 
 
 def open_run(

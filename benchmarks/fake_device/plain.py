@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.fake_device.ours import DEVICE, place
+from benchmarks.fake_device.ours import DEVICE, place, take_first_step
 from benchmarks.gpu.task import RANK
 from tools.simulate.counting import Counted, OperatorCounter
 
@@ -46,6 +46,8 @@ def count(words: Sequence[str], architecture: dict[str, Any], lengths: Sequence[
             place(model)
             trained = [weight for weight in model.parameters() if weight.requires_grad]
             optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0, fused=True)
+            if "lora" not in words:
+                take_first_step(trained, optimizer)
         with counting, counting.watching_modules(), counting.without_gradients(trained):
             ids = rows.to(DEVICE, non_blocking=True)
             with torch.autocast("cuda", torch.bfloat16, enabled="lora" in words):

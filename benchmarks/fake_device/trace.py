@@ -39,6 +39,8 @@ class Job:
     """ours, or plain"""
     batch: int = 0
     """index of the counted micro-batch"""
+    is_later: bool = False
+    """whether gradients of an earlier micro-batch are there, to which its own are added"""
 
 
 def architecture_of(model: str) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def trace(job: Job) -> Numbers:
         return summarize(plain.count(job.words, shallow, job.lengths))
     with tempfile.TemporaryDirectory() as folder:
         run = ours.open_run(job.words, architecture, job.num_layers, job.lengths, Path(folder))
-        return summarize(run.count(job.batch))
+        return summarize(run.count(job.batch, is_later=job.is_later))
 
 
 def summarize(counted: Counted) -> Numbers:

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from app.model import kernels
+from app.model.accumulation import accumulated_linear, accumulating_in_products
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.cpu.fp32 import rms_norm as our_norm
 from app.model.head import fuse_head, run_probe
@@ -25,6 +28,7 @@ from app.model.kernels import (
     FusedLinear,
     FusedNorm,
     FusedRope,
+    chunk_feed_forwards,
     fuse_layers,
     unfuse_layers,
     without_dropout,
@@ -313,6 +317,58 @@ def test_gradients_of_trainable_weights_are_compared(install: Callable[..., None
     unfuse_layers(model)
     fuse_layers(model.requires_grad_(False))
     assert len(fused_of(model)) == 7
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full", "chunks"])
+def test_products_add_the_gradients_of_later_micro_batches(
+    mode: str, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    model = tiny_llama(
+        attention_bias=True, hidden_act="gelu", tie_word_embeddings=False
+    )  # whose gate no kernel computes
+    if mode == "chunks":
+        monkeypatch.setattr(kernels, "FEED_FORWARD_TOKENS", 8)
+    apply_recompute(model, RecomputeConfig(mode="full" if mode == "chunks" else mode))
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        counts: Counter[str] = Counter()
+        for tokens in (12, 16, 20):
+            with accumulating_in_products(), CountedOperators(counts):
+                model(input_ids=random_ids(2, tokens)).logits.square().mean().backward()
+        counted.append((counts["add_"], counts["addmm_"]))
+        return {name: weight.grad for name, weight in model.named_parameters()}
+
+    counted: list[tuple[int, int]] = []
+    exact = gradients()
+    fuse_layers(model.train(), accumulates=True)
+    if mode == "chunks":
+        chunk_feed_forwards(model)
+    assert len([m for m in model.modules() if is_accumulated(m)]) == 15
+    for name, grad in gradients().items():
+        assert (grad - exact[name]).norm() <= 1e-6 * exact[name].norm(), name
+    # Both later micro-batches, and the head; a feed-forward in chunks sums their gradients first.
+    (plain_adds, no_products), (adds, products) = counted
+    assert (no_products, products) == (0, 2 * (9 if mode == "chunks" else 15))
+    assert adds == plain_adds - products
+    unfuse_layers(model)
+    assert not any(map(is_accumulated, model.modules()))
+
+
+class CountedOperators(TorchDispatchMode):
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def is_accumulated(module: torch.nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return isinstance(forward, FusedLinear) and forward.kernel is accumulated_linear
 
 
 @pytest.mark.parametrize("way", ["right", "wrong", "missing"])
