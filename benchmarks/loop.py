@@ -133,8 +133,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.objective.objective import Sft
-    from app.training.optimizers import AdamWConfig, build_optimizer
-    from app.training.schedule import ScheduleConfig
+    from app.training.optimizers import AdamWConfig, ScheduleConfig, build_optimizer
     from app.training.trainer import (
         LoggerConfig,
         TrainerConfig,

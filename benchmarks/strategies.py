@@ -233,8 +233,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.objective.objective import Sft
-    from app.training.optimizers import AdamWConfig, build_optimizer
-    from app.training.schedule import ScheduleConfig
+    from app.training.optimizers import AdamWConfig, ScheduleConfig, build_optimizer
     from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 
     class Clock(L.Callback):

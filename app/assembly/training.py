@@ -65,9 +65,8 @@ from app.training.nonfinite import StepWatch
 from app.training.objective.distill import open_references
 from app.training.objective.objective import Objective
 from app.training.objective.settings import build_objective
-from app.training.optimizers import build_optimizer
+from app.training.optimizers import build_optimizer, resolve_lr
 from app.training.routing import choose_router_aux_loss
-from app.training.schedule import resolve_lr
 from app.training.trainer import (
     Environment,
     build_lightning_trainer,

@@ -43,9 +43,9 @@ from app.training.optimizers import (
     MuonConfig,
     OptimizerConfig,
     PagedAdamW8bitConfig,
+    ScheduleConfig,
     ScheduleFreeConfig,
 )
-from app.training.schedule import ScheduleConfig
 from app.training.trainer import (
     ACCELERATORS,
     DEFAULT_MONITOR,

@@ -41,11 +41,10 @@ from app.training.objective.objective import (
     batch_loss,
     head_inputs,
 )
-from app.training.optimizers import base_lr
+from app.training.optimizers import ScheduleConfig, base_lr, build_schedule
 from app.training.prepare import prepare_model, print_parameter_table
 from app.training.resume import Resume
 from app.training.routing import ExpertLoad, RouterBalance
-from app.training.schedule import ScheduleConfig, build_schedule
 from data_modules import Batch
 
 log = logging.getLogger(__name__)

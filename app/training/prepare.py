@@ -42,8 +42,8 @@ from app.model.kernels import chunk_feed_forwards, fuse_layers
 from app.model.quantization import quantize_tokens_independently
 from app.process.launch import is_first_rank
 from app.process.logs import laid_out, show, text_table
+from app.training.optimizers import format_lr
 from app.training.resume import check_same_step
-from app.training.schedule import format_lr
 from common.errors import UserError
 from common.text import percent
 

@@ -35,8 +35,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.objective.objective import Sft
-    from app.training.optimizers import build_optimizer
-    from app.training.schedule import ScheduleConfig
+    from app.training.optimizers import ScheduleConfig, build_optimizer
     from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 
     adapter: AdapterConfig = lora_of(part)

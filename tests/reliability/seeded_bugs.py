@@ -333,7 +333,7 @@ BUGS = [
     ),
     Bug(
         name="the first warm-up step has a learning rate of zero",
-        file="app/training/schedule.py",
+        file="app/training/optimizers.py",
         right="return (step + 1) / warmup",
         wrong="return step / warmup",
         test="tests/training/test_schedule.py::test_factors_are_those_by_hand[warm-up]",

@@ -1,4 +1,4 @@
-"""DDP with compressed gradients: all ranks get the same gradients in half precision or low rank."""
+"""DDP with compressed gradients: in half precision, of low rank, or the largest only (top-k)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ranks import on_ranks, prepare_strategy
 
 pytestmark = pytest.mark.slow
 
-SIZE, RANK = 32, 2
+SIZE, RANK, SHARE = 32, 2, 0.02
 
 
 class Matrix(L.LightningModule):
@@ -31,24 +31,27 @@ class Matrix(L.LightningModule):
         return self.matrix(rows).square().sum()
 
 
-def gradients(compression: str, bad_step: int | None = None) -> list[Tensor]:
-    """Return a rank's gradients after each backward pass."""
-    config = DdpConfig(compression=compression, powersgd_rank=RANK)
+def gradients(compression: str, bad_step: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    """Return a rank's gradients after each backward pass, and those that top-k has not sent yet."""
+    config = DdpConfig(compression=compression, powersgd_rank=RANK, topk_share=SHARE)
     strategy: Any = prepare_strategy(build_strategy(config, accelerator="cpu", num_ranks=2))
     strategy.model = module = Matrix()
     strategy.configure_ddp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    found = []
+    found, unsent = [], []
     for step in range(UNCOMPRESSED_STEPS + 4):
         rows = torch.randn(
             64, SIZE, generator=torch.Generator().manual_seed(9 * step + strategy.global_rank)
         )
         loss = strategy.model(rows) / 64
         (loss * float("nan") if step == bad_step else loss).backward()
-        found.append(module.matrix.weight.grad.clone())
+        weight = module.matrix.weight
+        found.append(weight.grad.clone())
         strategy.clip(optimizer, 1e9)
+        residuals = {} if strategy._topk is None else strategy._topk.residuals
+        unsent.append(residuals.get(weight, torch.zeros(SIZE**2)).view(SIZE, SIZE))
         optimizer.zero_grad()
-    return found
+    return found, unsent
 
 
 def whole(step: int) -> Tensor:
@@ -63,7 +66,7 @@ def whole(step: int) -> Tensor:
 
 @pytest.mark.parametrize(("compression", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.half)])
 def test_gradients_are_sent_in_half_precision(compression: str, dtype: torch.dtype) -> None:
-    first, second = on_ranks(2, gradients, compression)
+    (first, _), (second, _) = on_ranks(2, gradients, compression)
     for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(ours, theirs)
         assert torch.equal(ours, ours.to(dtype).float())  # nothing finer has come through
@@ -71,7 +74,7 @@ def test_gradients_are_sent_in_half_precision(compression: str, dtype: torch.dty
 
 
 def test_powersgd_sends_a_low_rank_with_error_feedback() -> None:
-    first, second = on_ranks(2, gradients, "powersgd")
+    (first, _), (second, _) = on_ranks(2, gradients, "powersgd")
     for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(ours, theirs)
         if step < UNCOMPRESSED_STEPS:
@@ -84,10 +87,21 @@ def test_powersgd_sends_a_low_rank_with_error_feedback() -> None:
     assert (came - meant).norm() < meant.norm()
 
 
-def test_nonfinite_gradients_are_not_fed_back() -> None:
+def test_topk_sends_the_largest_and_adds_the_rest_later() -> None:
+    (first, unsent), (second, unsent_there) = on_ranks(2, gradients, "topk")
+    came = meant = torch.zeros(SIZE, SIZE)
+    for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
+        assert torch.equal(ours, theirs)
+        assert 0 < ours.count_nonzero() <= 2 * -(-SHARE * SIZE**2 // 1)
+        came, meant = came + ours, meant + whole(step)
+        torch.testing.assert_close(came + (unsent[step] + unsent_there[step]) / 2, meant)
+
+
+@pytest.mark.parametrize("compression", ["powersgd", "topk"])
+def test_nonfinite_gradients_are_not_fed_back(compression: str) -> None:
     bad = UNCOMPRESSED_STEPS + 1
-    for found in on_ranks(2, gradients, "powersgd", bad):
-        assert not found[bad].isfinite().all()
+    for found, unsent in on_ranks(2, gradients, compression, bad):
+        assert not found[bad].isfinite().all() and not unsent[bad].any()
         assert all(gradient.isfinite().all() for gradient in found[bad + 1 :])
 
 
@@ -104,3 +118,19 @@ def test_a_resumed_run_logs_missing_error_feedback(
         line for line in caplog.messages if line.startswith("RESUME: PowerSGD starts without")
     ]
     assert len(messages) == lines
+
+
+def test_state_of_another_strategy_is_not_restored() -> None:
+    strategy: Any = build_strategy(DdpConfig(compression="topk"), accelerator="cpu", num_ranks=2)
+    module = Matrix()
+    strategy._lightning_module = SimpleNamespace(model=module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    weight = module.matrix.weight
+    of_local_sgd = {"weight/matrix.weight": torch.ones(SIZE, SIZE), "step/matrix.weight": weight}
+    strategy.restore_local_state(optimizer, of_local_sgd)
+    assert strategy.local_state(optimizer) == {}
+    strategy._topk.residuals[weight] = torch.ones(SIZE**2)
+    own = strategy.local_state(optimizer)
+    strategy.restore_local_state(optimizer, of_local_sgd | own)
+    assert strategy._topk.residuals.keys() == {weight}
+    assert torch.equal(strategy._topk.residuals[weight], torch.ones(SIZE**2))

@@ -18,7 +18,7 @@ from app.train import train
 from app.training import machine
 from app.training.loggers import columns
 from app.training.metrics import Metrics, StepRecord
-from app.training.schedule import ScheduleConfig, lr_factor
+from app.training.optimizers import ScheduleConfig, lr_factor
 from common.errors import TrainingFault
 from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec
 from tests.batches import micro_batches

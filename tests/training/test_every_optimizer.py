@@ -31,11 +31,12 @@ from app.training.optimizers import (
     MuonConfig,
     OptimizerConfig,
     PagedAdamW8bitConfig,
+    ScheduleConfig,
     ScheduleFreeConfig,
     base_lr,
     build_optimizer,
+    build_schedule,
 )
-from app.training.schedule import ScheduleConfig, build_schedule
 from tests.conftest import TrainRun, read_column
 from tests.tiny import random_ids, small_run, tiny_llama
 

@@ -22,8 +22,15 @@ from app.model.adapter import (
     LoraConfig,
 )
 from app.process.logs import LOG_FILE
-from app.training.optimizers import AdamWConfig, OptimizerConfig
-from app.training.schedule import FAR, USUAL_LR, LearningRate, format_lr, resolve_lr
+from app.training.optimizers import (
+    FAR,
+    USUAL_LR,
+    AdamWConfig,
+    LearningRate,
+    OptimizerConfig,
+    format_lr,
+    resolve_lr,
+)
 from common.facts import facts_of
 from tests.conftest import read_column
 from tests.tiny import train_into

@@ -28,8 +28,7 @@ from app.training.metrics import Metrics, StepRecord
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch, check_finite, propagate_nonfinite, skip_nonfinite_step
 from app.training.objective.objective import DatasetSums, Sft
-from app.training.optimizers import build_optimizer
-from app.training.schedule import ScheduleConfig
+from app.training.optimizers import ScheduleConfig, build_optimizer
 from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 from common.errors import Origin, TrainingFault
 from data_modules import Batch, BatchSpec, DataSpec, FinetuneDataModule, ModelSpec, StepRow

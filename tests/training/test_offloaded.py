@@ -18,7 +18,7 @@ from app.model.head import LossHead, fuse_head
 from app.model.kernels import FusedLinear, FusedNorm
 from app.training.module import FinetuneModule
 from app.training.objective.objective import Sft, validate
-from app.training.schedule import ScheduleConfig
+from app.training.optimizers import ScheduleConfig
 from data_modules import Batch
 from tests.tiny import tiny_llama, tiny_t5
 

@@ -15,10 +15,11 @@ from app.training.optimizers import (
     AdamWConfig,
     MuonConfig,
     OptimizerConfig,
+    ScheduleConfig,
     base_lr,
     build_optimizer,
+    build_schedule,
 )
-from app.training.schedule import ScheduleConfig, build_schedule
 from tests.tiny import random_ids, tiny_llama
 from tests.training.test_every_optimizer import adapted, optimizer_of, take_step, weights
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.training.schedule import SHAPES, ScheduleConfig, build_schedule, lr_factor
+from app.training.optimizers import SHAPES, ScheduleConfig, build_schedule, lr_factor
 
 
 def fall(progress: float, least: float = 0.0) -> float:

@@ -25,8 +25,14 @@ from app.training.checkpoint.state import (
     restore_random_state,
     restore_schedule,
 )
-from app.training.optimizers import AdamWConfig, MuonConfig, build_optimizer
-from app.training.schedule import SHAPES, ScheduleConfig, build_schedule
+from app.training.optimizers import (
+    SHAPES,
+    AdamWConfig,
+    MuonConfig,
+    ScheduleConfig,
+    build_optimizer,
+    build_schedule,
+)
 from common.errors import UserError
 from tests.tiny import random_ids, tiny_llama
 
