@@ -6,6 +6,7 @@ import csv
 import fcntl
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -171,13 +172,18 @@ def _no_inherited_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def shell() -> Iterator[Shell]:
+def shell() -> Shell:
     """Runs commands as a user does, in forks of a process that has imported everything."""
-    from tests.reliability.shell import Shell
+    from tests.reliability.shell import shared_shell
 
-    one = Shell(Path(os.environ["LOFT_DATA_CACHE"]))
-    yield one
-    one.close()
+    return shared_shell()
+
+
+def pytest_sessionfinish() -> None:
+    """End the warm process, if there is one."""
+    module = sys.modules.get("tests.reliability.shell")
+    if module is not None and module.shared_shell.cache_info().currsize:
+        module.shared_shell().close()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Call a function on two or four ranks of one machine, without a command line.
 
-Ranks are forked from a process that has imported everything, which takes seconds once; starting a
-rank then takes a fraction of a second.
+Ranks are forked from a fork of the warm process, which has imported everything; starting a rank
+takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker, spawn
 from typing import Any
 
 import lightning.pytorch.strategies
@@ -22,6 +23,7 @@ import transformers.models.llama.modeling_llama
 import app.model.build
 import app.strategy.fsdp  # noqa: F401
 from app.process.launch import free_port
+from tests.reliability.shell import shared_shell
 
 PRELOADED = (peft, transformers, lightning)
 TIMEOUT_SECONDS = 180
@@ -34,6 +36,7 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[A
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     if not torch.cuda.is_available():
         context.set_forkserver_preload(["tests.ranks", "tests.strategy.preload"])
+        _ensure_forkserver()
     port = free_port()
     ranks = []
     for rank in range(num_ranks):
@@ -53,6 +56,17 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[A
     errors = [error for has_failed, error in results if has_failed]
     assert not errors, "\n".join(errors)
     return [result for _, result in results]
+
+
+def _ensure_forkserver() -> None:
+    """Start the process that forks ranks by the warm interpreter, unless it runs."""
+    resource_tracker.ensure_running()
+    own = spawn.get_executable()
+    spawn.set_executable(shared_shell().python)
+    try:
+        forkserver.ensure_running()
+    finally:
+        spawn.set_executable(own)
 
 
 def _receive_result(receiver: Any) -> tuple[bool, Any]:

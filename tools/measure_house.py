@@ -98,17 +98,17 @@ def functions_of(step: Callable[[], object]) -> set[tuple[str, str, int]]:
     seen: set[tuple[str, str, int]] = set()
     prefixes = tuple(f"{ROOT / room}{os.sep}" for room in ROOMS)
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def note(frame: FrameType, *_: Any) -> None:  # of calls alone, since it returns no tracer
         code = frame.f_code
-        is_named = event == "call" and not code.co_name.startswith("<")
+        is_named = not code.co_name.startswith("<")
         if is_named and code.co_filename.startswith(prefixes):
             seen.add((code.co_filename, code.co_name, code.co_firstlineno))
 
-    sys.setprofile(note)
+    sys.settrace(note)
     try:
         step()
     finally:
-        sys.setprofile(None)
+        sys.settrace(None)
     return seen
 
 

@@ -18,11 +18,6 @@ from tests.tiny import TINY_BASE
 TRIPLES = [f"{a} {b} {c}" for a in range(4) for b in range(5) for c in range(3)]
 SHORT = "trainer.max_steps=4 evaluation.show_answers=1 evaluation.max_new_tokens=4"
 WALK = """
-# Is this machine ready?
-$ python -m app.doctor
-Python
-torch
-
 # An experiment for my model and my data
 $ python -m app.init mine model=$BASE data=mine.jsonl
 mine.yaml
@@ -77,20 +72,9 @@ run: .*outputs/mine
 $ python -m app.train resume=outputs/mine
 finished
 
-# Measure it on my rows
-$ python -m app.evaluate run=outputs/mine evaluation.exact_match=true evaluation.max_rows=4
-base vs tuned
-exact match
-verdict
-run: .*outputs/mine-evaluate
-
 # Measure it on a benchmark
 $ python -m app.evaluate run=outputs/mine evaluation=gsm8k evaluation.max_rows=2 $ANSWER
 gsm8k
-
-# Talk to it
-$ echo Write 1 2 3 backwards. | python -m app.chat run=outputs/mine chat.max_new_tokens=4
-run: .*outputs/mine-chat
 
 # Merge it, and check the result
 $ python -m app.merge run=outputs/mine output.dir=outputs/merged
@@ -118,59 +102,19 @@ run: .*outputs/2
 # What differs between two runs?
 $ python -m app.report run=outputs/mine run=outputs/more
 html
-
-# Try two learning rates
-$ python -m app.train -m mine.yaml optimizer.lr=1e-3,2e-3 $SHORT output.dir=outputs/sweep
-val/loss
-run: .*outputs/sweep
-file outputs/sweep/sweep.html
-
-# A csv file with columns of my own, separated by semicolons
-$ python -m app.train model.path=$BASE 'data.datasets=[{path: mine.csv, columns: {instruction: frage, output: antwort}}]' trainer.max_steps=2 output.dir=outputs/csv
-run: .*outputs/csv
-
-# Train on preferences
-$ python -m app.train model.path=$BASE data.datasets=pairs.jsonl objective=dpo trainer.max_steps=2
-run: .*outputs/
-
-# Train a classifier
-$ python -m app.train model.path=$BASE data.datasets=labels.csv objective=classify 'model.labels=[even, odd]' trainer.max_steps=2
-run: .*outputs/
-
-# Train all weights
-$ python -m app.train mine.yaml adapter=full trainer.max_steps=2 output.dir=outputs/full
-run: .*outputs/full
-file outputs/full/model/model.safetensors
-
-# From Python
-$ python script.py
-tuned [0-9.]+
-"""  # noqa: E501
-"""a wish, its command, patterns of what is seen in this order, files, the exit code if not 0"""
-SCRIPT = """\
-from app import load_config, train
-
-run = train(load_config("train", ["mine.yaml", "trainer.max_steps=2", "output.dir=outputs/script"]))
-print("tuned", run.metrics["val/loss"])
 """
+"""a wish, its command, patterns of what is seen in this order, files, the exit code if not 0"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a person, with data in several forms."""
-    chats, pairs = [], []
+    """The folder of a person, with data of their own."""
+    chats = []
     for text in TRIPLES:
         question = {"role": "user", "content": f"Write {text} backwards."}
         chats.append({"messages": [question, {"role": "assistant", "content": text[::-1]}]})
-        pairs.append({"prompt": question["content"], "chosen": text[::-1], "rejected": f"{text}!"})
-    for name, rows in (("mine.jsonl", chats), ("pairs.jsonl", pairs)):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    columns = [f"Write {text} backwards.;{text[::-1]}" for text in TRIPLES]
-    (tmp_path / "mine.csv").write_text("\n".join(["frage;antwort", *columns, ""]))
-    labels = [f"{text},{('even', 'odd')[int(text[-1]) % 2]}" for text in TRIPLES]
-    (tmp_path / "labels.csv").write_text("\n".join(["text,label", *labels, ""]))
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     (tmp_path / "broken.jsonl").write_text(json.dumps(chats[0]) + '\n{"messages": [\n')
-    (tmp_path / "script.py").write_text(SCRIPT)
     return tmp_path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -176,6 +177,12 @@ class Shell:
             self._server.terminate()
             self._server.wait(LONGEST)
         shutil.rmtree(self._python.parent, ignore_errors=True)
+
+
+@functools.cache
+def shared_shell() -> Shell:
+    """Return the shell of all tests of this process, which conftest.py closes."""
+    return Shell(Path(os.environ["LOFT_DATA_CACHE"]))
 
 
 def _num_processes_of_ranks(words: Sequence[str]) -> int:
