@@ -17,15 +17,16 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from types import MethodType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,9 @@ from app.model.layers import repeated_layers
 from app.model.recomputed_layer import RandomState, read_autocasts, restored_autocasts
 from common.text import reason_of
 
+if TYPE_CHECKING:
+    from app.model.adapter.gated import GatedLora
+
 log = logging.getLogger(__name__)
 
 _PROBE_TOKENS = 64
@@ -51,6 +55,7 @@ _ROUNDING_STEPS = 8
 """largest relative difference of two results, in eps of their dtype"""
 _NORM_VARIANTS = ((0.0, "llama"), (1.0, "gemma"))
 """offset added to a norm's weight, and Liger's name for where the norm rounds"""
+_TIMED_RUNS, _TIMED_TOKENS, _MAX_SLOWDOWN = 10, 4096, 1.1
 FEED_FORWARD, EXPERTS = "mlp", "experts"
 """names of the feed-forward in a layer, and of the experts in one that has some"""
 
@@ -87,12 +92,17 @@ class FusedNorm(Fused):
         return self.kernel(hidden, weight, self.eps, self.offset, self.casting, False)
 
 
+@dataclass(slots=True)
 class FusedGate(Fused):
     """A gated MLP, down(activation(gate) * up), with one kernel for activation and product."""
 
-    __slots__ = ()
+    activation: str
+    joined: GatedLora | None = None
+    """computes the MLP with its adapters, if it can"""
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.joined is not None and (output := self.joined(hidden)) is not None:
+            return output
         layer = self.module
         gated: torch.Tensor = layer.down_proj(
             self.kernel(layer.gate_proj(hidden), layer.up_proj(hidden))
@@ -144,8 +154,8 @@ class Kernels:
     """The kernels of a device; None if the device has no better one than the model's own."""
 
     norm: Callable[..., torch.Tensor]
-    gates: Sequence[Callable[..., torch.Tensor]] = ()
-    """one for each activation"""
+    gates: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
+    """by activation: part of its class's name in transformers"""
     linear: Callable[..., torch.Tensor] | None = None
 
 
@@ -190,7 +200,7 @@ def fuse_layers(
 
         kernels = Kernels(
             norm=liger_rms_norm,
-            gates=(liger_swiglu, liger_geglu),
+            gates={"silu": liger_swiglu, "gelutanh": liger_geglu},
             linear=accumulated_linear if accumulates else None,
         )
         fused, differing = _find_equal_forwards(model, kernels, gathered, device)
@@ -211,6 +221,69 @@ def fuse_layers(
     fused_names = ", ".join(names) or "none of the layers"
     own = "".join(f"; the model's own for {name}, which differs" for name in sorted(differing))
     log.info("kernels: Liger's for %s, proven equal%s", fused_names, own)
+
+
+def join_adapters(model: Any, gathered: Gathered, device: torch.device) -> None:
+    """Compute gated MLPs together with their adapters where that is faster; logs it.
+
+    Call it after `fuse_layers` and `group_adapters`.
+    """
+    from app.model.adapter.gated import join_gate  # imports peft
+
+    are_faster: dict[tuple[int, int], bool] = {}
+    count, dtype = 0, model.get_input_embeddings().weight.dtype
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if not isinstance(forward, FusedGate):
+            continue
+        with gathered(module):
+            if (joined := join_gate(module, forward.activation, device)) is None:
+                continue
+            shape = module.up_proj.in_features, module.up_proj.out_features
+            if shape not in are_faster:
+                are_faster[shape] = is_faster(forward, joined, shape[0], dtype, device)
+        if are_faster[shape]:
+            forward.joined = joined
+            count += 1
+    if are_faster:
+        others = "" if all(are_faster.values()) else " (others would be slower)"
+        log.info("kernels: adapters of %d gated MLPs run in the gate's kernel%s", count, others)
+
+
+def is_faster(
+    forward: FusedGate, joined: GatedLora, width: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return whether an MLP takes less time with its adapters in the gate's kernel than without.
+
+    Or little more, so that a resumed run decides alike.
+    """
+    random = torch.Generator(device).manual_seed(0)
+    shape = 1, _TIMED_TOKENS, width
+    hidden = torch.randn(shape, generator=random, device=device, dtype=dtype).requires_grad_()
+
+    def run() -> None:
+        output = forward.compute(hidden)
+        torch.autograd.grad(output, hidden, output.detach())
+
+    seconds = []
+    with torch.enable_grad():
+        for each in (None, joined):
+            forward.joined = each
+            seconds.append(seconds_of(run, device))
+    forward.joined = None
+    return seconds[1] < _MAX_SLOWDOWN * seconds[0]
+
+
+def seconds_of(run: Callable[[], None], device: torch.device) -> float:
+    """Return the seconds of one run, of several; a first round compiles and selects kernels."""
+    start = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        for _ in range(_TIMED_RUNS):
+            run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / _TIMED_RUNS
 
 
 def _fuse_loss(model: Any, device: torch.device) -> None:
@@ -397,7 +470,7 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
             )
             yield len(module.weight), list(variants)
         elif kernels.gates and {"gate_proj", "up_proj", "down_proj"} <= children.keys():
-            gates = [FusedGate(kernel, module) for kernel in kernels.gates]
+            gates = [FusedGate(kernel, module, name) for name, kernel in kernels.gates.items()]
             yield module.gate_proj.in_features, gates
         elif kernels.linear and type(module) is torch.nn.Linear and module.weight.requires_grad:
             yield module.in_features, [FusedLinear(kernels.linear, module)]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,7 @@ from app.model.fp8 import (
     without_rounding,
 )
 from app.model.head import check_head_loss, run_probe
-from app.model.kernels import chunk_feed_forwards, fuse_layers
+from app.model.kernels import chunk_feed_forwards, fuse_layers, join_adapters, seconds_of
 from app.model.quantization import quantize_tokens_independently
 from app.process.launch import is_first_rank
 from app.process.logs import laid_out, show, text_table
@@ -61,7 +60,6 @@ MAX_LOSS_CHANGE, MIN_COSINE = 0.005, 0.99
 """largest relative change of the loss, and smallest cosine of all gradients, by rounding to FP8"""
 _MIN_TOKENS = 4096
 """tokens from which on the limits decide: the errors of single tokens average out over many"""
-_TIMED_RUNS = 10
 MAX_ROWS = 20
 MAX_BRIEF_ROWS = 5
 _MAX_SHAPES = 4
@@ -96,6 +94,7 @@ def prepare_model(module: FinetuneModule) -> None:
             fuse_layers(model, strategy.gathered, device, run, accumulates=accumulates)
             if device.type == "cuda":  # results on a CPU must not change
                 group_adapters(model, run)
+                join_adapters(model, strategy.gathered, device)
             if module.recomputes_layers:
                 chunk_feed_forwards(model)
     # 4. The base's log-probabilities, by the layers that will train.
@@ -246,7 +245,7 @@ def time_products(
                 rounded = Fp8TrainedLinear(*shape, bias=False, **options)
             rows = torch.randn(num_rows, shape[0], requires_grad=True, **options)
             for index, layer in enumerate((rounded, plain)):
-                seconds[index] += count * _seconds(partial(_products, layer, rows), device)
+                seconds[index] += count * seconds_of(partial(_products, layer, rows), device)
     return seconds
 
 
@@ -254,18 +253,6 @@ def _products(layer: torch.nn.Module, rows: Tensor) -> None:
     output = layer(rows)
     trained = [weight for weight in layer.parameters() if weight.requires_grad]
     torch.autograd.grad(output, [rows, *trained], output.detach())
-
-
-def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of one run, of several; a first round compiles and selects kernels."""
-    start = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        for _ in range(_TIMED_RUNS):
-            run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / _TIMED_RUNS
 
 
 @dataclass(slots=True)

@@ -162,7 +162,7 @@ def open_run(
         model.bfloat16()  # as FSDP gathers them: fp32 weights and states of an 8B need several GPUs
     with fakes, OperatorCounter(num_pairs=0):  # answers queries of device values
         place(model)
-        start_fit(module)
+        start_fit(module, joins_adapters=True)
         optimizer = module.build_optimizer(model)
     return Traced(config, module, data, module.trainer, optimizer, fakes)
 

@@ -31,7 +31,7 @@ from tests.tiny import TINY, move, probe_of, tiny_gpt2, tiny_llama
 
 def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
     """Two copies of a model with a nonzero adapter: peft's layers, and fused ones."""
-    fused: Any = apply_adapter(model, LoraConfig(r=4, **settings), half_precision=False)
+    fused: Any = apply_adapter(model, LoraConfig(**({"r": 4} | settings)), half_precision=False)
     move(fused, seed=9)
     plain = copy.deepcopy(fused)
     unfuse_adapters(plain)

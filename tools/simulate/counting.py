@@ -372,8 +372,8 @@ def _bytes_moved(
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             mutated += _tensors(value)
-    if not written:
-        written = mutated
+    returned_places = {id(tensor.untyped_storage()) for tensor in written}
+    written += [each for each in mutated if id(each.untyped_storage()) not in returned_places]
     if name in LOOKUPS:
         return 2 * sum(map(_size, written))
     if name == "scatter_add_":

@@ -1,4 +1,4 @@
-"""Replacements of the Triton kernels of Liger, of the loss, of FP8 and of AdamW, for FakeTensors.
+"""Replacements of the Triton kernels of Liger, and of our own, for FakeTensors.
 
 They read, write and save the same tensors, under the same names, and compute nothing. FakeTensors
 cannot see what a Triton kernel reads and writes, and Triton needs a GPU.
@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import custom_op
+
+GATE_CHUNK, GATE_SUMS, GATE_ROWS = 2048, 4096, 1024
+"""sizes of a program in `app.model.adapter.gate_kernel`, which needs Triton"""
 
 
 @custom_op("standin::rms_norm", mutates_args=())
@@ -35,6 +38,33 @@ def gate(gate: Tensor, up: Tensor) -> Tensor:
 @custom_op("standin::gate_backward", mutates_args={"gate", "up"})
 def gate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> None:
     """Gradients overwrite the inputs."""
+
+
+@custom_op("standin::lora_gate", mutates_args=())
+def lora_gate(
+    gate: Tensor, up: Tensor, low: Tensor, b_gate: Tensor, b_up: Tensor, a_down: Tensor
+) -> tuple[Tensor, Tensor]:
+    chunks = -(-gate.shape[1] // GATE_CHUNK)
+    sums = gate.new_empty(chunks, len(gate), len(a_down), dtype=torch.float32)
+    return torch.empty_like(gate), sums
+
+
+@custom_op("standin::lora_gate_backward", mutates_args={"gate", "up"})
+def lora_gate_backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    low: Tensor,
+    grad_low_down: Tensor,
+    b_gate: Tensor,
+    b_up: Tensor,
+    a_down: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return sums by tile; gradients overwrite gate and up."""
+    (rows, width), rank = gate.shape, len(a_down)
+    tiles, chunks = width * max(rank, 16) // GATE_SUMS, -(-rows // GATE_ROWS)
+    low_sums = gate.new_empty(tiles, rows, 2 * rank)
+    return low_sums, gate.new_empty(3, chunks, rank, width, dtype=torch.float32)
 
 
 @custom_op("standin::rope", mutates_args={"query", "key"})
@@ -71,7 +101,10 @@ def adamw8bit(weight: Tensor, grad: Tensor, state1: Tensor, state2: Tensor) -> N
     """Reads weight, gradient and moments once, and overwrites all but the gradient."""
 
 
-for _operator in (rms_norm, rms_norm_backward, gate, quantize_rows, quantize_columns):
+for _operator in (
+    rms_norm, rms_norm_backward, gate, lora_gate, lora_gate_backward, quantize_rows,
+    quantize_columns,
+):  # fmt: skip
     _operator.register_fake(_operator._init_fn)
 for _operator in (gate_backward, rope, cross_entropy, cross_entropy_gradient, adamw8bit):
     _operator.register_fake(lambda *_: None)
@@ -160,6 +193,16 @@ def cross_entropy_(
         torch.ops.standin.cross_entropy_gradient(logits, labels)
 
 
+def forward_gate(*tensors: Tensor, is_gelu: bool) -> tuple[Tensor, Tensor]:
+    gated, sums = torch.ops.standin.lora_gate(*tensors)
+    return gated, sums.sum(0)
+
+
+def backward_gate(*tensors: Tensor, is_gelu: bool) -> tuple[Tensor, ...]:
+    low_sums, sums = torch.ops.standin.lora_gate_backward(*tensors)
+    return low_sums.sum(0), *sums.sum(1)
+
+
 @functools.cache
 def install_kernels() -> None:
     """Install these functions as the modules of Liger's kernels and of our own."""
@@ -168,11 +211,14 @@ def install_kernels() -> None:
     fp8: Any = types.ModuleType("app.model.fp8_kernel")
     fp8.quantize_rows = lambda parts, factors, **_: quantize_rows(list(parts), list(factors))
     fp8.quantize_columns = lambda tensor, length, **_: quantize_columns(tensor, tensor, length)
+    gates: Any = types.ModuleType("app.model.adapter.gate_kernel")
+    gates.MAX_RANK, gates.MULTIPLE = 64, 256
+    gates.forward, gates.backward = forward_gate, backward_gate
     step: Any = types.ModuleType("app.training.eight_bit_kernel")
     step.step = lambda weight, grad, state, *_: adamw8bit(
         weight.detach(), grad, state["state1"], state["state2"]
     )
-    sys.modules.update({module.__name__: module for module in (loss, fp8, step)})
+    sys.modules.update({module.__name__: module for module in (loss, fp8, gates, step)})
     _install_flash4()
     for name in ("", ".transformers", ".transformers.functional"):
         module = types.ModuleType(f"liger_kernel{name}")

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DEVICE = torch.device("cuda", 0)
 HOST = torch.device("cpu")
-ACTIVATIONS = {"liger_swiglu": "silu", "liger_geglu": "gelutanh"}
-"""kernel of a gate -> part of the class name of its activation in transformers"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -409,15 +407,18 @@ def _pack(layer: Any, weight: Any, device: torch.device) -> torch.nn.Parameter:
     return plain
 
 
-def start_fit(module: FinetuneModule) -> None:
+def start_fit(module: FinetuneModule, *, joins_adapters: bool = False) -> None:
     """Prepare the module's model without comparing values, which fake tensors do not have.
 
-    Layers are fused as in a fit; the kernels are assumed to be correct.
+    Layers are fused as in a fit; the kernels are assumed to be correct. `joins_adapters`: whether
+    the kernel of adapters and gates is assumed to be fast, too. A plan counts without it, since it
+    has not run on a GPU yet.
     """
     with (
         patch("app.training.prepare.verify_attention", lambda each, _: _hide_boundaries(each)),
         patch("app.training.prepare.check_head_loss"),
         patch("app.model.kernels.is_equal", _is_same_function),
+        patch("app.model.kernels.is_faster", return_value=joins_adapters),
         patch("app.training.prepare.check_same_step"),
     ):
         prepare_model(module)
@@ -427,9 +428,8 @@ def _is_same_function(forward: Any, *_: Any) -> bool:
     """Return whether a kernel computes the same function as its module, by its activation."""
     if not isinstance(forward, FusedGate):
         return True
-    activation = ACTIVATIONS[forward.kernel.__name__]
     parts = forward.module.children()  # the attribute of the activation has several names
-    return any(activation in type(part).__name__.lower() for part in parts)
+    return any(forward.activation in type(part).__name__.lower() for part in parts)
 
 
 def _hide_boundaries(module: FinetuneModule) -> None:

@@ -101,7 +101,7 @@ def _is_faster_in_4_bits(layer: torch.nn.Module, x: Tensor) -> bool:
     return x.device.type != "cpu" and layer.training
 
 
-def _fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
+def fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
     """Return the dtype in which a layer runs fused; None if peft's own forward must run."""
     # Each attribute is read once: lookups in `nn.Module` are half of this function's time.
     active, parts = layer.active_adapters, layer._modules
@@ -135,7 +135,7 @@ def _fused_output(
     group: LoraGroup | None = layer.group
     if group is not None and (computed := group.take_output(layer, x)) is not None:
         return computed
-    if (dtype := _fused_dtype(layer, x)) is None:
+    if (dtype := fused_dtype(layer, x)) is None:
         return None
     if group is not None and (joint := group.run(layer, x, dtype)) is not None:
         return joint
@@ -151,7 +151,7 @@ def _fused_output(
         None if bias is None else bias.to(dtype),
         layer.lora_A[name].weight.to(dtype),
         layer.lora_B[name].weight.to(dtype),
-        _scale_of(layer, name),
+        scale_of(layer, name),
         linear,
         product or linear,
         dequantize,
@@ -159,7 +159,7 @@ def _fused_output(
     return output.unflatten(0, x.shape[:-1])
 
 
-def _scale_of(layer: Any, name: str) -> float:
+def scale_of(layer: Any, name: str) -> float:
     """Return the scale of B A; 0 without the adapter, so that W x rounds as in training."""
     scale: float = layer.scaling[name]
     return 0.0 if layer.disable_adapters else scale
@@ -173,7 +173,7 @@ def lora_comes_first(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def _matrix_onto_lora(
+def matrix_onto_lora(
     x: Tensor,
     weight: Tensor,
     dequantize: Dequantize,
@@ -202,7 +202,7 @@ def _lora_onto_matrix(
     return product(x, matrix, bias).addmm_(low, b.T, alpha=scale)
 
 
-def _lora_onto_fp8(
+def lora_onto_fp8(
     quantized: fp8.Rows,
     x: Tensor,
     weight: Tensor,
@@ -230,7 +230,7 @@ def _merged_matrix(
     return linear(x, torch.addmm(matrix, b, a, alpha=scale), bias)
 
 
-def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """Return scale left right, on a GPU by one kernel launch."""
     if lora_comes_first(left):
         return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
@@ -268,7 +268,7 @@ class _LoraLinear(torch.autograd.Function):
         if lora_comes_first(x) and product is linear:
             low = product_once(*a.shape, torch.nn.functional.linear, dropped, a)
             output = product_once(
-                *sizes, _matrix_onto_lora, x, weight, dequantize, bias, low, b, scale
+                *sizes, matrix_onto_lora, x, weight, dequantize, bias, low, b, scale
             )
         else:
             low = product_once(*a.shape, linear, dropped, a)
@@ -287,10 +287,10 @@ class _LoraLinear(torch.autograd.Function):
         if ctx.is_merged:
             low = ctx.linear(dropped, a)
         if lora_comes_first(grad):
-            grad_low = _scaled_product(grad, b, ctx.scale)
+            grad_low = scaled_product(grad, b, ctx.scale)
         else:
             grad_low = ctx.linear(grad, b.T).mul_(ctx.scale)
-        grad_a, grad_b = grad_low.T @ dropped, _scaled_product(grad.T, low, ctx.scale)
+        grad_a, grad_b = grad_low.T @ dropped, scaled_product(grad.T, low, ctx.scale)
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:
             matrix = ctx.dequantize(weight)
@@ -337,7 +337,7 @@ class LoraGroup:
         self._outputs.clear()
         if not layer.training or not torch.is_grad_enabled():
             return None
-        if any(_fused_dtype(other, x) != dtype for other in self.layers[1:]):
+        if any(fused_dtype(other, x) != dtype for other in self.layers[1:]):
             return None
         first, *others = self._compute(x, dtype)
         self._input, self._outputs = weakref.ref(x), dict(enumerate(others, 1))
@@ -351,7 +351,7 @@ class LoraGroup:
         is_fp8 = isinstance(self.layers[0], FusedLoraFp8)
         outputs = _GroupedLoraLinear.apply(
             x.to(dtype).flatten(0, -2),
-            _scale_of(self.layers[0], name),
+            scale_of(self.layers[0], name),
             is_fp8,
             dequantizes,
             torch.cat([layer.lora_A[name].weight for layer in self.layers]).to(dtype),
@@ -382,9 +382,9 @@ class _GroupedLoraLinear(torch.autograd.Function):
         ctx.save_for_backward(x, low, stacked, *weights, *bs)
         lows = low.split([b.shape[1] for b in bs], 1)
         each = zip(weights, dequantizes, biases, lows, bs, strict=True)
-        onto = _matrix_onto_lora
+        onto = matrix_onto_lora
         if is_fp8:  # the layers share one quantized input
-            onto = partial(_lora_onto_fp8, fp8.quantize_rows(x))
+            onto = partial(lora_onto_fp8, fp8.quantize_rows(x))
         return tuple(
             product_once(len(b), x.shape[1], onto, x, *arguments, b, scale)
             for *arguments, b in each
@@ -397,7 +397,7 @@ class _GroupedLoraLinear(torch.autograd.Function):
         count = len(ctx.dequantizes)
         weights, bs = rest[:count], rest[count:]
         lows = low.split([b.shape[1] for b in bs], 1)
-        grad_lows = [_scaled_product(grad, b, ctx.scale) for grad, b in zip(outer, bs, strict=True)]
+        grad_lows = [scaled_product(grad, b, ctx.scale) for grad, b in zip(outer, bs, strict=True)]
         grad_low = torch.cat(grad_lows, 1)
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -409,5 +409,5 @@ class _GroupedLoraLinear(torch.autograd.Function):
                 for grad, matrix in zip(outer, matrices, strict=True):
                     grad_x.addmm_(grad, matrix)
         pairs = zip(outer, lows, strict=True)
-        grad_bs = [_scaled_product(grad.T, low, ctx.scale) for grad, low in pairs]
+        grad_bs = [scaled_product(grad.T, low, ctx.scale) for grad, low in pairs]
         return grad_x, None, None, None, grad_low.T @ x, *[None] * (2 * count), *grad_bs
