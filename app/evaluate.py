@@ -56,8 +56,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly import tuned
     from app.assembly.base import build_datamodule, open_base
-    from app.evaluation.comparison import print_comparison, print_samples, report_confusion
-    from app.evaluation.significance import change_metrics, check_regression, report_changes
+    from app.evaluation.comparison import print_samples, report_comparison, report_confusion
+    from app.evaluation.significance import change_metrics, check_regression
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 
@@ -87,11 +87,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     save_config(config, folder / CONFIG_FILE)
     runner.remove_partial_results()
     print_samples(evaluator)
-    print_comparison(metrics, data.dataset_names)
     report_confusion(evaluator, folder)
     if verdicts is not None:
         print_judgement(verdicts, judged, str(folder / _JUDGE_PAGE))
-    report_changes(changes, groups, folder)
+    report_comparison(metrics, changes, groups, folder)
     write_page(folder, changed_settings(config))
     print(f"run: {printable(str(folder))}")
     if verdicts is not None:

@@ -50,7 +50,7 @@ class TrainedRun:
     @property
     def verdict(self) -> str | None:
         """What became better or worse, in words; None if nothing was held out to compare."""
-        return read_object(self.folder / "verdict.json").get("verdict")
+        return read_object(self.folder / "verdict.json").get("verdict") or None
 
     @property
     def report(self) -> Path:

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from app.process.environment import host_bytes
 from benchmarks.figure import Figure
 
 SECONDS_BETWEEN_SAVES = 50 * 0.5
@@ -124,7 +125,7 @@ def run(folder: Path, size: Size, asynchronous: str) -> dict[str, Any]:
         save(self, trainer, module)
         noted["saves"].append(time.perf_counter() - started)
         noted["computed"].append(time.thread_time() - computed)
-        noted["peak"] = max(noted["peak"], memory("VmHWM") - before)
+        noted["peak"] = max(noted["peak"], host_bytes("VmHWM") - before)
 
     CheckpointSaver.on_train_batch_start = begin_timed  # type: ignore[method-assign]
     CheckpointSaver.on_train_batch_end = end_timed  # type: ignore[method-assign]
@@ -153,13 +154,7 @@ def run(folder: Path, size: Size, asynchronous: str) -> dict[str, Any]:
 def forget_peak() -> int:
     """Reset the peak memory of this process to its current memory; return that in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
-    return memory("VmRSS")
-
-
-def memory(name: str) -> int:
-    """Return a memory figure of this process in bytes: VmRSS (current) or VmHWM (peak)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return host_bytes("VmRSS")
 
 
 if __name__ == "__main__":

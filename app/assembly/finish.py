@@ -67,8 +67,8 @@ def finish(
     writes; otherwise the other ranks return at once. `estimate`: the plan's estimate, to be
     compared with the measured memory and speed.
     """
-    from app.evaluation.comparison import print_comparison, print_samples
-    from app.evaluation.significance import change_metrics, check_regression, report_changes
+    from app.evaluation.comparison import print_samples, report_comparison
+    from app.evaluation.significance import change_metrics, check_regression
     from app.model.adapter import saves_whole_model
     from app.model.tokenizer import save_stop_tokens
     from app.model.tokenizer_file import save_tokenizer
@@ -90,8 +90,7 @@ def finish(
         if not saves_whole_model(config.adapter) and not config.model.labels:
             save_stop_tokens(model, saved)
         print_samples(evaluator, config.evaluation.show_answers)
-        print_comparison(metrics, data.dataset_names)
-        report_changes(changes, groups, run.folder)
+        report_comparison(metrics, changes, groups, run.folder)
         write_page(run.folder, settings, metrics=metrics)
         write_card(saved, run.folder, settings, metrics=metrics)
         end_loggers(trainer.loggers, run.folder, metrics, settings)

@@ -5,40 +5,36 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.evaluator import Evaluator, without_failing
-from app.evaluation.metrics import METRICS
-from app.evaluation.significance import VARIANTS
+from app.evaluation.significance import CONFIDENCE, VARIANTS, Change, verdict_line
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
 from app.process.logs import show, text_table
-from app.training.run_documents import MEASURES
+from app.training.run_documents import MEASURES, OTHER, measure_of
 from common.files import write_atomically
-from common.text import formatted, printable
+from common.text import formatted, percent, printable
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from torch import Tensor
     from transformers import PreTrainedModel
 
 _MAX_SAMPLE_LENGTH = 160
 """characters of a sample text that are shown in the terminal"""
+_VERDICT_FILE = "verdict.json"
+HEADINGS = ("data set", "measure", "base", "tuned", "change", "interval", "verdict")
+_ENDS = ("val/accuracy_low", "val/accuracy_high")
+_PREFIXES = tuple(f"{variant}/" for variant in VARIANTS)
 _OF_ROWS = ("val/loss", "val/perplexity", "val/accuracy", "val/f1", "val/auc")
-_SHOWN = {name: MEASURES[name] for name in (*_OF_ROWS, *METRICS)}
-"""metrics in the table of data sets; those of a judge and of tasks have their own tables"""
-_TASK_MEASURES = {
-    "accuracy": ("accuracy", ".1%"),
-    "accuracy_norm": ("accuracy by length", ".1%"),
-    "passed": ("passed", ".1%"),
-    "loss": ("loss per token", ".4f"),
-    "perplexity": ("perplexity", ".4g"),
-    "bits_per_byte": ("bits per byte", ".4f"),
-}
-"""metric in the table of tasks -> its heading and number format"""
+_FURTHER = ("val/", "judge", "reward")
+"""beginnings of measures that the terminal shows only if they are of `_OF_ROWS` or were compared:
+a judge has a table of its own"""
 
 log = logging.getLogger(__name__)
 
@@ -92,68 +88,92 @@ def compare_trained(
     return metrics
 
 
-def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Table:
-    """Return a table of the metrics of each measured data set; a missing value is `-`.
+def comparison_rows(
+    metrics: Mapping[str, float], changes: Sequence[Change]
+) -> list[tuple[str, list[str]]]:
+    """Return the measure of each metric of base and tuned, and its row of a table, as `HEADINGS`.
 
-    Data sets that exist only as held-out files come after `dataset_names`.
+    Rows of a data set or task stand together; a single data set has no row of all of them.
     """
-    measured = _names_of("val/loss", metrics)
-    held_out = [name for name in dataset_names if name in measured]
-    answered = [name for measure in METRICS for name in _names_of(measure, metrics)]
-    names = list(dict.fromkeys([*held_out, *answered]))
-    shown = {
-        measure: spec
-        for measure, spec in _SHOWN.items()
-        if set(names) & set(_names_of(measure, metrics))
-    }
-    headings = [h for spec in shown.values() for h in (f"{spec.heading}: base", "tuned")]
-    cells = [["data set", *headings], *([name] for name in names)]
-    for row in cells[1:]:
-        for measure, spec in shown.items():
-            ends = [
-                _cells_of(f"{measure}{end}/{row[0]}", spec.number_format, metrics)
-                for end in ("", "_low", "_high")
-            ]
-            row += [
-                value if low == "-" else f"{value} ({low} to {high})"
-                for value, low, high in zip(*ends, strict=True)
-            ]
-    return text_table(cells, "base vs tuned")
+    measured = (name.partition("/")[2] for name in metrics if name.startswith(_PREFIXES))
+    compared = {f"{change.measure}/{change.name}": change for change in changes}
+    names = {name: measure_of(name) for name in measured}
+    names |= {name: (change.measure, change.name) for name, change in compared.items()}
+    order = list(dict.fromkeys(of for _, of in names.values()))
+    is_single = sum(measure == "val/loss" and of != "" for measure, of in names.values()) == 1
+    return [
+        (measure, _row(name, measure, of, metrics, compared.get(name)))
+        for name, (measure, of) in sorted(names.items(), key=lambda item: order.index(item[1][1]))
+        if measure not in _ENDS and (of or not is_single or not measure.startswith("val/"))
+    ]
 
 
-def task_table(metrics: dict[str, float]) -> Table:
-    """Return a table with a row for each metric of each task, or of each group of a task."""
-    found = [(name, key) for key in _TASK_MEASURES for name in _names_of(key, metrics)]
-    order = list(dict.fromkeys(name for name, _ in found))
-    rows = []
-    for name, measure in sorted(found, key=lambda pair: order.index(pair[0])):
-        heading, number_format = _TASK_MEASURES[measure]
-        rows.append([name, heading, *_cells_of(f"{measure}/{name}", number_format, metrics)])
-    return text_table([["task", "measure", *VARIANTS], *rows], "tasks", ("measure",))
+def _row(
+    name: str, measure: str, of: str, metrics: Mapping[str, float], change: Change | None
+) -> list[str]:
+    """Return the row of a metric of base and tuned, of data set or task `of`; empty for all."""
+    spec = MEASURES.get(measure, OTHER)
+    signed = f"+{spec.number_format}"
+    cells, values = [of or "all", spec.heading or measure], []
+    for variant in VARIANTS:
+        value, low, high = (
+            metrics.get(f"{variant}/{name.replace(measure, measure + end, 1)}")
+            for end in ("", "_low", "_high")
+        )
+        if value is None and change is not None:  # a judge's grades of all questions
+            value = change.base if variant == "base" else change.tuned
+        text = "-" if value is None else formatted(value, spec.number_format)
+        if low is not None and high is not None:
+            ends = (formatted(end, spec.number_format) for end in (low, high))
+            text += f" ({' to '.join(ends)})"
+        cells.append(text)
+        values.append(value)
+    base, tuned = values
+    if change is not None:
+        ends = (formatted(end, signed) for end in (change.low, change.high))
+        cells += [formatted(change.difference, signed), " to ".join(ends), change.verdict]
+    elif base is None or tuned is None:
+        cells += ["-", "-", "-"]
+    else:
+        cells += [formatted(tuned - base, signed), "-", "-"]
+    return list(map(printable, cells))
 
 
-def _names_of(measure: str, metrics: dict[str, float]) -> list[str]:
-    """Return the data sets and tasks of which base or tuned have this measure."""
-    prefixes = [f"{variant}/{measure}/" for variant in VARIANTS]
-    found = (name.removeprefix(p) for p in prefixes for name in metrics if name.startswith(p))
-    return list(dict.fromkeys(found))
+def report_comparison(
+    metrics: Mapping[str, float],
+    changes: Sequence[Change],
+    groups: Sequence[Change],
+    folder: Path,
+) -> None:
+    """Print base and tuned with the verdict, and write them to `verdict.json`; or say why not.
 
-
-def _cells_of(metric: str, number_format: str, metrics: dict[str, float]) -> list[str]:
-    values = [metrics.get(f"{variant}/{metric}") for variant in VARIANTS]
-    return ["-" if value is None else formatted(value, number_format) for value in values]
-
-
-def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:
-    """Print the tables of `metrics` that have a row, or why nothing is compared."""
-    if not any(name.startswith(VARIANTS) for name in metrics):
+    `groups`: changes of groups of tasks, which are not part of the verdict.
+    """
+    rows = comparison_rows(metrics, [*changes, *groups])
+    if not rows:
         show("\nbase and tuned are not compared: no rows were held out (data.val_set_size)")
         return
-    tables = [comparison_table(metrics, dataset_names), task_table(metrics)]
-    for table in tables:
-        if table.row_count:
-            print()
-            show(table)
+    verdict = verdict_line(changes) if changes else ""
+    listed = [asdict(change) | {"verdict": change.verdict} for change in changes]
+    headings = HEADINGS if changes else HEADINGS[:-2]
+    table = [list(headings), *(row[: len(headings)] for _, row in rows)]
+    content = {"verdict": verdict, "changes": listed, "table": table}
+    write_atomically(folder / _VERDICT_FILE, json.dumps(content, indent=2) + "\n")
+    shown = [
+        row[: len(headings)]
+        for measure, row in rows
+        if measure in _OF_ROWS or not measure.startswith(_FURTHER) or row[-1] != "-"
+    ]
+    title = "base vs tuned"
+    if changes:
+        title += f": simultaneous {percent(CONFIDENCE, 0)} intervals of the changes"
+    print()
+    show(text_table([headings, *shown], title, ("measure", "verdict")))
+    if groups:
+        differing = sum(change.is_significant or change.is_broken for change in groups)
+        show(f"groups of tasks: {differing} of {len(groups)} differ")
+    if changes:
+        show(f"verdict: {printable(verdict)}")
 
 
 def report_confusion(evaluator: Evaluator, folder: Path) -> None:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -289,7 +290,8 @@ def _of_sacrebleu(name: str) -> Metric:
 
     # With the effective order, answers of fewer than four words have a score.
     library = BLEU(effective_order=True) if name == "bleu" else CHRF()
-    spaced = _space_characters if name == "bleu" else str
+    # Each character of a script without spaces, and its wide punctuation, is a word.
+    spaced = partial(_WIDE.sub, r" \g<0> ") if name == "bleu" else str
     return Metric(
         name=name,
         score_row=lambda answer, reference: _share(
@@ -332,11 +334,6 @@ def _without_punctuation(text: str) -> str:
         if unicodedata.category(character)[0] != "P"
         and not (character.isascii() and unicodedata.category(character)[0] == "S")
     )
-
-
-def _space_characters(text: str) -> str:
-    """Put spaces around each character of a script without spaces, and its wide punctuation."""
-    return _WIDE.sub(r" \g<0> ", text)
 
 
 def class_metrics(

@@ -7,33 +7,27 @@ sorted before they are resampled: the same rows give the same interval in any or
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from app.process.logs import show, text_table
 from app.training.run_documents import MEASURES, OTHER, MeasureSpec
 from common.errors import TrainingFault
-from common.files import write_atomically
-from common.text import formatted, percent, printable
+from common.text import formatted, printable
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from rich.table import Table
 
     Floats = npt.NDArray[np.float64]
 
-_VERDICT_FILE = "verdict.json"
 VARIANTS = ("base", "tuned")
 """the compared models, as named in metrics.json and predictions.jsonl"""
 NUM_RESAMPLES, SEED = 10_000, 0
-_CONFIDENCE = 0.95
+CONFIDENCE = 0.95
 """probability that all intervals of a table are right at the same time"""
 MAX_UNITS = 10_000
 """maximum number of units to resample; more rows are joined at random into this many groups"""
@@ -141,7 +135,7 @@ def compare_rows(
     """Compare the scores of both models on the same rows: measure -> data set or task -> scores.
 
     `trained`: the data sets that the tuned model was trained on, None if unknown. Measures that
-    only one model has are left out. The intervals are simultaneous with `_CONFIDENCE` (Bonferroni):
+    only one model has are left out. The intervals are simultaneous with `CONFIDENCE` (Bonferroni):
     of many separate 95 % intervals, a few would exclude zero by chance. Raises ValueError if the
     models were scored on different rows.
     """
@@ -151,7 +145,7 @@ def compare_rows(
         for name, scores in by_name.items()
         if name in tuned.get(measure, {}) and len(scores.scores)
     ]
-    confidence = 1 - (1 - _CONFIDENCE) / max(1, len(pairs))
+    confidence = 1 - (1 - CONFIDENCE) / max(1, len(pairs))
     return [
         _compare(
             measure,
@@ -222,7 +216,7 @@ def _compare(
 
 
 def paired_bootstrap(
-    differences: Floats, weights: Floats, confidence: float = _CONFIDENCE
+    differences: Floats, weights: Floats, confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
     """Return the percentile interval of the weighted mean of `differences` [rows].
 
@@ -262,7 +256,7 @@ def wilson_interval(share: float, weights: Floats) -> tuple[float, float]:
     Rows of different `weights` count as (sum of weights)^2 / sum of squares (Kish's effective
     size).
     """
-    normal = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
+    normal = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     ratio = normal**2 * float((weights**2).sum() / weights.sum() ** 2)
     center = (share + ratio / 2) / (1 + ratio)
     half = math.sqrt(ratio * (share * (1 - share) + ratio / 4)) / (1 + ratio)
@@ -301,43 +295,6 @@ def _list_names(changes: Iterable[Change]) -> str:
     for change in changes:
         by_name.setdefault(change.name, []).append(change.heading)
     return ", ".join(f"{name} ({', '.join(measures)})" for name, measures in by_name.items())
-
-
-def _change_cells(changes: Iterable[Change]) -> list[list[str]]:
-    """Return headings, and the texts of each change: its difference, interval and verdict."""
-    cells = [["data set", "measure", "rows", "change", "interval", "verdict"]]
-    for change in changes:
-        signed = f"+{change.spec.number_format}"
-        low, high = (formatted(end, signed) for end in (change.low, change.high))
-        difference = formatted(change.difference, signed)
-        words = [change.name, change.heading, f"{change.num_rows:,}", difference]
-        cells.append([*words, f"{low} to {high}", change.verdict])
-    return cells
-
-
-def changes_table(changes: Sequence[Change], title: str = "from base to tuned") -> Table:
-    """Return a table with a row for each change: its difference, interval and verdict."""
-    title = f"{title}: simultaneous {percent(_CONFIDENCE, 0)} intervals"
-    return text_table(_change_cells(changes), title, ("measure", "verdict"))
-
-
-def report_changes(changes: Sequence[Change], groups: Sequence[Change], folder: Path) -> None:
-    """Print the table and the verdict, and write them to `verdict.json`; nothing without changes.
-
-    Only those `groups` of tasks that differ are printed; the others are counted.
-    """
-    if not changes:
-        return
-    listed = [asdict(change) | {"verdict": change.verdict} for change in changes]
-    verdict = {"verdict": verdict_line(changes), "changes": listed, "table": _change_cells(changes)}
-    write_atomically(folder / _VERDICT_FILE, json.dumps(verdict, indent=2) + "\n")
-    show(changes_table(changes))
-    if groups:
-        differing = [change for change in groups if change.is_significant or change.is_broken]
-        if differing:
-            show(changes_table(differing, "groups of tasks that differ"))
-        show(f"groups of tasks: {len(differing)} of {len(groups)} differ; metrics.json has all")
-    show(f"verdict: {printable(verdict_line(changes))}")
 
 
 def check_regression(changes: Iterable[Change], max_regression: float | None) -> None:

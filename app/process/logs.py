@@ -122,16 +122,14 @@ def start_logging() -> None:
     logging.basicConfig(level=level, handlers=handlers, force=True)
     for name in _OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG if is_first else logging.NOTSET)
-    logging.getLogger("DeepSpeed").addFilter(_is_of_the_person)
+    # DeepSpeed says so on a machine without GPU whenever a library imports it.
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: "Setting accelerator to CPU" not in str(record.msg)
+    )
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     # torch does this only at the end of its import: a signal before that would print statistics.
     logging.getLogger("torch").setLevel(logging.WARNING)
-
-
-def _is_of_the_person(record: logging.LogRecord) -> bool:
-    """Leave out what DeepSpeed says of a machine without GPU whenever a library imports it."""
-    return "Setting accelerator to CPU" not in str(record.msg)
 
 
 def open_run_log(folder: Path) -> None:

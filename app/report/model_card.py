@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 
 from app.model.hub import cache_folder
 from app.report.run_files import RunFiles, read_run_files
-from app.report.run_page import CURVES_FILE, Setting, comparison_cells
+from app.report.run_page import CURVES_FILE, Setting
 from app.training.run_documents import read_object
 from common.files import write_atomically
 from common.redaction import redact
@@ -262,7 +262,7 @@ def _data_table(datasets: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _metrics_section(saved: Path, run: RunFiles) -> list[str]:
     """Return the table of base vs tuned, and the plot of the curves, as far as they exist."""
-    lines, cells = [], [list(map(cell, row)) for row in comparison_cells(run)]
+    lines, cells = [], [list(map(cell, row)) for row in run.verdict.get("table", ())]
     if len(cells) > 1:
         lines += ["## Measured on held-out rows", "", *_table(cells), ""]
     if (saved / CURVES_FILE).is_file():

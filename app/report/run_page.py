@@ -23,7 +23,7 @@ from app.training.machine import LOST
 from app.training.run_documents import MEASURES, OTHER, measure_of
 from common.files import write_atomically
 from common.redaction import redact
-from common.text import duration, formatted, percent, printable
+from common.text import duration, percent, printable
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -173,7 +173,7 @@ def render_run(
             description="Answers of the base and the tuned model to held-out prompts.",
             predictions=[_shown_prediction(line) for line in run.predictions],
         ),
-        Section(title="Base vs tuned", tables=[comparison_cells(run)]),
+        Section(title="Base vs tuned", tables=[run.verdict.get("table", [])]),
         Section(title="Curves", charts=_learned_charts({"": run})),
         Section(
             title="Speed and hardware",
@@ -191,7 +191,7 @@ def render_run(
         Section(title="Environment", tables=[_environment_cells(run)]),
     ]
     facts = _run_facts(run)
-    if run.verdict:
+    if run.verdict.get("verdict"):
         facts.append(f"verdict: {printable(run.verdict['verdict'])}")
     return render_sections(title_of(run.folder), facts, sections, refresh_seconds)
 
@@ -366,35 +366,6 @@ def _title_of_column(name: str) -> str:
 def _datasets_of(names: Iterable[str]) -> set[str]:
     """Return the data sets that have a validation loss among these metrics."""
     return {name.removeprefix("val/loss/") for name in names if name.startswith("val/loss/")}
-
-
-def comparison_cells(run: RunFiles) -> Cells:
-    """Return a row for each metric of base and tuned, with the verdict if rows were compared.
-
-    One data set has no row of all of them.
-    """
-    changes = run.verdict.get("changes", ()), run.verdict.get("table", ())[1:]
-    verdicts = {(c["measure"], c["name"]): row[-2:] for c, row in zip(*changes, strict=False)}
-    metrics = run.metrics
-    names = [name.partition("/")[2] for name in metrics if name.startswith(("base/", "tuned/"))]
-    names = [name for name in dict.fromkeys(names) if not any(part in name for part in NOT_DRAWN)]
-    cells = [["data set", "measure", "base", "tuned", "change", "interval", "verdict"]]
-    for name in names:
-        measure, dataset = measure_of(name)
-        if not dataset and len(_datasets_of(names)) == 1 and measure.startswith("val/"):
-            continue
-        spec = MEASURES.get(measure, OTHER)
-        before, after = metrics.get(f"base/{name}"), metrics.get(f"tuned/{name}")
-        change = None if before is None or after is None else after - before
-        values = [
-            "-" if value is None else formatted(value, f"{sign}{spec.number_format}")
-            for value, sign in ((before, ""), (after, ""), (change, "+"))
-        ]
-        verdict = verdicts.get((measure, dataset), ["-", "-"])
-        cells.append([dataset or "all", spec.heading or measure, *values, *verdict])
-    if not verdicts:
-        cells = [row[:-2] for row in cells]
-    return [list(map(printable, row)) for row in cells]
 
 
 def speed_lines(metrics: Mapping[str, float]) -> list[str]:

@@ -146,6 +146,10 @@ MEASURES = {
         }.items()
     },
     "loss": MeasureSpec(heading="loss", number_format=".4f", is_lower_better=True),
+    "perplexity": MeasureSpec(heading="perplexity", number_format=".4g", is_lower_better=True),
+    "bits_per_byte": MeasureSpec(
+        heading="bits per byte", number_format=".4f", is_lower_better=True
+    ),
     "judge": MeasureSpec(
         heading="judge's score", number_format=".2f", scale=10, max_difference=9.0
     ),

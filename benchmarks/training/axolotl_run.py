@@ -38,9 +38,7 @@ def main(task: Task) -> None:
         trainer.training_step = counted
         trainer.add_callback(Watch(clock))
         trainer.train()
-    steps = range(0, task.steps * PACKS, PACKS)
-    clock.tokens = [sum(clock.tokens[start : start + PACKS]) for start in steps]
-    clock.report()
+    clock.report(PACKS)
 
 
 def settings(task: Task, folder: str) -> dict[str, Any]:

@@ -27,13 +27,17 @@ class Clock:
         self.ends.append(now())
         self.peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
-    def report(self) -> None:
-        """Print a JSON line: tokens per second, mean loss of the measured steps, peak GB."""
-        first = self.warm_up
+    def report(self, micro_batches: int = 1) -> None:
+        """Print a JSON line: tokens per second, mean loss of the measured steps, peak GB.
+
+        `micro_batches`: elements of `tokens` that belong to a step.
+        """
+        first, number = self.warm_up, len(self.ends)
         seconds = self.ends[-1] - self.ends[first - 1]
+        tokens = sum(self.tokens[first * micro_batches : number * micro_batches])
         measured = {
-            "tokens_per_second": sum(self.tokens[first : len(self.ends)]) / seconds,
-            "tokens_per_step": sum(self.tokens[first : len(self.ends)]) / (len(self.ends) - first),
+            "tokens_per_second": tokens / seconds,
+            "tokens_per_step": tokens / (number - first),
             "loss": sum(self.losses[first:]) / len(self.losses[first:]),
             "peak_gb": self.peak_gb,
         }

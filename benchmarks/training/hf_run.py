@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from clock import Clock
 from task import Task, read_rows, steps_sorted_together
-from trainer_watch import Watch
+from trainer_watch import Watch, arguments_of
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -52,22 +52,12 @@ def main(task: Task) -> None:
             per_device_train_batch_size=rows_per_step // ACCUMULATION,
             gradient_accumulation_steps=ACCUMULATION,
             train_sampling_strategy="group_by_length",
-            max_steps=task.steps,
-            learning_rate=task.lr,
-            lr_scheduler_type="constant",
-            bf16=task.precision == "bf16",
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **arguments_of(task),
         )
         Trainer(
             model, arguments, data_collator=counted, train_dataset=rows, callbacks=[Watch(clock)]
         ).train()
-    steps = range(0, task.steps * ACCUMULATION, ACCUMULATION)
-    clock.tokens = [sum(clock.tokens[start : start + ACCUMULATION]) for start in steps]
-    clock.report()
+    clock.report(ACCUMULATION)
 
 
 if __name__ == "__main__":

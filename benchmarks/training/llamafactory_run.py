@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 from clock import Clock
 from task import SEQUENCE_LEN, TOKENS_A_STEP, Task, read_rows
-from trainer_watch import Watch
+from trainer_watch import Watch, arguments_of
 from transformers import AutoTokenizer
 
 # LLaMA-Factory imports it for audio; pip has no CPU build of it.
@@ -56,21 +56,11 @@ def main(task: Task) -> None:
             "output_dir": f"{folder}/out",
             "per_device_train_batch_size": 1,
             "gradient_accumulation_steps": packs,
-            "max_steps": task.steps,
-            "learning_rate": task.lr,
-            "lr_scheduler_type": "constant",
-            "bf16": task.precision == "bf16",
-            "use_cpu": True,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
+            **arguments_of(task),
         }
         lora = {"lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0, "lora_target": "all"}
         tuner.run_exp(settings | (lora if task.adapter == "lora" else {}), [Watch(clock)])
-    steps = range(0, task.steps * packs, packs)
-    clock.tokens = [sum(clock.tokens[start : start + packs]) for start in steps]
-    clock.report()
+    clock.report(packs)
 
 
 def save_packs(task: Task, path: str) -> None:

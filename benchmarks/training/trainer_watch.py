@@ -1,11 +1,27 @@
-"""What the peers on transformers' Trainer report to the clock."""
+"""What the peers on transformers' Trainer have in common: arguments, and reports to the clock."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from clock import Clock
+from task import Task
 from transformers import TrainerCallback
+
+
+def arguments_of(task: Task) -> dict[str, Any]:
+    """Return the arguments of a training on the CPU that saves nothing."""
+    return {
+        "max_steps": task.steps,
+        "learning_rate": task.lr,
+        "lr_scheduler_type": "constant",
+        "bf16": task.precision == "bf16",
+        "use_cpu": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 class Watch(TrainerCallback):

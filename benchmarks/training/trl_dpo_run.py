@@ -15,7 +15,7 @@ import peft
 import torch
 from clock import Clock
 from task import SEQUENCE_LEN, Task, read_pairs
-from trainer_watch import Watch
+from trainer_watch import Watch, arguments_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
@@ -33,16 +33,8 @@ def main(task: Task, pairs: int) -> None:
             max_length=SEQUENCE_LEN,
             per_device_train_batch_size=pairs or task.pairs_per_step,
             gradient_accumulation_steps=each,
-            max_steps=task.steps,
-            learning_rate=task.lr,
-            lr_scheduler_type="constant",
-            bf16=task.precision == "bf16",
+            **arguments_of(task),
             gradient_checkpointing=False,
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
         )
         trainer = DPOTrainer(
             model,
@@ -62,9 +54,7 @@ def main(task: Task, pairs: int) -> None:
 
         trainer.data_collator = counted
         trainer.train()
-    steps = range(0, task.steps * each, each)
-    clock.tokens = [sum(clock.tokens[start : start + each]) for start in steps]
-    clock.report()
+    clock.report(each)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import peft
 import torch
 from clock import Clock
 from task import SEQUENCE_LEN, TOKENS_A_STEP, Task, read_rows
-from trainer_watch import Watch
+from trainer_watch import Watch, arguments_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -36,16 +36,8 @@ def main(task: Task, packed: bool) -> None:
             # Without flash attention, documents are only isolated in micro-batches of one pack.
             per_device_train_batch_size=1 if packed else task.rows_per_step,
             gradient_accumulation_steps=packs if packed else 1,
-            max_steps=task.steps,
-            learning_rate=task.lr,
-            lr_scheduler_type="constant",
-            bf16=task.precision == "bf16",
+            **arguments_of(task),
             gradient_checkpointing=False,
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
         )
         lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
         trainer = SFTTrainer(
@@ -64,10 +56,7 @@ def main(task: Task, packed: bool) -> None:
 
         trainer.data_collator = counted
         trainer.train()
-    each = packs if packed else 1
-    steps = range(0, task.steps * each, each)
-    clock.tokens = [sum(clock.tokens[start : start + each]) for start in steps]
-    clock.report()
+    clock.report(packs if packed else 1)
 
 
 if __name__ == "__main__":

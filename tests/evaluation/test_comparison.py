@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import io
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
-from app.evaluation.comparison import comparison_table, print_comparison
+from app.evaluation.comparison import comparison_rows, report_comparison
 from app.evaluation.evaluator import prefix_metrics
+from app.evaluation.significance import Change
 from app.model.adapter import LoraConfig, apply_adapter, probe_logits
 from tests.tiny import probe, tiny_llama
 
@@ -24,20 +25,6 @@ METRICS = {
 }
 
 
-def drawn(metrics: dict[str, float], names: list[str]) -> list[list[str]]:
-    """Cells of the comparison table, the headings first."""
-    return cells(comparison_table(metrics, names))
-
-
-def cells(table: Table) -> list[list[str]]:
-    """Cells of a table, the headings first."""
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(table)
-    lines = [line for line in console.export_text().splitlines() if line[:1] in "│┃"]
-    rows = [line.replace("┃", "│").strip("│").split("│") for line in lines]
-    return [[cell.strip() for cell in row] for row in rows]
-
-
 def test_metrics_are_prefixed_with_the_variant() -> None:
     metrics = {"val/loss": 1.0, "val/loss/a": 2.0, "exact_match/a": 0.5}
     perplexities = {"val/perplexity": math.exp(1.0), "val/perplexity/a": math.exp(2.0)}
@@ -48,42 +35,68 @@ def test_metrics_are_prefixed_with_the_variant() -> None:
     assert prefix_metrics("tuned", metrics) == tuned | losses
 
 
+def rows_of(metrics: dict[str, float], *changes: Change) -> list[list[str]]:
+    return [row for _, row in comparison_rows(metrics, changes)]
+
+
 def test_the_table_shows_base_next_to_tuned_and_a_dash_for_a_missing_value() -> None:
-    assert drawn(METRICS, ["lists", "people"]) == [
-        ["data set", "loss: base", "tuned", "exact match: base", "tuned"],
-        ["lists", "7.0100", "0.2500", "1.5 %", "96.0 %"],
-        ["people", "-", "1.5000", "-", "-"],
+    assert rows_of(METRICS) == [
+        ["lists", "loss", "7.0100", "0.2500", "-6.7600", "-", "-"],
+        ["lists", "exact match", "1.5 %", "96.0 %", "+94.5 %", "-", "-"],
+        ["people", "loss", "-", "1.5000", "-", "-", "-"],
     ]
 
 
-def test_the_table_of_a_base_alone() -> None:
-    assert drawn({"base/val/loss/lists": 7.01}, ["lists"]) == [
-        ["data set", "loss: base", "tuned"],
-        ["lists", "7.0100", "-"],
-    ]
+def test_one_data_set_has_no_row_of_all_of_them() -> None:
+    of_all = {name.replace("/lists", ""): value for name, value in METRICS.items() if "val" in name}
+    one = {name: value for name, value in METRICS.items() if "people" not in name}
+    del of_all["tuned/val/loss/people"]
+    assert rows_of(of_all | one) == rows_of(one)
+    assert rows_of(of_all | METRICS)[0][0] == "all"
 
 
 def test_an_accuracy_is_shown_with_its_interval() -> None:
     accuracy = {"": 0.8, "_low": 0.6269, "_high": 0.9049}
     metrics = {f"tuned/val/accuracy{end}/pairs": value for end, value in accuracy.items()}
-    assert drawn({"tuned/val/loss/pairs": 0.5} | metrics, ["pairs"]) == [
-        ["data set", "loss: base", "tuned", "accuracy: base", "tuned"],
-        ["pairs", "-", "0.5000", "-", "80.0 % (62.7 % to 90.5 %)"],
-    ]
+    (row,) = rows_of(metrics)
+    assert row[:5] == ["pairs", "accuracy", "-", "80.0 % (62.7 % to 90.5 %)", "-"]
 
 
-def test_separate_held_out_files_come_last() -> None:
-    metrics = METRICS | {"base/exact_match/held_out": 0.0, "tuned/exact_match/held_out": 0.5}
-    table = drawn(metrics, ["lists", "people"])
-    assert [row[0] for row in table] == ["data set", "lists", "people", "held_out"]
-    assert table[-1] == ["held_out", "-", "-", "0.0 %", "50.0 %"]
+def test_what_is_compared_row_by_row_has_its_interval_and_verdict() -> None:
+    """Also without metrics of its own: a judge's grades of all questions are those of its mean."""
+    loss = Change(measure="val/loss", name="lists", base=7.0, tuned=0.5, low=-7.0, high=-6.0,
+                  num_rows=50, num_changed=50)  # fmt: skip
+    grades = replace(loss, measure="judge", name="mt_bench", low=-6.9)
+    first, *_, last = rows_of(METRICS, loss, grades)
+    assert first[2:] == ["7.0100", "0.2500", "-6.5000", "-7.0000 to -6.0000", "better"]
+    assert last == ["mt_bench", "judge's score", "7.00", "0.50", "-6.50", "-6.90 to -6.00", "worse"]
 
 
-def test_data_set_names_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    print_comparison({"tuned/val/loss/old[new]": 0.5}, ["old[new]"])
+def test_what_is_printed_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report_comparison({"speed/tokens_per_second": 1.0}, [], [], tmp_path)
+    assert "not compared: no rows were held out" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    points = {"base/points/old[new]": 0.7, "tuned/points/old[new]": 0.4}
+    task = Change(measure="points", name="old[new]", base=0.7, tuned=0.4, low=-0.4, high=-0.2,
+                  num_rows=100, num_changed=100, is_trained=False)  # fmt: skip
+    hidden = {"tuned/val/f1_a/x": 0.5, "tuned/judge/math": 7.0}
+    report_comparison(
+        METRICS | points | hidden, [task], [replace(task, name="old/group")], tmp_path
+    )
     printed = capsys.readouterr().out
-    assert "base vs tuned" in printed
-    assert "old[new]" in printed  # rich would parse it as a style
+    assert "base vs tuned: simultaneous 95 % intervals" in printed
+    assert "old[new]" in printed, "rich would read it as a style"
+    assert "val/f1_a" not in printed and "math" not in printed, "the page has them"
+    assert "groups of tasks: 1 of 1 differ" in printed
+    assert "verdict: forgot old[new] (points), not trained on" in printed
+    content = json.loads((tmp_path / "verdict.json").read_text())
+    assert content["table"][-1] == [
+        "old/group", "points", "0.7000", "0.4000", "-0.3000", "-0.4000 to -0.2000", "forgotten"
+    ]  # fmt: skip
+    assert [row["name"] for row in content["changes"]] == ["old[new]"]
+    assert ["all", "val/f1_a/x", "-", "0.5000", "-", "-", "-"] in content["table"]
+    report_comparison(METRICS, [], [], tmp_path)
+    assert json.loads((tmp_path / "verdict.json").read_text())["table"][0][-1] == "change"
 
 
 def test_a_disabled_adapter_gives_the_base() -> None:

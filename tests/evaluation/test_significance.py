@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,17 +15,14 @@ from app.evaluation.significance import (
     Change,
     RowScores,
     change_metrics,
-    changes_table,
     check_regression,
     compare_rows,
     paired_bootstrap,
-    report_changes,
     scores_in_lines,
     verdict_line,
     wilson_interval,
 )
 from common.errors import TrainingFault, exit_code
-from tests.evaluation.test_comparison import cells
 
 LOSS = Change(
     measure="val/loss",
@@ -210,21 +206,6 @@ def test_a_model_with_nonfinite_scores_is_worse() -> None:
     assert change.is_worse and change.verdict != "no difference"
     with pytest.raises(TrainingFault, match="worse than its base"):
         significance.check_regression([change], 0.5)
-
-
-def test_the_table_has_signs_and_escaped_names(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    task = replace(LOSS, measure="task/points", name="old[new]", base=0.7, tuned=0.4)
-    table = cells(changes_table([LOSS, replace(task, low=-0.4, high=-0.2)]))
-    assert table[1:] == [
-        ["orders", "loss", "100", "+0.5000", "+0.4000 to +0.6000", "forgotten"],
-        ["old[new]", "task/points", "100", "-0.3000", "-0.4000 to -0.2000", "forgotten"],
-    ]
-    report_changes([], [], tmp_path)
-    assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
-    report_changes([LOSS], [], tmp_path)
-    assert "verdict: forgot orders (loss), not trained on" in capsys.readouterr().out
 
 
 def test_the_interval_of_a_share_is_wilsons() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from rich.text import Text
 
 from app.doctor.__main__ import Findings, print_findings
 from app.doctor.rows import PROBLEM, Row
-from app.evaluation.comparison import comparison_table, task_table
-from app.evaluation.significance import Change, changes_table
+from app.evaluation.comparison import report_comparison
+from app.evaluation.significance import Change
 from app.process.logs import show, wrapped
 from app.sweep.parameters import parse_parameters
 from app.sweep.results import print_results
@@ -47,9 +48,7 @@ FOUND = [
         fix="pip install flash-attn --no-build-isolation")
 ]  # fmt: skip
 SCREENS: dict[str, Callable[[], None]] = {
-    "base vs tuned": lambda: show(comparison_table(METRICS, list(NAMES))),
-    "tasks": lambda: show(task_table(METRICS)),
-    "changes": lambda: show(changes_table(CHANGES)),
+    "base vs tuned": lambda: report_comparison(METRICS, CHANGES, [], Path()),
     "sweep": lambda: print_results(
         TRIALS, parse_parameters(["optimizer.lr=1e-1,1e-2,1e-3", "adapter.r=16,8", "seed=1"]), {}
     ),
@@ -66,8 +65,13 @@ def words(text: str) -> set[str]:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", SCREENS)
 def test_no_table_breaks_a_word_or_is_cut(
-    name: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    width: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     SCREENS[name]()
     whole = capsys.readouterr().out
     assert "…" not in whole

@@ -35,7 +35,6 @@ from app.report.run_page import (
     CURVES_FILE,
     PAGE_FILE,
     bottleneck_lines,
-    comparison_cells,
     page_on_failure,
     render_comparison,
     render_run,
@@ -99,6 +98,10 @@ def write_run(
                    "speed/train_seconds": 13.0, "speed/tokens_per_second": 1500.0,
                    "train/tokens": 20000.0}  # fmt: skip
         (folder / "metrics.json").write_text(json.dumps(metrics))
+        table = [["data set", "measure", "base", "tuned", "change"],
+                 ["orders", "exact match", "0.0 %", "90.0 %", "+90.0 %"]]  # fmt: skip
+        verdict = {"verdict": "better on orders", "changes": [], "table": table}
+        (folder / "verdict.json").write_text(json.dumps(verdict))
     return folder
 
 
@@ -185,25 +188,14 @@ def test_one_data_set_is_not_shown_twice(tmp_path: Path) -> None:
     run = read_run_files(write_run(tmp_path / "run"))
     curves = {name: points for name, points in run.curves.items() if "/loss/" not in name}
     curves |= {f"{phase}/loss/orders": curves[f"{phase}/loss"] for phase in ("train", "val")}
-    metrics = {f"{who}/{what}{name}": 0.5 for who in ("base", "tuned")
-               for what in ("val/loss", "val/perplexity") for name in ("", "/orders")}  # fmt: skip
-    metrics |= {"change/val/loss/orders": 0.0, "change/val/loss/orders/low": -1.0}
-    one = replace(run, curves=curves, metrics=metrics)
-    page = render_run(one)
+    page = render_run(replace(run, curves=curves))
     assert "<h3>loss</h3>" in page and "loss per data set" not in page and "loss: " not in page
-    measures = [row[:2] for row in comparison_cells(one)[1:]]
-    assert measures == [["orders", "loss"], ["orders", "perplexity"]]
 
 
-def test_shares_are_percentages_and_compared_rows_have_their_verdict(tmp_path: Path) -> None:
-    run = read_run_files(write_run(tmp_path / "run"))
-    row = ["orders", "exact match", "9", "+90.0 %", "+80.0 % to +95.0 %", "better"]
-    changes = [{"measure": "exact_match", "name": "orders"}]
-    compared = replace(run, verdict={"verdict": "", "changes": changes, "table": [[], row]})
-    assert comparison_cells(compared)[-1] == [*row[:2], "0.0 %", "90.0 %", *row[3:]]
-    assert comparison_cells(compared)[1][-2:] == ["-", "-"]
-    assert comparison_cells(run)[-1] == [*row[:2], "0.0 %", "90.0 %", "+90.0 %"]
-    assert re.search(r"<h3>share of time.*?>1 %</text>", render_run(run), re.DOTALL)
+def test_shares_are_percentages_and_the_verdict_is_shown(tmp_path: Path) -> None:
+    page = render_run(read_run_files(write_run(tmp_path / "run")))
+    assert re.search(r"<h3>share of time.*?>1 %</text>", page, re.DOTALL)
+    assert "verdict: better on orders" in page and ">+90.0 %</td>" in page
 
 
 def test_a_chart_shows_the_values_of_all_lines_under_the_pointer() -> None:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from app.assembly.finish import Result, print_next
 from app.config import load_config
-from app.evaluation.comparison import print_comparison
 from app.process.status import end_status
 from app.run import Run
 from app.status import read_status
@@ -210,10 +209,3 @@ def test_a_whole_model_is_not_recommended_for_merging(
     run = Run(typed_config=load_config("train", small_run(*words)), folder=tmp_path)
     print_next(run, tmp_path / "model")
     assert re.findall(r"app\.(\w+) run=", capsys.readouterr().out) == verbs
-
-
-def test_without_figures_there_are_words_and_no_table(capsys: pytest.CaptureFixture[str]) -> None:
-    print_comparison({"speed/tokens_per_second": 1.0}, ["lists"])
-    assert "not compared: no rows were held out" in capsys.readouterr().out
-    print_comparison({"tuned/val/loss/lists": 1.0}, ["lists"])
-    assert "base vs tuned" in capsys.readouterr().out

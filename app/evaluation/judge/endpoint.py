@@ -40,7 +40,7 @@ _MAX_BYTES = 2**22
 _PERMANENT_ERRORS = (400, 401, 403, 404, 405, 413, 422)
 """status codes for which a retry is useless"""
 _REPLY = Keys({"text": TEXT, "read_tokens": COUNT, "written_tokens": COUNT, "is_cached": FLAG}, {})
-"""a file of the cache"""
+"""a file of the cache; one that is incomplete is requested again"""
 
 
 class JudgeError(OSError):
@@ -93,8 +93,9 @@ class Endpoint:
         with self._lock:
             request_lock = self._request_locks.setdefault(file, threading.Lock())
         with request_lock:  # equal answers of two models are judged once
-            if (cached := _read_cached(file)) is not None:
-                return cached
+            cached, problem = find_problem(file, _REPLY)
+            if problem is None:
+                return replace(Reply(**cached), is_cached=True)
             reply = self._request_with_retries(json.dumps(body).encode())
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(asdict(reply), ensure_ascii=False) + "\n")
@@ -205,12 +206,6 @@ class _TemporaryFailure(Exception):
     def __init__(self, problem: str, wait: float | None = None) -> None:
         self.wait = wait
         super().__init__(problem)
-
-
-def _read_cached(file: Path) -> Reply | None:
-    """Return a cached reply, None if there is none or it is incomplete."""
-    content, problem = find_problem(file, _REPLY)
-    return None if problem is not None else replace(Reply(**content), is_cached=True)
 
 
 def _read_response(response: Any) -> bytes:

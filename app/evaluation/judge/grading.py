@@ -144,8 +144,9 @@ class Judgement:
     def wins(self) -> dict[str, dict[str, float]]:
         """Return category -> question id -> share of turns that tuned wins; a tie counts 0.5."""
         return self._by_question(
-            Verdict(first.request, _combine_orders(first.score, second.score), "")
+            Verdict(first.request, first.score if first.score == second.score else 0.5, "")
             for first, second in self._in_both_orders()
+            if None not in (first.score, second.score)
         )
 
     def num_inconsistent(self) -> int:
@@ -403,12 +404,6 @@ def _score(request: JudgeRequest, text: str) -> float | None:
         return None if choice is None else 0.5
     tuned_number = "1" if request.variant == "tuned" else "2"
     return float(choice == tuned_number)
-
-
-def _combine_orders(first: float | None, second: float | None) -> float | None:
-    if first is None or second is None:
-        return None
-    return first if first == second else 0.5
 
 
 def _means(key: str, scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

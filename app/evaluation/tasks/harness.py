@@ -91,8 +91,11 @@ class Harness:
         ]
         if problems:
             raise UserError(problems)
-        if folder is None:
-            _use_only_cache_without_network()
+        if folder is None and not is_offline_by_setting() and reach_hub()[1] is not None:
+            from huggingface_hub import constants
+
+            # Without a network its client would retry; cached tasks still run.
+            constants.HF_HUB_OFFLINE = True
         for name in self.config.harness:
             _check_rows(manager, name)
         return manager
@@ -125,15 +128,6 @@ class Harness:
             for sample in samples
         ]
         return metrics, lines
-
-
-def _use_only_cache_without_network() -> None:
-    """Keep the hub's client from retrying without a network; cached tasks still run."""
-    if is_offline_by_setting() or reach_hub()[1] is None:
-        return
-    from huggingface_hub import constants
-
-    constants.HF_HUB_OFFLINE = True
 
 
 def _check_rows(manager: Any, name: str) -> None:
