@@ -825,8 +825,8 @@ BUGS = [
     Bug(
         name="a judge's verdict in one order counts",
         file="app/evaluation/judge/grading.py",
-        right="return first if first == second else 0.5",
-        wrong="return first",
+        right="first.score if first.score == second.score else 0.5",
+        wrong="first.score",
         test="tests/evaluation/test_judge.py"
         "::test_verdicts_are_grades_and_wins_with_the_order_swapped",
     ),
