@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from app.config import TrainConfig, changed_settings, words_to_type
 from app.evaluation.significance import MIN_DIFFERENCE, paired_bootstrap
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from app.training.module import FinetuneModule
     from data_modules import FinetuneDataModule
 
-T = TypeVar("T")
 _HALF_SIZE = "output.dtype=bf16 would save half the bytes"
 TUNED, ROUNDED = "tuned", "rounded"
 """variants of the trained model that the evaluator measures"""
@@ -251,7 +249,10 @@ def _restore_result(config: TrainConfig, run: Run, module: FinetuneModule) -> Re
     last, metrics = module.trainer.global_step, module.metrics
     if not config.ends_with_best:
         return Result(last, last)
-    best = _from_rank0(module, lambda: _best_of(run))
+    if module.shards is None:
+        best = _best_of(run)
+    else:  # all ranks load what rank 0 has found
+        best = module.trainer.strategy.broadcast(run_on_rank0(lambda: _best_of(run)))
     if best is None:
         log.warning(
             "output.from=best: %s ranked no saved step, so the last one is used", metrics.monitor
@@ -283,15 +284,6 @@ def _load_step(run: Run, module: FinetuneModule, step: int) -> None:
         raise TrainingFault(f"{run.folder}: the checkpoint of step {step} is gone")
     module.load_state_dict(checkpoint.tensors(MODEL))
     torch.clear_autocast_cache()
-
-
-def _from_rank0(module: FinetuneModule, decide: Callable[[], T]) -> T:
-    """Return what `decide` returns on rank 0, on every rank that ends the run."""
-    if module.shards is None:
-        return decide()
-    decided = run_on_rank0(decide)
-    result: T = module.trainer.strategy.broadcast(decided)
-    return result
 
 
 def _choose_dtype(

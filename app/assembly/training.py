@@ -22,9 +22,8 @@ from app.assembly.auto import probe_micro_batch
 from app.assembly.base import Base
 from app.config import TrainConfig, changed_settings, save_config
 from app.evaluation.evaluator import Evaluator
-from app.evaluation.generation import TrainEvaluationConfig
 from app.evaluation.row_runner import RowRunner
-from app.evaluation.tasks.questions import Task, build_tasks
+from app.evaluation.tasks.questions import build_tasks
 from app.model.adapter import keep_start
 from app.model.recompute import WHOLE_LAYERS
 from app.planning.training import Estimate
@@ -289,15 +288,6 @@ def _build_metrics(
     return metrics
 
 
-def _small_set(
-    config: TrainEvaluationConfig, tasks: Sequence[Task]
-) -> tuple[TrainEvaluationConfig, list[Task]]:
-    """Return the settings and tasks of a measurement during training: only the first rows."""
-    most = config.during_rows
-    fewer = [replace(task, max_rows=min(task.max_rows or most, most)) for task in tasks]
-    return replace(config, max_rows=min(config.max_rows, most), harness=[]), fewer
-
-
 class TrainingEvaluation:
     """Measures answers of the model at every validation selected by `every_steps`."""
 
@@ -391,13 +381,18 @@ def build_training_evaluation(
 
     `poll` as for `TrainingEvaluation`. UserError if the monitored metric is not measured.
     """
-    evaluation, every = None, config.evaluation.every_steps
-    if every is not None:
-        settings, tasks = _small_set(config.evaluation, build_tasks(config.evaluation))
+    evaluation, settings = None, config.evaluation
+    if settings.every_steps is not None:
+        most = settings.during_rows  # only the first rows
+        tasks = [
+            replace(task, max_rows=min(task.max_rows or most, most))
+            for task in build_tasks(settings)
+        ]
+        fewer = replace(settings, max_rows=min(settings.max_rows, most), harness=[])
         evaluation = TrainingEvaluation(
-            Evaluator(settings, base, data, tasks, objective),
+            Evaluator(fewer, base, data, tasks, objective),
             folder,
-            every_steps=every,
+            every_steps=settings.every_steps,
             interval=validation_interval(config.trainer, data.total_steps),
             last=data.total_steps,
             poll=poll,

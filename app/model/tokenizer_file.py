@@ -285,7 +285,12 @@ def _problems(file: Path, _modified_ns: int, _size: int) -> tuple[str, ...]:
             f"{file}: model.dropout={dropout}: BPE dropout splits the same text into other tokens "
             "each time; set it to null to train on the tokens that the model is used with",
         )
-    if (slow := _find_slow_expression(content)) is not None:
+    found = tuple(
+        (section, expression)
+        for section in _PARTS
+        for expression in dict.fromkeys(_expressions_in(content.get(section)))
+    )
+    if found and (slow := _try_expressions(found)) is not None:
         return (
             f"{file}: its {slow}; write it without repeats of repeats, or download the file again",
         )
@@ -347,7 +352,11 @@ def _find_expansion(section: str, value: Any) -> str | None:
                 return f"writes up to {longest:,} characters for each one (step {number})"
             try:
                 with reading(section, "download it again"):
-                    text = _apply(section, step, text)
+                    one: Any = _tokenizer_with(**{section: step})
+                    if section == "normalizer":
+                        text = one.normalizer.normalize_str(text)
+                    else:
+                        text = one.decoder.decode([text])
             except UserError:  # reported in full when the file is loaded
                 return None
             if len(text) > most:
@@ -358,16 +367,6 @@ def _find_expansion(section: str, value: Any) -> str | None:
             if time.thread_time() > deadline:
                 return f"takes over {_MAX_SECONDS:g} s for {len(probe):,} characters"
     return None
-
-
-def _find_slow_expression(content: dict[str, Any]) -> str | None:
-    """Return the section and the regular expression that takes too long, or None."""
-    found = [
-        (section, expression)
-        for section in ("normalizer", "pre_tokenizer", "decoder")
-        for expression in dict.fromkeys(_expressions_in(content.get(section)))
-    ]
-    return _try_expressions(tuple(found)) if found else None
 
 
 @functools.cache  # the file that a run saves has the expressions of its base
@@ -450,15 +449,6 @@ def _texts_of(step: dict[str, Any]) -> list[str]:
     texts = [step.get("content"), step.get("prepend")]
     texts += pattern.values() if isinstance(pattern, dict) else []
     return [text for text in texts if isinstance(text, str)]
-
-
-def _apply(section: str, step: dict[str, Any], text: str) -> str:
-    tokenizer: Any = _tokenizer_with(**{section: step})
-    if section == "normalizer":
-        changed: str = tokenizer.normalizer.normalize_str(text)
-    else:
-        changed = tokenizer.decoder.decode([text])
-    return changed
 
 
 def _tokenizer_with(**sections: Any) -> tokenizers.Tokenizer:

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class ExpertLoad:
         self._counts: Tensor | None = None
         self._is_token: Tensor | None = None
         for place, (_, module) in enumerate(found):
-            module.register_forward_pre_hook(self._counter(place), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._count, place), with_kwargs=True)
 
     @property
     def names(self) -> list[str]:
@@ -87,17 +88,16 @@ class ExpertLoad:
         largest, mean = by_layer.amax(1), by_layer.mean(1).clamp(min=1e-9)
         return dict(zip(self.names, (largest / mean).tolist(), strict=True))
 
-    def _counter(self, place: int) -> Any:
-        def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._is_token is None:
-                return
-            chosen = args[1] if len(args) > 1 else kwargs["top_k_index"]
-            if self._counts is None:
-                self._counts = torch.zeros(self._shape, dtype=torch.float64, device=chosen.device)
-            counted = self._is_token.double().unsqueeze(1).expand_as(chosen)
-            self._counts[place].scatter_add_(0, chosen.flatten(), counted.flatten())
-
-        return count
+    def _count(
+        self, place: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._is_token is None:
+            return
+        chosen = args[1] if len(args) > 1 else kwargs["top_k_index"]
+        if self._counts is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.float64, device=chosen.device)
+        counted = self._is_token.double().unsqueeze(1).expand_as(chosen)
+        self._counts[place].scatter_add_(0, chosen.flatten(), counted.flatten())
 
 
 class RouterBalance:
@@ -119,7 +119,7 @@ class RouterBalance:
                 "expose the logits of their routers; type model.router_aux_loss=0"
             )
         for router, place in found:
-            router.register_forward_hook(self._recorder(place))
+            router.register_forward_hook(partial(self._record, place))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -135,12 +135,9 @@ class RouterBalance:
         assert self._logits is not None
         return self.coefficient * balance_loss(self._logits, batch, self.num_chosen)
 
-    def _recorder(self, place: int) -> Any:
-        def record(module: Any, args: Any, output: Any) -> None:
-            if self._logits is not None:
-                self._logits.append(output[place] if isinstance(output, tuple) else output)
-
-        return record
+    def _record(self, place: int, module: Any, args: Any, output: Any) -> None:
+        if self._logits is not None:
+            self._logits.append(output[place] if isinstance(output, tuple) else output)
 
 
 def balance_loss(logits: list[Tensor], batch: Batch, num_chosen: int) -> Tensor:

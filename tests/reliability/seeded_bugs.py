@@ -452,8 +452,8 @@ BUGS = [
     Bug(
         name="regular expressions of a tokenizer are not tried",
         file="app/model/tokenizer_file.py",
-        right="return _try_expressions(tuple(found)) if found else None",
-        wrong="return None",
+        right="    if found and (slow := _try_expressions(found)) is not None:\n",
+        wrong="    if False and (slow := _try_expressions(found)) is not None:\n",
         test="tests/bad_input/test_tokenizer_steps.py"
         "::test_an_expression_that_takes_exponential_time_is_refused",
     ),

@@ -375,7 +375,13 @@ def _check_states(
     saved_tensors, numbers = _by_weight(tensors), document["numbers"]
     without_state = set(document["without_state"])
     expected: dict[Any, Mapping[str, Any]] = {}
-    problems = list(_missing_group_keys(optimizer, document["groups"]))
+    groups = zip(optimizer.param_groups, document["groups"], strict=True)
+    problems = [
+        (f"optimizer.groups[{index}].{key}", "is missing")
+        for index, (group, saved) in enumerate(groups)
+        for key in _GROUP_KEYS
+        if key in group and key not in saved
+    ]
     weights = trainable_parameters(model)
     names = {weight: name for name, weight in weights.items()}
     for part in _parts_of(optimizer):
@@ -400,15 +406,6 @@ def _check_states(
         problems = [*problems[:MAX_LISTED], (f"{more:,} other states", "do not fit either")]
     if problems:
         raise StateError(problems)
-
-
-def _missing_group_keys(
-    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]
-) -> Iterator[tuple[str, str]]:
-    for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        for key in _GROUP_KEYS:
-            if key in group and key not in saved:
-                yield f"optimizer.groups[{index}].{key}", "is missing"
 
 
 def _expected_state(

@@ -320,7 +320,11 @@ class CheckpointStore:
             raise
         except OSError as error:
             written_bytes = sum(written.num_bytes for written in self._written.values())
-            need = max(self._largest_bytes(), num_bytes + written_bytes)
+            of_others = (
+                sum(file["num_bytes"] for file in saved.manifest["files"].values())
+                for saved in self.checkpoints()
+            )
+            need = max([num_bytes + written_bytes, *of_others])
             if self._current_step == step:  # otherwise other ranks still write; rank 0 removes all
                 self.abandon(step)
             raise SaveError(self._describe(error, step, need)) from error
@@ -338,15 +342,6 @@ class CheckpointStore:
             )
         filename = f" ({error.filename})" if error.filename else ""
         return f"{failure}: {error.strerror}{filename}; {earlier}"
-
-    def _largest_bytes(self) -> int:
-        return max(
-            (
-                sum(file["num_bytes"] for file in saved.manifest["files"].values())
-                for saved in self.checkpoints()
-            ),
-            default=0,
-        )
 
 
 def _rank(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
