@@ -22,7 +22,7 @@ def rows_per_chunk(vocabulary: int, device: str) -> int:
     """Return the number of positions whose logits are in memory at the same time."""
     rows = max(1, LOGITS_PER_CHUNK // vocabulary)
     if device == "cpu":
-        from app.model.cpu.fp32 import ROWS
+        from app.model.cpu import ROWS
 
         rows = min(rows, max(CPU_LOGITS // vocabulary, CPU_ROWS))
         return rows - rows % ROWS or rows

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from app.model import cpu as onednn
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.chunks import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
 from app.model.contexts import eval_mode
-from app.model.cpu import fp32 as onednn
 
 LossKernel = Callable[..., None]
 """`app.model.loss_kernel.cross_entropy_`"""

@@ -182,7 +182,7 @@ def fuse_layers(
     _fuse_loss(model, device)
     if not _is_on_gpu(device):
         if device.type == "cpu":
-            from app.model.cpu.fp32 import rms_norm, trained_linear
+            from app.model.cpu import rms_norm, trained_linear
 
             kernels = Kernels(norm=rms_norm, linear=trained_linear)
             _replace(_find_equal_forwards(model, kernels, gathered, device)[0])

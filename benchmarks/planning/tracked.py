@@ -173,7 +173,7 @@ def on_a_cpu(run: PlannedRun, documents: Sequence[int]) -> float:
 
 def _probabilities(length: int) -> int:
     """Count a head's probabilities that `causal_attention` keeps; kernels of GPUs keep none."""
-    from app.model.cpu.causal_attention import BLOCK
+    from app.model.cpu import BLOCK
 
     return sum(BLOCK * end for end in range(BLOCK, length + 1, BLOCK))
 

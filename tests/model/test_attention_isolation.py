@@ -12,9 +12,9 @@ from torch.nn.attention import varlen as torch_varlen
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.integrations import flex_attention
 
+from app.model import cpu
 from app.model.attention import attention_implementation, inputs
 from app.model.attention.probes import check_isolation
-from app.model.cpu import causal_attention as matmul
 from tests.matrix import matrix
 from tests.model.test_attention_flex import flex_substitute
 from tests.model.test_attention_varlen import varlen_2_13
@@ -32,7 +32,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", flex_substitute)
     monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_2_13)
     if request.param == "sdpa":
-        monkeypatch.setattr(matmul, "is_faster", lambda *_: False)
+        monkeypatch.setattr(cpu, "attends_faster", lambda *_: False)
     return "sdpa" if request.param == "matmul" else request.param
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.model import cpu
 from app.model.attention import attend
 from app.model.attention.documents import (
     MAX_PADDED_RATIO,
@@ -16,7 +17,6 @@ from app.model.attention.documents import (
     place_documents,
     stack_documents,
 )
-from app.model.cpu import causal_attention as matmul
 
 
 def parts(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:
@@ -47,7 +47,7 @@ def test_values_and_gradients_equal_causal_attention(
 ) -> None:
     tensors = parts(heads, key_heads, tokens, torch.float32)
     weight = torch.randn(3, heads, tokens, 8)
-    ours = matmul.attend_causally(*tensors, whole(tensors), scaling).transpose(1, 2)
+    ours = cpu.attend_causally(*tensors, whole(tensors), scaling).transpose(1, 2)
     theirs = reference(*tensors, scaling)
     assert torch.allclose(ours.double(), theirs, rtol=1e-5, atol=1e-5)
     grads = torch.autograd.grad((ours * weight).sum(), tensors)
@@ -75,7 +75,7 @@ def test_half_precision_rounds_as_eager_attention_does(tokens: int) -> None:
         pairs = zip(grads, truth, strict=True)
         return max(((one - other).norm() / other.norm()).item() for one, other in pairs)
 
-    ours = matmul.attend_causally(*tensors, whole(tensors), None).transpose(1, 2)
+    ours = cpu.attend_causally(*tensors, whole(tensors), None).transpose(1, 2)
     assert error(ours) < 1.5 * error(eager(*tensors))
 
 
@@ -84,7 +84,7 @@ def test_half_precision_rounds_as_eager_attention_does(tokens: int) -> None:
 def test_documents_of_a_row_are_kept_apart(
     dtype: torch.dtype, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "MAX_TOKENS", kept)
+    monkeypatch.setattr(cpu, "MAX_TOKENS", kept)
     tensors = parts(4, 2, 90, dtype)
     exact = [part.detach().double().requires_grad_() for part in tensors]
     lengths = [[3, 70, 17], [90], [1, 64, 25]]
@@ -114,8 +114,8 @@ def test_it_runs_on_the_cpu_if_no_document_exceeds_the_window(
     settings: dict[str, int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = []
-    write = matmul.attend_causally
-    monkeypatch.setattr(matmul, "attend_causally", lambda *given: taken.append(1) or write(*given))
+    write = cpu.attend_causally
+    monkeypatch.setattr(cpu, "attend_causally", lambda *given: taken.append(1) or write(*given))
     query, key, value = parts(4, 2, 18, torch.float32)
     groups = group_documents([[9, 9]] * 3, (3, 18), torch.device("cpu"))
     layer = torch.nn.Module()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.model import cpu
 from app.model.activation_checkpointing import is_expensive
-from app.model.cpu import fp32 as onednn
 from tests.operators import Operators
 
 
@@ -21,7 +21,7 @@ def test_it_is_the_product_also_with_a_transposed_matrix(width: int, has_bias: b
         rows.double(), weight.double(), None if bias is None else bias.double()
     )
     for matrix in (weight, weight.T.contiguous().T):
-        assert torch.allclose(onednn.linear(rows, matrix, bias).double(), expected, atol=1e-5)
+        assert torch.allclose(cpu.linear(rows, matrix, bias).double(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_it_is_the_product_also_with_a_transposed_matrix(width: int, has_bias: b
 def test_it_is_taken_for_full_tiles_in_fp32_on_the_cpu(rows: Tensor, is_taken: bool) -> None:
     weight = torch.zeros(4, 8, dtype=rows.dtype, device=rows.device)
     with Operators() as operators:
-        onednn.linear(rows, weight)
+        cpu.linear(rows, weight)
     assert ("mkldnn::_linear_pointwise" in operators.counts) is is_taken
 
 
@@ -47,5 +47,5 @@ def test_selective_recompute_keeps_its_products_that_do_not_widen(
 ) -> None:
     kept: list[bool] = []
     with Operators(lambda func, args, *_: kept.append(is_expensive(func, args))):
-        onednn.linear(torch.zeros(64, 8), torch.zeros(features, 8))
+        cpu.linear(torch.zeros(64, 8), torch.zeros(features, 8))
     assert any(kept) is is_kept

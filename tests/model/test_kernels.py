@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from app.model import kernels
 from app.model.accumulation import accumulated_linear, accumulating_in_products
 from app.model.adapter import LoraConfig, apply_adapter
-from app.model.cpu.fp32 import rms_norm as our_norm
+from app.model.cpu import rms_norm as our_norm
 from app.model.head import fuse_head, run_probe
 from app.model.kernels import (
     ROPE,

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BloomConfig, BloomForCausalLM
 
 from app.model import activation_checkpointing as activations
-from app.model import recomputed_layer
+from app.model import cpu, recomputed_layer
 from app.model.activation_checkpointing import _ReuseMode, _SaveMode, selective_contexts
 from app.model.adapter import (
     AdapterConfig,
@@ -31,7 +31,6 @@ from app.model.adapter import (
 from app.model.attention import attention_implementation
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.base import ModelConfig, load_base
-from app.model.cpu import causal_attention as matmul
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import MODES, RecomputeConfig, apply_recompute
 from app.model.recomputed_layer import LayerInput, OffloadedInputs, run_recomputed
@@ -238,7 +237,7 @@ class Products(TorchDispatchMode):
 def test_selective_does_not_recompute_attention_and_narrow_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(matmul, "is_faster", lambda *_: False)  # one kernel, as on a GPU
+    monkeypatch.setattr(cpu, "attends_faster", lambda *_: False)  # one kernel, as on a GPU
     base = with_our_attention(tiny_llama(num_hidden_layers=1))
     model = prepared(base, RecomputeConfig(), LoraConfig(r=4, dropout=0.0)).eval()
     forward, recompute = selective_contexts()

@@ -126,7 +126,7 @@ def import_all() -> None:
     import app.evaluation.comparison
     import app.model.adapter.experts
     import app.model.adapter.fused
-    import app.model.cpu.causal_attention
+    import app.model.cpu
     import app.model.save
     import app.strategy.deepspeed
     import app.strategy.fsdp

@@ -12,9 +12,9 @@ import torch
 from torch.nn.functional import log_softmax, logsigmoid
 
 from app.assembly.training import _ROUNDING
+from app.model import cpu
 from app.model.adapter.wrap import _fuse_lora
 from app.model.attention import attention_implementation
-from app.model.cpu import fp32
 from app.model.head import fuse_head
 from app.model.kernels import FusedNorm, fuse_layers
 from app.training.metrics import FirstLoss
@@ -313,9 +313,9 @@ def test_the_base_is_measured_by_the_kernels_of_training(
     own = document_log_probs(model, batch, "sdpa")[0].view(-1, 2)
     fuse_layers(model)
     _fuse_lora(model)
-    compute, linear = FusedNorm.compute, fp32.linear
+    compute, linear = FusedNorm.compute, cpu.linear
     monkeypatch.setattr(FusedNorm, "compute", lambda *given: 1.01 * compute(*given))  # rounds so
-    monkeypatch.setattr(fp32, "linear", lambda *given: 0.99 * linear(*given))
+    monkeypatch.setattr(cpu, "linear", lambda *given: 0.99 * linear(*given))
     trained = document_log_probs(model, batch, "sdpa")[0].view(-1, 2)
     assert not torch.allclose(trained, own, rtol=1e-4)
     assert torch.equal(base_log_probs(model, batch, "sdpa"), trained)

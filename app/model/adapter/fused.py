@@ -22,9 +22,9 @@ import peft
 import torch
 from torch import Tensor
 
+from app.model import cpu as onednn
 from app.model import fp8
 from app.model.activation_checkpointing import product_once
-from app.model.cpu import fp32 as onednn
 from app.model.quantization import stored_4bit
 
 Linear = Callable[..., Tensor]
@@ -259,7 +259,7 @@ class _LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.scale, ctx.linear, ctx.product, ctx.dequantize = scale, linear, product, dequantize
         ctx.drops = dropped is not x
-        is_smaller = onednn.is_faster(x) and len(x) >= max(weight.shape)
+        is_smaller = onednn.multiplies_faster(x) and len(x) >= max(weight.shape)
         ctx.is_merged = not ctx.drops and product is onednn.linear and is_smaller
         sizes = len(b), x.shape[1]
         if ctx.is_merged:

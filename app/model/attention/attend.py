@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.model import cpu
 from app.model.activation_checkpointing import attend_once
 from app.model.attention.backends import MAX_FLASH_HEAD_DIM, SINKS_ERROR
 from app.model.attention.documents import (
@@ -24,7 +25,6 @@ from app.model.attention.documents import (
     place_documents,
     stack_documents,
 )
-from app.model.cpu import causal_attention as matmul
 from common.errors import UserError
 
 BLOCK_TOKENS = 512
@@ -138,8 +138,8 @@ def attend_by_document(
         longest = max(document.length for document in documents.documents)
         reach = attention_mask.size if attention_mask is not None else sliding_window
         is_full = reach is None or reach >= longest
-        if is_full and s_aux is None and matmul.is_faster(query, value, dropout):
-            output = matmul.attend_causally(*cast_to_one_dtype(*parts), documents.stacks, scaling)
+        if is_full and s_aux is None and cpu.attends_faster(query, value, dropout):
+            output = cpu.attend_causally(*cast_to_one_dtype(*parts), documents.stacks, scaling)
             return output, None
         return _attend_causally(parts, documents, partial(attend, is_causal=True)), None
     # As in transformers: a layer without the attribute is causal.
@@ -274,10 +274,10 @@ def _attend(
         bias = bias[..., :num_queries, :num_keys].to(query.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
     is_causal = is_causal and mask is None
-    if is_causal and sinks is None and matmul.is_faster(query, value, dropout):
+    if is_causal and sinks is None and cpu.attends_faster(query, value, dropout):
         rows = stack_documents(place_documents([[num_queries]] * len(query), num_queries))
         parts = cast_to_one_dtype(query, key, value)
-        return matmul.attend_causally(*parts, rows, scaling).transpose(1, 2)
+        return cpu.attend_causally(*parts, rows, scaling).transpose(1, 2)
     return _run_kernel((query, key, value), mask, dropout, scaling, sinks, is_causal=is_causal)
 
 

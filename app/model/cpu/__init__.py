@@ -1,1 +1,0 @@
-"""Kernels for the CPU, faster than PyTorch's own."""
