@@ -17,7 +17,6 @@ from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
     LocalSgdConfig,
-    PipelineConfig,
     ZeroConfig,
 )
 
@@ -306,9 +305,9 @@ def _of_shards(
     size, (ranks, nodes) = run.size, group
     whole, ends = size.whole, size.layer + size.embedding
     forwards = run.num_forwards
-    gathers = forwards + 1 if strategy.reshard_after_forward else 1
-    # A stage keeps its weights from its first micro-batch to its last, unless told otherwise.
-    keeps = isinstance(strategy, PipelineConfig) and not strategy.reshard_after_forward
+    # Kept from the first micro-batch of a step to the last, unless told otherwise.
+    keeps = not strategy.reshard_after_forward
+    gathers = 1 if keeps else forwards + 1
     common = whole.gathered - whole.experts
     weights = Collective(
         what="weights",

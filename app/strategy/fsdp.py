@@ -286,6 +286,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         """Accumulate gradients locally if they are small enough unsharded, else sharded.
 
         Sharded gradients are reduce-scattered each time, but not all-reduced between replicas.
+        Weights that stay gathered after a forward pass do so until the step's last backward pass.
         """
         root = self.model_root
         if not isinstance(root, FSDPModule):
@@ -295,10 +296,12 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         if self._accumulates_unsharded:
             set_sync = root.set_requires_gradient_sync
         set_sync(False)
+        root.set_reshard_after_backward(self.config.reshard_after_forward)
         try:
             yield
         finally:
             set_sync(True)
+            root.set_reshard_after_backward(True)
 
     def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
         return None if weight.grad is None else local(weight.grad)

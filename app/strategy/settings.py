@@ -99,7 +99,7 @@ class FsdpConfig(RanksConfig):
     name: str = setting("fsdp", resume="content")
     reshard_after_forward: bool = True
     """free a layer's weights after its forward pass and gather them again for the backward pass;
-    false, as in ZeRO-2: more memory, less traffic"""
+    false, as in ZeRO-2: gather them once per optimizer step; more memory, less traffic"""
     replicas: int | None = setting(1, ge=1, note="null: one per node")
     """number of rank groups that each hold all weights (hybrid sharding); null = one per node"""
     offload_parameters: bool = False

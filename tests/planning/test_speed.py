@@ -238,6 +238,7 @@ def test_bytes_sent_by_each_strategy() -> None:
     assert sent("fsdp_grad_op")[0] == pytest.approx(2 * 7 / 8, rel=1e-3)
     assert sent("zero2", accumulation=4)[0] == pytest.approx(5 * 7 / 8, rel=1e-3)
     assert sent("fsdp", accumulation=4)[0] == pytest.approx(12 * 7 / 8, rel=1e-3)
+    assert sent("fsdp_grad_op", accumulation=4)[0] == pytest.approx(5 * 7 / 8, rel=1e-3)
     # Between two nodes: half of a tensor for each passage.
     assert sent("zero3", nodes=2)[1] == pytest.approx(3 / 2, rel=1e-3)
     assert sent("zero3_hpz", nodes=2)[1] == pytest.approx(2 / 2, rel=1e-3)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
@@ -246,6 +247,27 @@ def has_gradients_by_micro_batch(config: FsdpConfig, kind: str) -> tuple[bool, b
     first = all(weight.grad is not None for weight in weights)
     compute_loss(model, ids, loss_weights).backward()
     return first, all(weight.grad is not None for weight in weights)
+
+
+def gathers_by_micro_batch(config: FsdpConfig) -> tuple[list[int], list[str]]:
+    """Return the gathers of weights in each of three micro-batches, and what is gathered after."""
+    strategy, model = build_sharded_model(config, model_builder("full"))
+    ids, loss_weights = make_batch(0)
+    gathers = [0, 0, 0]
+    gather = _fsdp_param_group.foreach_all_gather
+    for index in range(3):
+
+        def count(*args: Any, index: int = index) -> Any:
+            gathers[index] += 1
+            return gather(*args)
+
+        with (
+            patch.object(_fsdp_param_group, "foreach_all_gather", count),
+            strategy.accumulating() if index < 2 else nullcontext(),
+        ):
+            compute_loss(model, ids, loss_weights).backward()
+    kept = [n for n, weight in model.named_parameters() if not isinstance(weight, DTensor)]
+    return gathers, kept
 
 
 def bytes_of_shards(config: FsdpConfig, numbers: dict[str, Any]) -> int:

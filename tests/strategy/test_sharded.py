@@ -99,6 +99,12 @@ def test_few_gradients_are_reduced_once_per_step() -> None:
     assert on_ranks(2, fsdp.has_gradients_by_micro_batch, FSDP, "full") == [(True, True)] * 2
 
 
+def test_weights_that_stay_gathered_are_gathered_once_per_step() -> None:
+    assert on_ranks(2, fsdp.gathers_by_micro_batch, GRAD_OP) == [([4, 0, 0], [])] * 2
+    (each, _) = on_ranks(2, fsdp.gathers_by_micro_batch, FSDP)
+    assert each == ([7, 7, 7], [])
+
+
 def test_weights_are_resharded_after_evaluation() -> None:
     for config in (FSDP, GRAD_OP):
         assert on_ranks(2, fsdp.unsharded_weights_after_forward, config) == [[], []]
