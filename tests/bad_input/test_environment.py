@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from app.training.checkpoint.store import CheckpointStore
-from tests.processes import LONGEST, start_train, type_train
+from tests.processes import LONGEST, RUN, start_train
+from tests.reliability.shell import Shell
 from tests.runs import rows_of
-from tests.tiny import SAMPLES, TINY_BASE
+from tests.tiny import SAMPLES, TINY_BASE, small_run
 
 
 @pytest.mark.slow
-def test_odd_paths_and_nothing_around_them(tmp_path: Path) -> None:
+def test_odd_paths_and_nothing_around_them(shell: Shell, tmp_path: Path) -> None:
     # Spaces, brackets and letters of other scripts in every path; no home, no scratch folder, no
     # terminal, the C locale, and a reader of the output that has left.
     odd = tmp_path / "ein Ordner [ü], 模型"
@@ -28,19 +29,13 @@ def test_odd_paths_and_nothing_around_them(tmp_path: Path) -> None:
         "trainer.max_steps=4",
         "faults=[sigterm@2]",
     )
-    bare = {
-        "HOME": None,
-        "TMPDIR": str(tmp_path / "gone"),
-        "LC_ALL": "C",
-        "LANG": None,
-        "LOFT_DATA_CACHE": str(odd / "cäche"),
-    }
+    bare = {"TMPDIR": str(tmp_path / "gone"), "LOFT_DATA_CACHE": str(odd / "cäche")}
     run = odd / "rün 1"
-    code, _, said = type_train(run, *words, environment=bare)
-    assert code == 143, said
+    said = shell.train_into(run, *small_run(*RUN, *words), environment=bare, code=143)
     assert "Traceback" not in said
     assert [one.step for one in CheckpointStore(run / "checkpoints").checkpoints()] == [2]
-    process = start_train(f"resume={run}", environment=bare)
+    none = {"HOME": None, "LC_ALL": "C", "LANG": None}
+    process = start_train(f"resume={run}", environment=bare | none)
     assert process.stdout is not None
     process.stdout.close()  # as `| head` does
     assert process.stderr is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.run.ranks import check_supervise
-from tests.in_process import make_adapter, make_model, make_words, run_command
+from tests.in_process import make_adapter, make_words, run_command
 from tests.resumed import make_run
 
 
@@ -61,15 +61,6 @@ def test_an_evaluation_is_checked_as_a_training_is(base: list[str], tmp_path: Pa
     assert result.code == 2 and "attention=flash2 needs an NVIDIA GPU" in result.stderr
     assert "let the documents of a pack attend to each other; type attention=sdpa" in result.stderr
     assert run_command(*words, "attention=sdpa", verb="evaluate").code == 0
-
-
-def test_a_base_is_looked_at_by_training_and_preview(base: list[str], tmp_path: Path) -> None:
-    model = make_model(tmp_path / "doge", model_type="doge", keep_window_size=64)
-    typed = [f"model.path={model}", base[1], "adapter=full"]
-    for verb in ("train", "preview"):
-        result = run_command(*typed, "data.sequence_len=100", verb=verb)
-        assert result.code == 2 and "the 64 keys" in result.stderr
-        assert run_command(*typed, "data.sequence_len=64", verb=verb).code == 0
 
 
 def test_a_job_that_goes_back_is_not_requeued(base: list[str], tmp_path: Path) -> None:

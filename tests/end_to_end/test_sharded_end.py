@@ -1,8 +1,10 @@
-"""A run with sharded weights leaves the same files and figures as a run on one device."""
+"""A run with sharded weights leaves the same files and figures as a run on one device.
+
+With mixers that read sharded weights themselves, and the language model of a multimodal checkpoint.
+"""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -10,17 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 from tests.conftest import read_column
+from tests.families import tiny_family
+from tests.multimodal import tiny_multimodal
 from tests.processes import LONGEST
 from tests.reliability.shell import Shell
 from tests.runs import figures_of
-from tests.tiny import small_run
+from tests.tiny import save_with_tokenizer, small_run
 
 RUN = (
     "trainer.max_steps=2",
     "trainer.accelerator=cpu",
-    "adapter.dropout=0",
     "evaluation.exact_match=true",
     "evaluation.max_rows=3",
     "evaluation.max_new_tokens=8",
@@ -50,17 +54,46 @@ def check_same_end(run: Path, of_one_rank: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("family", "strategy"), [("qwen3_5_text", "zero3"), ("falcon_h1", "fsdp")])
 def test_sharded_ranks_end_a_run_as_one_rank(
-    shell: Shell, of_one_rank: Path, tmp_path: Path
+    family: str, strategy: str, shell: Shell, tmp_path: Path
 ) -> None:
-    pytest.importorskip("deepspeed")
-    run = tmp_path / "run"
-    output = shell.train_into(run, *small_run(*RUN, *TWO_RANKS, "strategy=zero3"))
-    check_same_end(run, of_one_rank)
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
+    model = tiny_family(family, vocab_size=768, max_position_embeddings=256)
+    base = save_with_tokenizer(model, tmp_path / "base")
+    words = (*RUN, f"model.path={base}", "adapter.r=4")
+    one, two = tmp_path / "one", tmp_path / "two"
+    shell.train_into(one, *small_run(*words))
+    output = shell.train_into(two, *small_run(*words, *TWO_RANKS, f"strategy={strategy}"))
+    check_same_end(two, one)
     assert output.count("verified: reloaded logits match") == output.count("base vs tuned") == 1
-    figures = json.loads((run / "metrics.json").read_text())
+    figures = figures_of(two)
     assert figures["base/val/loss"] != figures["tuned/val/loss"]
     assert "base/exact_match/lists" in figures
+
+
+@pytest.mark.slow
+def test_sharded_ranks_save_a_whole_multimodal_model(shell: Shell, tmp_path: Path) -> None:
+    base = save_with_tokenizer(tiny_multimodal("mistral3"), tmp_path / "base")
+    words = (*RUN, "adapter=full", f"model.path={base}")
+    one, two = tmp_path / "one", tmp_path / "two"
+    shell.train_into(one, *small_run(*words))
+    shell.train_into(two, *small_run(*words, *TWO_RANKS, "strategy=fsdp"))
+    expected = figures_of(one)
+    # The sharded model leaves no room for its base: answers of the base and intervals of their
+    # change are missing, and with fewer intervals each of the others is narrower.
+    for figure, value in figures_of(two).items():
+        if not figure.endswith(("/low", "/high")):
+            assert value == pytest.approx(expected[figure], abs=1e-5), figure
+    before = dict(AutoModelForImageTextToText.from_pretrained(base).named_parameters())
+    opened, loading = AutoModelForImageTextToText.from_pretrained(
+        two / "model", output_loading_info=True
+    )
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    for name, weight in opened.named_parameters():
+        is_trained = "language_model" in name or "lm_head" in name
+        assert torch.equal(weight, before[name]) is not is_trained
 
 
 @pytest.mark.slow

@@ -6,10 +6,9 @@ import json
 import os
 import random
 import re
-import shlex
 import signal
+import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,14 +17,11 @@ from typing import Any
 
 import pytest
 
-from app.config import LauncherConfig
 from app.process.peers import REPORT_SECONDS
-from app.run import job as launched
 from app.run.ranks import OWN_STORE_VARIABLE
 from app.training.checkpoint.store import CheckpointStore
-from tests.conftest import ROOT
 from tests.hosts import Host, hosts
-from tests.processes import GONE_WITHIN, LONGEST, RUN, TWO_RANKS, user_environment
+from tests.processes import GONE_WITHIN, LONGEST, RUN, TWO_RANKS
 from tests.reliability.shell import Shell
 from tests.runs import check_same_run, losses_of
 from tests.tiny import small_run
@@ -201,22 +197,14 @@ def test_a_lost_connection_ends_both_hosts(hosts: tuple[Host, Host], start: Star
 
 @pytest.fixture(scope="module")
 def uninterrupted(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run with two ranks on this host."""
+    """An uninterrupted run of MANY_STEPS with two ranks on this host."""
     run = tmp_path_factory.mktemp("two") / "whole"
-    shell.train_into(run, *small_run(*RUN, *TWO_RANKS))
-    return run
-
-
-@pytest.fixture(scope="module")
-def long_uninterrupted(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of MANY_STEPS."""
-    run = tmp_path_factory.mktemp("two") / "long"
     shell.train_into(run, *small_run(*RUN, *TWO_RANKS, f"trainer.max_steps={MANY_STEPS}"))
     return run
 
 
 def test_a_connection_lost_for_20_seconds_does_not_end_the_run(
-    hosts: tuple[Host, Host], start: Start, long_uninterrupted: Path
+    hosts: tuple[Host, Host], start: Start, uninterrupted: Path
 ) -> None:
     training = start("supervise.hang_minutes=2", f"trainer.max_steps={MANY_STEPS}")
     hosts[1].cut()
@@ -225,14 +213,15 @@ def test_a_connection_lost_for_20_seconds_does_not_end_the_run(
     assert not training.has_ended()
     hosts[1].restore()
     training.wait_until_done()
-    check_same_run(training.run, long_uninterrupted)
+    check_same_run(training.run, uninterrupted)
 
 
 def test_torchrun_restarts_both_hosts_after_a_killed_rank(
     hosts: tuple[Host, Host], start: Start, uninterrupted: Path
 ) -> None:
     """Also if torchrun shares its store, with addresses of dead ranks, with the ranks."""
-    training = start("faults=[rank_killed:1@5]", max_restarts=1, has_own_store=False)
+    words = ("faults=[rank_killed:1@5]", f"trainer.max_steps={MANY_STEPS}")
+    training = start(*words, max_restarts=1, has_own_store=False)
     training.wait_until_done()
     output = training.output(hosts[0])
     assert "lost rank 1 on host node2 after step " in output and "RESUME: from" in output
@@ -241,9 +230,9 @@ def test_torchrun_restarts_both_hosts_after_a_killed_rank(
 
 
 def test_killed_hosts_rejoin_and_the_run_is_unchanged(
-    hosts: tuple[Host, Host], start: Start, long_uninterrupted: Path
+    hosts: tuple[Host, Host], start: Start, uninterrupted: Path
 ) -> None:
-    """Hosts are killed in turn at random moments, as by a power failure, and torchrun is restarted.
+    """Hosts are killed in turn at random steps, as by a power failure, and torchrun is restarted.
 
     If the first host was killed, the rendezvous is gone and both torchruns are restarted.
     """
@@ -252,7 +241,6 @@ def test_killed_hosts_rejoin_and_the_run_is_unchanged(
     killed = []
     for kill in range(NUM_KILLS):
         training.wait_for_step((training.steps() or [0])[-1] + draw.randint(1, 6))
-        time.sleep(draw.uniform(0, 0.2))
         dies = kill % 2
         hosts[dies].send(signal.SIGKILL)
         killed.append(hosts[dies].name)
@@ -265,7 +253,7 @@ def test_killed_hosts_rejoin_and_the_run_is_unchanged(
         training.start(*(hosts if dies == 0 else hosts[1:]))
     training.wait_until_done()
     print(json.dumps({"kills": killed, "steps": training.steps()}))
-    check_same_run(training.run, long_uninterrupted)
+    check_same_run(training.run, uninterrupted)
 
 
 def test_a_run_goes_on_with_the_hosts_that_are_there(
@@ -309,112 +297,16 @@ def test_a_run_goes_on_with_the_hosts_that_are_there(
     assert losses == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-5)
 
 
-SRUN = """#!/bin/bash
-# A fake of srun --kill-on-bad-exit=1 on two hosts, with one rank each.
-while [[ $1 == --* ]]; do [[ $1 == --ntasks=1 ]] && alone=1; shift; done
-[[ -v alone ]] && exec "$@"
-export SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1 SLURM_LOCALID=0 SLURM_JOB_NAME=train
-export OMP_NUM_THREADS=1
-{starts}
-code=0
-for _ in "${{pids[@]}}"; do
-  wait -n
-  one=$?
-  if ((one)); then
-    ((one > code)) && code=$one
-    kill "${{pids[@]}}" 2>/dev/null
-  fi
-done
-exit $code
-"""
-SCONTROL = """#!/bin/bash
-if [[ $1 == show ]]; then printf 'node1\\nnode2\\n'; else echo "$@" >>"$JOB/requeued"; fi
-"""
-
-
-class Job:
-    """The batch script of `app.launch` with a small run and fake SLURM commands."""
-
-    def __init__(self, pair: tuple[Host, Host], folder: Path, shell: Shell, *words: str) -> None:
-        self.folder = folder
-        self.python = Path(shell.python)
-        self.words = small_run(*RUN, "trainer.accelerator=cpu", *words)
-        starts = [
-            f'SLURM_PROCID={rank} SLURM_NODEID={rank} {shlex.join(host.command())} "$@" &\n'
-            "pids+=($!)"
-            for rank, host in enumerate(pair)
-        ]
-        (folder / "bin").mkdir()
-        for name, text in (
-            ("srun", SRUN.format(starts="\n".join(starts))),
-            ("scontrol", SCONTROL),
-        ):
-            (folder / "bin" / name).write_text(text)
-            (folder / "bin" / name).chmod(0o755)
-
-    def run(self) -> tuple[int, str]:
-        """Run the script as SLURM does; return its exit code and output."""
-        job = launched.Job(
-            name="run",
-            folder=str(self.folder / "run"),
-            log=str(self.folder / "slurm-%j.txt"),
-            words=[*self.words, "resume=auto"],
-            nodes=2,
-            ranks_per_node=1,
-            card=None,
-            launcher=LauncherConfig(name="slurm"),
+def test_a_port_in_use_is_refused_with_a_fix(shell: Shell, tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        output = shell.train_into(
+            tmp_path / "run",
+            *small_run(*RUN, *TWO_HOSTS),
+            environment=rank | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            code=3,
         )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "executable", str(self.python))  # forks of the warm process
-            (self.folder / "script").write_text(launched.slurm_script(job))
-        own = {
-            "SLURM_JOB_ID": "77",
-            "SLURM_JOB_NODELIST": "node[1-2]",
-            "SLURM_CPUS_PER_TASK": "1",
-            "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_NTASKS_PER_NODE": "1",
-            "JOB": str(self.folder),
-            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
-        }
-        done = subprocess.run(
-            ["bash", str(self.folder / "script")],
-            cwd=ROOT,
-            env=user_environment() | own,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LONGEST,
-        )
-        return done.returncode, done.stdout
-
-
-def test_a_requeued_job_of_two_nodes_resumes(
-    hosts: tuple[Host, Host], uninterrupted: Path, shell: Shell, tmp_path: Path
-) -> None:
-    job = Job(
-        hosts, tmp_path, shell, "faults=[sigusr1:1@3]"
-    )  # only one rank receives the signal of the time limit
-    code, output = job.run()
-    assert code == 138, output
-    assert output.count("supervise.requeue: job 77 requeued") == 1
-    assert (tmp_path / "requeued").read_text() == "requeue 77\n"
-    code, output = job.run()
-    assert code == 0, output
-    assert "RESUME: from" in output and "step-3" in output
-    check_same_run(tmp_path / "run", uninterrupted)
-
-
-def test_a_port_in_use_is_refused_with_a_fix(
-    hosts: tuple[Host, Host], shell: Shell, tmp_path: Path
-) -> None:
-    port = 20000 + 77
-    listens = f"import socket, time; taken = socket.create_server(('', {port}))"
-    listens += "; print('listens', flush=True); time.sleep(600)"
-    listener = hosts[0].start(sys.executable, "-c", listens)
-    assert listener.stdout is not None and listener.stdout.readline() == "listens\n"
-    _, output = Job(hosts, tmp_path, shell).run()
-    of_ranks, _, of_status = output.partition("\nfailed  step 0 of 8  epoch 0.00  exit code 3\n")
-    for said in (of_ranks, of_status):
-        assert said.count("error (the environment): ") == 1, output
+    assert output.count("error (the environment): ") == 1, output
     assert f"port {port} is in use on the machine of rank 0" in output
     assert "export MASTER_PORT=N before srun" in output

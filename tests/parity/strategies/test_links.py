@@ -91,8 +91,8 @@ def test_synchronous_steps_equal_those_of_one_process(ranks: int, runs: Runs) ->
     "kind",
     [
         pytest.param("mean", marks=pytest.mark.strategies),
-        pytest.param("outer", marks=pytest.mark.strategies),
-        pytest.param("shards", marks=pytest.mark.slow),  # of replicas with an outer step
+        pytest.param("outer", marks=pytest.mark.slow),
+        pytest.param("shards", marks=pytest.mark.strategies),  # of replicas with an outer step
     ],
 )
 def test_local_sgd_resumes_bit_for_bit_between_averages(kind: str, runs: Runs) -> None:

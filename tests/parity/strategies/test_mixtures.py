@@ -21,7 +21,6 @@ from tests.parity.strategies.layouts import (
     check_same_results,
     check_same_steps,
 )
-from tests.runs import check_same_run
 from tests.tiny import save_with_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -60,16 +59,6 @@ def test_recompute(runs: Runs, mixtures: dict[str, Path]) -> None:
     check_same_results(
         runs.train(SINGLE, *words, "recompute=selective"), runs.train(SINGLE, *words)
     )
-
-
-def test_a_killed_run_resumes_bit_for_bit(runs: Runs, mixtures: dict[str, Path]) -> None:
-    layout, words = LAYOUTS["fsdp"], words_of(mixtures, "qwen3_moe")
-    reference = runs.train(layout, *words)
-    run = runs.new_folder("killed")
-    killed = runs.typed(layout, *words, "resume=auto", "faults=[rank_killed:0@6]")
-    runs.shell.train_into(run, *killed, code=layout.code_of_a_kill)
-    runs.shell.train_into(run, *killed)
-    check_same_run(run, reference)
 
 
 def split(ranks: int, experts: int) -> Layout:

@@ -44,7 +44,6 @@ def test_stages_train_as_one_process(name: str, runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("objective", "layout"),
     [
-        ("dpo objective.reference=cached", PAIR),
         ("kto objective.reference=cached", PAIR),
         ("orpo", replace(FOUR, words=("strategy.schedule=interleaved",))),
     ],
