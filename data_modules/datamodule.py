@@ -135,28 +135,25 @@ class FinetuneDataModule(lightning.LightningDataModule):
         data = PreparedData(self._spec, self.template)
         self.train_examples, self.val_examples = data.train_examples, data.val_examples
         self._data, self.report = data, data.report()
-        self._check_verdicts()
-        self._check_classes()
+        if not config.streaming:
+            self._check_labels()
         if len(mixture := self.mixture_report()) > 1:
             self.report.mixture = describe_mixture(mixture)
 
-    def _check_verdicts(self) -> None:
-        """Raise DataError if all answers with a verdict are wanted, or none is."""
-        if not self._has_verdicts or self._config.streaming:
-            return
-        num_rows, num_wanted = len(self.train_examples), int(self.train_examples.row_labels.sum())
-        if num_wanted in (0, num_rows):
-            verdict = "true" if num_wanted else "false"
-            other = "false, or type objective=sft" if num_wanted else "true"
-            raise DataError(
-                f"all {num_rows:,} rows to train on have the label {verdict}: objective=kto learns "
-                f"from both kinds of answers; add rows with the label {other}"
-            )
-
-    def _check_classes(self) -> None:
-        """Raise DataError if validation rows have a class that no row to train on has."""
+    def _check_labels(self) -> None:
+        """Raise DataError if all verdicts are the same, or a class is in validation rows only."""
+        if self._has_verdicts:
+            num_rows = len(self.train_examples)
+            num_wanted = int(self.train_examples.row_labels.sum())
+            if num_wanted in (0, num_rows):
+                verdict = "true" if num_wanted else "false"
+                other = "false, or type objective=sft" if num_wanted else "true"
+                raise DataError(
+                    f"all {num_rows:,} rows to train on have the label {verdict}: objective=kto "
+                    f"learns from both kinds of answers; add rows with the label {other}"
+                )
         labels = self._spec.model.labels
-        if len(labels) < 2 or self._config.streaming:
+        if len(labels) < 2:
             return
         trained, validated = (
             {int(each) for each in np.unique(examples.row_labels)}
@@ -368,13 +365,13 @@ class FinetuneDataModule(lightning.LightningDataModule):
         if isinstance(self.plan, StreamPlan):
             if self.first_step:
                 log.info("data: the stream is read again up to step %d", self.first_step)
-            loader = self._wrapped(self._stream(), None)
+            loader = self._loader(self._stream(), None)
             accumulation = self._batching.accumulation_steps
             return StreamedSteps(
                 loader, self.plan, accumulation, self.first_step, self._sum_over_ranks
             )
         sampler = StepSampler(self.plan, self._rank, self.first_step)
-        loader = self._loader(self.train_examples, sampler)
+        loader = self._loader(_Batches(self.train_examples, self._collator), sampler)
         return PlannedSteps(loader, self._batching.accumulation_steps)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
@@ -402,7 +399,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         packs = pack_documents(examples.lengths, self.sequence_len, self._spec.seed, 0, method)
         batches = shard_packs(packs, self._batching.micro_batch_size, num_ranks, rank)
         order = [int(row) for batch in batches for pack in batch.packs for row in pack]
-        return self._loader(examples, batches), order
+        return self._loader(_Batches(examples, self._collator), batches), order
 
     def read_references(self, identity: str, *, by_token: bool = False) -> bool:
         """Give each row what is stored of a base or teacher; return whether anything is.
@@ -490,13 +487,11 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self._data
 
     def _loader(
-        self, examples: Examples, sampler: Sequence[MicroBatch] | StepSampler
-    ) -> DataLoader[Batch]:
-        return self._wrapped(_Batches(examples, self._collator), sampler)
-
-    def _wrapped(
         self, dataset: Dataset[Batch], sampler: Sequence[MicroBatch] | StepSampler | None
     ) -> DataLoader[Batch]:
+        is_on_gpu = torch.cuda.is_available()
+        if self.trainer:
+            is_on_gpu = self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
             dataset,
             sampler=sampler,
@@ -504,18 +499,11 @@ class FinetuneDataModule(lightning.LightningDataModule):
             num_workers=self._config.num_workers,
             persistent_workers=self._config.num_workers > 0,
             worker_init_fn=_ignore_group_sigterm,
-            pin_memory=self._pins_memory,
+            pin_memory=is_on_gpu,
             # Without a generator of its own the loader draws from the global one, and a validation
             # pass would change the dropout masks of later steps.
             generator=torch.Generator(),
         )
-
-    @property
-    def _pins_memory(self) -> bool:
-        if not self.trainer:
-            return torch.cuda.is_available()
-        device: torch.device = self.trainer.strategy.root_device
-        return device.type == "cuda"
 
     def _stream(self) -> TokenStream:
         held_out = frozenset(self.val_examples.digests.tolist())

@@ -178,7 +178,8 @@ class TokenStream(IterableDataset[Batch]):
     def _check(self, part: EncodedChunk) -> None:
         """Raise DataError for rows that stop a run; log those that it continues without."""
         bad = BadRows(self._config)
-        bad.add_all(part.rejected)
+        for row in part.rejected:
+            bad.add(row)
         bad.raise_if_any(part.counts.rows)
         if bad.num_kept:
             more = f" and {bad.num_kept - 1:,} more" if bad.num_kept > 1 else ""

@@ -27,6 +27,7 @@ from data_modules.format.turns import (
 
 PREFERENCE = re.compile(r"(chosen|rejected)(_|$)")
 """names of the columns of preference pairs"""
+_REJECTED = re.compile(r"rejected(_|$)")
 VERDICTS = ("label", "kto_tag")
 """columns that say whether an answer is wanted"""
 _WHOLE = frozenset((*TOOLS, "chat_template_kwargs"))
@@ -213,7 +214,7 @@ class MeaningError(RowError):
 @functools.lru_cache(maxsize=1024)
 def may_mean_more(columns: tuple[str, ...]) -> bool:
     """Return whether a row of these columns may be one that `check_meaning` refuses."""
-    return any(map(_is_rejected, columns)) or not {
+    return any(map(_REJECTED.match, columns)) or not {
         *VERDICTS,
         *_CLASSES,
         *_CHOICES,
@@ -231,7 +232,11 @@ def check_meaning(
     are meant so.
     """
     found = f"columns {listed(row)}"
-    is_pair = any(_is_rejected(key) and _is_answer(values[key]) for key in values)
+    is_pair = any(
+        isinstance(value, (str, list, dict)) and is_filled(value)
+        for key, value in values.items()
+        if _REJECTED.match(key)
+    )
     if is_pair and not any(map(PREFERENCE.match, columns.values())):
         settings = _settings_for_chosen(values, name)
         fix = f"set {{path: ..., {settings}}}" if settings else "write each as the last turn"
@@ -257,7 +262,8 @@ def check_meaning(
             f"train on those whose '{verdict}' is true, set {{path: ..., columns: {{weight: "
             f"{verdict}}}}}; to train on all of them, format: {name}"
         )
-    label = next((key for key in _CLASSES if _is_class(values.get(key))), None)
+    labels = (key for key in _CLASSES if values.get(key) not in (None, ""))
+    label = next((key for key in labels if isinstance(values[key], (str, int, float))), None)
     text = next((key for key in ("text", "content") if key in values), None)
     if label and text and name == "completion":
         raise MeaningError(
@@ -266,18 +272,6 @@ def check_meaning(
             f"'{label}', set {{path: ..., format: alpaca, columns: {{instruction: {text}, output: "
             f"{label}}}}} (classes as words); to train on '{text}' alone, format: completion"
         )
-
-
-def _is_rejected(name: str) -> bool:
-    return PREFERENCE.match(name) is not None and name.startswith("rejected")
-
-
-def _is_answer(value: Any) -> bool:
-    return isinstance(value, (str, list, dict)) and is_filled(value)
-
-
-def _is_class(value: Any) -> bool:
-    return isinstance(value, (str, int, float)) and value != ""
 
 
 def _settings_for_chosen(values: Mapping[str, Any], name: str | None) -> str:

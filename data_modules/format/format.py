@@ -212,7 +212,7 @@ def convert_row(row: Row, name: str, columns: Mapping[str, str]) -> list[Item]:
         items = form.read(values, row.origin)
     except RowError as error:
         raise (_table_error(form, values) or error) from error
-    if form.name != "pretokenized":
+    if form.name != "pretokenized" and not _OF_OTHER_ROWS.isdisjoint(values):
         _check_text_row(form, values, items[0])
     if _KWARGS in values and (kwargs := read_template_kwargs(values[_KWARGS], _KWARGS)):
         items = [
@@ -238,8 +238,6 @@ def _table_error(form: Format, values: Mapping[str, Any]) -> RowError | None:
 
 def _check_text_row(form: Format, values: Mapping[str, Any], item: Item) -> None:
     """Raise RowError if a row of text has a mask of tokens, or images that belong to its text."""
-    if _OF_OTHER_ROWS.isdisjoint(values):
-        return
     check_no_token_mask(values, has_turns=_has_turns(form, values, item))
     if isinstance(item, Conversation):
         check_no_media(values, text="\n".join(turn.content for turn in item.turns))

@@ -226,21 +226,18 @@ def hold_out(
     rows than requested. `max_rows` limits the training rows. Raises DataError if no row is left to
     train on.
     """
-    validation = []
-    for store, name, path in zip(stores, names, paths, strict=True):
-        rows = _Rows(store)
-        if val_set_size >= max(2, len(rows)):
-            raise DataError(
-                f"{path}: data.val_set_size={val_set_size:g} leaves none of its {len(rows):,} rows "
-                "to train on; set fewer, or a share below 1"
-            )
-        validation.append(rows.choose(val_set_size, seed, name))
+    validation = [
+        _choose_rows(store, val_set_size, path, seed, name)
+        for store, name, path in zip(stores, names, paths, strict=True)
+    ]
     held_out = [store.digests[mask] for store, mask in zip(stores, validation, strict=True)]
     digests = np.unique(np.concatenate([np.zeros(0, np.uint64), *held_out]))
-    return [
-        _split_rows(store, mask, digests, cap, seed, name)
-        for store, mask, cap, name in zip(stores, validation, max_rows, names, strict=True)
-    ]
+    splits = []
+    for store, mask, cap, name in zip(stores, validation, max_rows, names, strict=True):
+        repeated = np.unique(store.rows[np.isin(store.digests, digests) & ~mask])
+        training = ~mask & ~np.isin(store.rows, repeated)
+        splits.append(Split(_capped(store, training, cap, seed, name), mask, len(repeated)))
+    return splits
 
 
 def only_validation(store: TokenStore, cap: int | None, seed: int, name: str) -> Split:
@@ -249,34 +246,30 @@ def only_validation(store: TokenStore, cap: int | None, seed: int, name: str) ->
     return Split(~mask, _capped(store, mask, cap, seed, name))
 
 
-class _Rows:
-    """The rows of a data set that have documents, and which of them are identical."""
-
-    def __init__(self, store: TokenStore) -> None:
-        _, self._firsts, self._of_document = np.unique(
-            store.rows, return_index=True, return_inverse=True
+def _choose_rows(store: TokenStore, size: float, path: str, seed: int, name: str) -> Mask:
+    """Return a seeded choice of rows, with all identical rows or none, as bool [documents]."""
+    _, firsts, of_document = np.unique(store.rows, return_index=True, return_inverse=True)
+    num_rows = len(firsts)
+    if size >= max(2, num_rows):
+        raise DataError(
+            f"{path}: data.val_set_size={size:g} leaves none of its {num_rows:,} rows to train on; "
+            "set fewer, or a share below 1"
         )
-        self._content = np.add.reduceat(store.digests, self._firsts)
-
-    def __len__(self) -> int:
-        return len(self._firsts)
-
-    def choose(self, val_set_size: float, seed: int, name: str) -> Mask:
-        """Return a seeded choice of rows, with all identical rows or none, as bool [documents]."""
-        chosen = np.zeros(len(self), dtype=np.bool_)
-        if val_set_size > 0 and len(self) > 1:
-            wanted = val_set_size if val_set_size >= 1 else round(val_set_size * len(self))
-            count = min(max(1, int(wanted)), len(self) - 1)
-            _, first_rows, kinds, sizes = np.unique(
-                self._content, return_index=True, return_inverse=True, return_counts=True
-            )
-            # In order of first occurrence, so that without duplicates rows themselves are chosen.
-            in_order = np.argsort(first_rows)
-            order = in_order[seeded_generator(seed, "split", name).permutation(len(sizes))]
-            taken = np.zeros(len(sizes), dtype=np.bool_)
-            taken[_fill(order, sizes, count)] = True
-            chosen = taken[kinds]
-        return chosen[self._of_document]
+    chosen = np.zeros(num_rows, dtype=np.bool_)
+    if size > 0 and num_rows > 1:
+        wanted = size if size >= 1 else round(size * num_rows)
+        count = min(max(1, int(wanted)), num_rows - 1)
+        content = np.add.reduceat(store.digests, firsts)
+        _, first_rows, kinds, sizes = np.unique(
+            content, return_index=True, return_inverse=True, return_counts=True
+        )
+        # In order of first occurrence, so that without duplicates rows themselves are chosen.
+        in_order = np.argsort(first_rows)
+        order = in_order[seeded_generator(seed, "split", name).permutation(len(sizes))]
+        taken = np.zeros(len(sizes), dtype=np.bool_)
+        taken[_fill(order, sizes, count)] = True
+        chosen = taken[kinds]
+    return chosen[of_document]
 
 
 def _fill(
@@ -292,19 +285,6 @@ def _fill(
         order = order[fitting:]
         order = order[sizes[order] <= count]
     return np.concatenate([order[:0], *chosen])
-
-
-def _split_rows(
-    store: TokenStore,
-    validation: Mask,
-    held_out: npt.NDArray[np.uint64],
-    cap: int | None,
-    seed: int,
-    name: str,
-) -> Split:
-    repeated = np.unique(store.rows[np.isin(store.digests, held_out) & ~validation])
-    training = ~validation & ~np.isin(store.rows, repeated)
-    return Split(_capped(store, training, cap, seed, name), validation, len(repeated))
 
 
 def _capped(store: TokenStore, mask: Mask, cap: int | None, seed: int, name: str) -> Mask:

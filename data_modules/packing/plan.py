@@ -156,7 +156,12 @@ class StepPlan:
 
     def micro_batches(self, step: int, rank: int) -> list[MicroBatch]:
         """Return the `accumulation_steps` micro-batches of `rank` in a global step."""
-        epoch, index = self._locate(step)
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} of {self.num_steps}")
+        while self._first_steps[-1] <= step:
+            self._count_another_epoch()
+        number = bisect_right(self._first_steps, step) - 1
+        epoch, index = self._epoch(number), step - self._first_steps[number]
         weight = float(epoch.step_weights[index])
         packs = [epoch.packs[pack] for pack in epoch.shares[index, rank].tolist()]
         size = self.micro_batch_size
@@ -164,14 +169,6 @@ class StepPlan:
             MicroBatch(tuple(packs[start : start + size]), weight)
             for start in range(0, len(packs), size)
         ]
-
-    def _locate(self, step: int) -> tuple[_EpochPlan, int]:
-        if not 0 <= step < self.num_steps:
-            raise IndexError(f"step {step} of {self.num_steps}")
-        while self._first_steps[-1] <= step:
-            self._count_another_epoch()
-        epoch = bisect_right(self._first_steps, step) - 1
-        return self._epoch(epoch), step - self._first_steps[epoch]
 
     def _count_another_epoch(self) -> None:
         plan = self._epoch(len(self._first_steps) - 1)

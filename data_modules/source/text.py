@@ -238,7 +238,11 @@ def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chun
         # A row can only end in the new block, or in a gap that started just before it.
         searched_from = max(0, len(rest) - _GAP_BYTES)
         rest += block
-        end = _last_end(rest, searched_from, kind)
+        if kind == "paragraph":
+            ends = [match.end() for match in end_of_row.finditer(rest, searched_from)]
+            end = ends[-1] if ends else 0
+        else:
+            end = rest.rfind(b"\n", searched_from) + 1
         if end:
             text = bytes(rest[:end])
             if not text.isspace():
@@ -255,16 +259,6 @@ def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chun
             rest = bytearray(after)
     if rest.strip() and not data.cut:
         yield TextChunk(file, len(rest), line, bytes(rest), kind, max_row_bytes, options.limits)
-
-
-def _last_end(data: bytearray, start: int, kind: str) -> int:
-    """Return the end of the last row that ends after `start`; 0 if none does."""
-    if kind != "paragraph":
-        return data.rfind(b"\n", start) + 1
-    end = 0
-    for match in _PARAGRAPH_END.finditer(data, start):
-        end = match.end()
-    return end
 
 
 def _skip_row(data: Content, rest: bytes, end_of_row: re.Pattern[bytes]) -> tuple[int, int, bytes]:

@@ -96,9 +96,13 @@ class TextTokenizer:
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text: of its words if it can be split, else the tokenizer's."""
         word_ids = [self._words.ids(text) if self._words else None for text in texts]
-        if not self._matches_backend(texts, word_ids):
-            self._words = None
-            return self._ids(texts)
+        known = next((pair for pair in zip(texts, word_ids, strict=True) if pair[1]), None)
+        if known is not None:
+            # Compared for one text of a batch: they must never differ from the tokenizer's.
+            text, ids = known
+            if self._backend.encode(text, add_special_tokens=False).ids != ids:
+                self._words = None
+                return self._ids(texts)
         others = [text for text, ids in zip(texts, word_ids, strict=True) if ids is None]
         encodings = iter(self._encode(others, self._backend.encode_batch_fast))
         return [next(encodings).ids if ids is None else ids for ids in word_ids]
@@ -130,15 +134,6 @@ class TextTokenizer:
         if len(texts) > 1:
             return list(batch(list(texts), add_special_tokens=False))
         return [self._backend.encode(text, add_special_tokens=False) for text in texts]
-
-    def _matches_backend(self, texts: Sequence[str], ids: Sequence[list[int] | None]) -> bool:
-        """Compare the ids of one text of a batch with the tokenizer's: they must never differ."""
-        known = next((pair for pair in zip(texts, ids, strict=True) if pair[1] is not None), None)
-        if known is None:
-            return True
-        text, word_ids = known
-        backend_ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return backend_ids == word_ids
 
     def _tokenize_escaped(
         self, text: str, ranges: Sequence[tuple[int, int]]

@@ -55,7 +55,7 @@ class Mark(NamedTuple):
 
 def replace_with_marks(chat: Chat) -> Chat:
     """Return `chat` with marks in place of all its texts."""
-    ids = {id_: f"Zq7k{number:05d}" for number, id_ in enumerate(_call_ids_of(chat))}
+    ids = {id_: f"Zq7k{number:05d}" for number, id_ in enumerate(_turns_by_id(chat))}
     turns = tuple(_marked_turn(turn, number, ids) for number, turn in enumerate(chat.turns))
     return chat._replace(turns=turns, tools=(_marked_tool(),) if chat.tools else ())
 
@@ -72,7 +72,7 @@ def find_marks(text: str, chat: Chat) -> list[Mark] | None:
     """
     marks: list[Mark] = []
     opened: tuple[int, str, int, int] | None = None
-    turns_of_ids = _turns_of_ids(chat)
+    turns_of_ids = list(_turns_by_id(chat).values())
     for found in _MARK.finditer(text):
         start, end = found.span()
         if found["id"]:
@@ -138,7 +138,7 @@ def skeleton_key(chat: Chat) -> tuple[object, ...]:
             key.append((turn.name and True, turn.tool_call_id and True))
             has_ids = has_ids or bool(turn.tool_call_id) or any(c.id for c in turn.tool_calls)
     if has_ids:
-        numbers = {id_: number for number, id_ in enumerate(_call_ids_of(chat))}
+        numbers = {id_: number for number, id_ in enumerate(_turns_by_id(chat))}
         key += [numbers[id_] if id_ else None for id_ in _all_ids(chat)]
     return tuple(key)
 
@@ -165,11 +165,6 @@ def _split_content(turn: Turn) -> tuple[str, ...] | None:
         return None
     core = text[opening.end() : closing.start()].rstrip()
     return opening[0], "", "", core, content[opening.end() + len(core) :]
-
-
-def _call_ids_of(chat: Chat) -> list[str]:
-    """Return the distinct ids of calls and results."""
-    return [id_ for id_ in dict.fromkeys(_all_ids(chat)) if id_]
 
 
 def _text_of_part(turn: Turn, part: str, call: int) -> str:
@@ -324,14 +319,14 @@ def _all_ids(chat: Chat) -> list[str | None]:
     return ids
 
 
-def _turns_of_ids(chat: Chat) -> list[int]:
-    """Return the number of the first turn that has each distinct id."""
+def _turns_by_id(chat: Chat) -> dict[str, int]:
+    """Return the distinct ids of calls and results, and the first turn that has each."""
     turns: dict[str, int] = {}
     for number, turn in enumerate(chat.turns):
         for id_ in (*(call.id for call in turn.tool_calls), turn.tool_call_id):
             if id_:
                 turns.setdefault(id_, number)
-    return list(turns.values())
+    return turns
 
 
 class MarkRun(NamedTuple):
@@ -481,7 +476,7 @@ class Skeleton:
                     return None
             else:
                 if slot.part == "i":
-                    ids = _call_ids_of(chat) if ids is None else ids
+                    ids = list(_turns_by_id(chat)) if ids is None else ids
                     value = ids[slot.call]
                 else:
                     value = _text_of_part(chat.turns[slot.turn], slot.part, slot.call)

@@ -353,25 +353,24 @@ def _message(turn: Turn, message_format: MessageFormat) -> dict[str, Any]:
     if turn.tool_calls:
         if message_format.null_content and not turn.content:
             message["content"] = None
-        as_json = message_format.arguments_as_json
-        message["tool_calls"] = [_call(call, as_json) for call in turn.tool_calls]
+        message["tool_calls"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": _json(dict(call.arguments))
+                    if message_format.arguments_as_json
+                    else dict(call.arguments),
+                },
+                **({} if call.id is None else {"id": call.id}),
+            }
+            for call in turn.tool_calls
+        ]
     if turn.name is not None:
         message["name"] = turn.name
     if turn.tool_call_id is not None:
         message["tool_call_id"] = turn.tool_call_id
     return message
-
-
-def _call(call: ToolCall, as_json: bool) -> dict[str, Any]:
-    arguments: object = dict(call.arguments)
-    if as_json:
-        arguments = _json(arguments)
-    function = {"name": call.name, "arguments": arguments}
-    return {
-        "type": "function",
-        "function": function,
-        **({} if call.id is None else {"id": call.id}),
-    }
 
 
 def _with_call_ids(turns: Sequence[Turn], style: str) -> list[Turn]:

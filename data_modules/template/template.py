@@ -113,10 +113,12 @@ class ChatTemplate:
             )
         tokenizer.chat_template = text
         self.text, self.note = text, note
-        self.is_tokenizers_own = False
+        self.is_tokenizers_own, self.is_encoder_decoder = False, is_encoder_decoder
         self._mask = mask or MaskConfig()
-        self._tokenizer = tokenizer
-        self.bos_token_id = self._added_bos()
+        self.tokenizer = tokenizer
+        bos: int | None = tokenizer.bos_token_id
+        adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+        self.bos_token_id = bos if adds_bos else None
         self.stop_texts = stop_texts(tokenizer)
         self._renderer = Renderer(tokenizer)
         framing = filter(None, (tokenizer.bos_token, tokenizer.eos_token))
@@ -184,11 +186,6 @@ class ChatTemplate:
         return template
 
     @property
-    def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
-        """Return the tokenizer, whose chat template this is."""
-        return self._tokenizer
-
-    @property
     def hash(self) -> str:
         """Return the sha256 of the template's text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
@@ -200,11 +197,6 @@ class ChatTemplate:
         The tokens of such a template are valid on that day only.
         """
         return datetime.date.today().isoformat() if "strftime_now" in self.text else ""
-
-    @property
-    def is_encoder_decoder(self) -> bool:
-        """Return whether items are encoded as a source and a target."""
-        return self._pairs is not None
 
     @property
     def stop_token_ids(self) -> set[int]:
@@ -220,7 +212,7 @@ class ChatTemplate:
         if not isinstance(small, RenderedChat) or not small.spans:
             return []
         tail = small.text[max(span.stop_end for span in small.spans) :]
-        return list(self._tokenizer(tail, add_special_tokens=False)["input_ids"]) if tail else []
+        return list(self.tokenizer(tail, add_special_tokens=False)["input_ids"]) if tail else []
 
     def encode(self, items: Sequence[Item]) -> Iterator[Encoded | RowProblem]:
         """Yield the tokens of each item, in order.
@@ -345,11 +337,11 @@ class ChatTemplate:
         """
         if self.bos_token_id is None or self._pairs:
             return False
-        bos = str(self._tokenizer.bos_token)
+        bos = str(self.tokenizer.bos_token)
         text = add_bos(self.text, bos, self._renderer)
         is_changed = text != self.text
         if is_changed:
-            self.text = self._tokenizer.chat_template = text
+            self.text = self.tokenizer.chat_template = text
             self.note += (
                 f"; changed to start with `{bos}`, which this tokenizer puts before every text "
                 "(also in the saved template)"
@@ -358,8 +350,8 @@ class ChatTemplate:
 
     def _check(self, label: str, limits: ProcessLimits, renders_chats: bool) -> None:
         """Raise DataError if the template has a wrong loss mask or exceeds `limits`."""
-        backend = self._tokenizer.backend_tokenizer.to_str()
-        special_tokens = self._tokenizer.special_tokens_map
+        backend = self.tokenizer.backend_tokenizer.to_str()
+        special_tokens = self.tokenizer.special_tokens_map
         facts = repr((label, self.text, backend, special_tokens, limits, renders_chats))
         key = hashlib.sha256(facts.encode()).digest()
         if key in _checked:
@@ -390,7 +382,7 @@ class ChatTemplate:
             pass  # A row that it rejects is reported when that row is encoded.
         if self._pairs or not renders_chats:
             return []
-        controls = control_texts(self._tokenizer)
+        controls = control_texts(self.tokenizer)
         layout_builder = LayoutBuilder(self._renderer, self._finder, MaskConfig(), controls)
         result = run_test_chats(partial(self._trace, layout_builder))
         first, more = result.faults[:1], len(result.faults) - 1
@@ -428,7 +420,7 @@ class ChatTemplate:
         import numpy as np
 
         ids = np.array(item.input_ids, np.int64)
-        vocab_size = len(self._tokenizer)
+        vocab_size = len(self.tokenizer)
         unknown = ids[(ids < 0) | (ids >= vocab_size)]
         if len(unknown):
             return RowRefusedError(
@@ -454,7 +446,7 @@ class ChatTemplate:
         if loss_weights.every_stop:
             stops = [self.stop_texts[stop] for stop in loss_weights.every_stop]
             weights[np.isin(ids, stops) & (weights == 0)] = loss_weights.every_stop_weight
-        eos = self._tokenizer.eos_token_id
+        eos = self.tokenizer.eos_token_id
         if isinstance(item, Document) and eos is not None and (not len(ids) or ids[-1] != eos):
             ids = np.append(ids, np.int32(eos))
             weights = np.append(weights, np.float32(_last_weight(item) or loss_weights.base))
@@ -466,11 +458,6 @@ class ChatTemplate:
         if len(trained_at):
             ids, weights = ids[: trained_at[-1] + 1], weights[: trained_at[-1] + 1]
         return Encoded(ids, weights, notes=layout.notes)
-
-    def _added_bos(self) -> int | None:
-        bos: int | None = self._tokenizer.bos_token_id
-        first = self._tokenizer("a")["input_ids"][:1]
-        return bos if bos is not None and first == [bos] else None
 
     def _with_bos(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         import numpy as np

@@ -229,11 +229,6 @@ class PreparedData:
         """Return the tokens that end answers in the rows."""
         return {stop for data in self._all_prepared() for stop in data.counts.stop_token_ids}
 
-    @property
-    def has_chats(self) -> bool:
-        """Return whether any row goes through the chat template."""
-        return any(data.counts.chats for data in self._all_prepared())
-
     def _all_prepared(self) -> list[Prepared]:
         return [*(ready.data for ready in self.datasets), *self._tests.values()]
 
@@ -306,9 +301,10 @@ class PreparedData:
                 )
             )
         tests = zip(self._config.test_datasets, self._tests.items(), strict=True)
+        has_chats = any(data.counts.chats for data in self._all_prepared())
         return DataReport(
             datasets=reports,
-            template_note=self._template.note if self.has_chats else "",
+            template_note=self._template.note if has_chats else "",
             test_datasets=[
                 Fingerprint(name=name, path=redact(config.path), sha256=data.sha256)
                 for config, (name, data) in tests

@@ -220,7 +220,8 @@ class ChunkEncoder:
             lost = set().union(*(self.characters.lost(text) for text in _texts_of(items)))
             if lost:
                 counts.add_lost(lost, str(items[0].origin))
-        rejected = sorted(rejected + _reject(chunk, refused), key=attrgetter("origin.line"))
+        if refused:
+            rejected = sorted(rejected + _reject(chunk, refused), key=attrgetter("origin.line"))
         counts.rows = len(rows) - len(refused)
         counts.kept = builder.num_rows
         counts.stop_token_ids = sorted(self.template.stop_token_ids)
@@ -383,8 +384,6 @@ def convert(row: Row, format_name: str, dataset: DatasetConfig) -> list[Item] | 
 
 def _reject(chunk: source.Chunk, problems: Mapping[int, RowProblem]) -> list[Rejected]:
     """Return the rejections of rows of `chunk`; `problems` is by row number, from 0."""
-    if not problems:
-        return []
     return [
         Rejected(row.origin, found.problem, _text_of(row), is_of_template=found.is_of_template)
         for number, row in enumerate(chunk.rows())
@@ -529,10 +528,6 @@ class BadRows:
         if self._file is not None:
             line = {"origin": str(row.origin), "problem": row.problem, "row": row.raw}
             self._file.write(json.dumps(line) + "\n")
-
-    def add_all(self, rows: Iterable[Rejected]) -> None:
-        for row in rows:
-            self.add(row)
 
     def add_good(self, format_name: str, origin: Origin) -> None:
         """Count a good row."""

@@ -240,7 +240,8 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
         try:
             with _progress(dataset) as advance:
                 for part in encode_chunks(encoder, chunks, num_proc):
-                    bad.add_all(part.rejected)
+                    for row in part.rejected:
+                        bad.add(row)
                     if part.documents is not None:
                         rows = part.documents.rows + num_rows
                         writer.add(dataclasses.replace(part.documents, rows=rows))

@@ -568,7 +568,7 @@ class DocumentBuilder:
         if not pieces:
             return None
         targets = [document.target_ids for document in pieces if document.target_ids is not None]
-        stops = self._template.stop_token_ids
+        stops, bos = self._template.stop_token_ids, self._template.bos_token_id
         return Documents(
             file=self._file,
             input_ids=np.concatenate([document.input_ids for document in pieces]),
@@ -580,8 +580,11 @@ class DocumentBuilder:
             lines=np.array(self._lines, dtype=np.int64),
             trained=np.array(
                 [
-                    np.count_nonzero(_labels(document)[: self._last_label(index)])
-                    for index, document in enumerate(pieces)
+                    # The answer of another row has no labels.
+                    np.count_nonzero(
+                        _labels(each)[: each.rejected_start - 1 if self._has_verdicts else None]
+                    )
+                    for each in pieces
                 ],
                 dtype=np.int64,
             ),
@@ -590,21 +593,17 @@ class DocumentBuilder:
             ends_in_stop=np.array(
                 [_ends_in_stop(document, stops, self._template.tail_ids) for document in pieces]
             ),
-            double_bos=np.array([self._has_two_bos(document) for document in pieces]),
+            double_bos=np.array(
+                [
+                    bos is not None and document.input_ids[:2].tolist() == [bos, bos]
+                    for document in pieces
+                ]
+            ),
             rejected_starts=np.array(
                 [document.rejected_start for document in pieces], dtype=np.int64
             ),
             row_labels=np.array(self._labels, dtype=np.float64),
         )
-
-    def _last_label(self, index: int) -> int | None:
-        """Return where a document's labels end: the answer of another row has none."""
-        start = self._pieces[index].rejected_start
-        return start - 1 if self._has_verdicts else None
-
-    def _has_two_bos(self, document: Encoded) -> bool:
-        bos = self._template.bos_token_id
-        return bos is not None and document.input_ids[:2].tolist() == [bos, bos]
 
 
 def padding_id(tokenizer: Any) -> int:

@@ -127,13 +127,13 @@ def runs(template: ChatTemplate, item: Item) -> list[str]:
             if not index or weights[index - 1] == 0:
                 found.append([])
             found[-1].append(int(ids[index]))
-    return [template._tokenizer.decode(run) for run in found]
+    return [template.tokenizer.decode(run) for run in found]
 
 
 def text_of(template: ChatTemplate, item: Item) -> str:
     """Return the whole text of the model's input."""
     ids = encode(template, item).input_ids
-    return str(template._tokenizer.decode(ids))
+    return str(template.tokenizer.decode(ids))
 
 
 def test_no_prefix_and_trimmed_answers() -> None:
@@ -289,7 +289,7 @@ def test_template_file_and_its_hash(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_row_that_the_template_rejects_is_an_error() -> None:
-    tokenizer = template_of(GEMMA)._tokenizer
+    tokenizer = template_of(GEMMA).tokenizer
     template = ChatTemplate.resolve(tokenizer, None, MaskConfig(unsupported_turns="refuse"))
     refused = Conversation(
         (Turn("system", "s"), Turn("user", "q"), Turn("assistant", "a")), Origin("rows.json", 9)

@@ -52,7 +52,7 @@ def row(form: str = "messages", **columns: Any) -> Any:
 
 
 def text_of(template: ChatTemplate, item: Conversation) -> str:
-    return str(template._tokenizer.decode(encode(template, item).input_ids.tolist()))
+    return str(template.tokenizer.decode(encode(template, item).input_ids.tolist()))
 
 
 @pytest.mark.parametrize("form", ["messages", "sharegpt", "alpaca", "prompt_completion"])
@@ -62,7 +62,7 @@ def test_a_row_is_rendered_with_its_own_arguments(form: str, as_text: bool) -> N
     item = row(form, chat_template_kwargs=json.dumps(kwargs) if as_text else kwargs)
     template = resolve()
     plain, given, again = template.encode([row(form), item, row(form)])
-    decode = template._tokenizer.decode
+    decode = template.tokenizer.decode
     assert decode(given.input_ids.tolist()).lstrip() == (
         "effort high\n<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\nit is one<|im_end|>"
     )
@@ -83,13 +83,13 @@ def test_arguments_of_the_run_are_defaults_of_all_prompts_and_of_the_saved_templ
     ids = template.prompt_ids(TURNS[:1])
     prompt = template.prompt(item)
     assert prompt is not None and ids == prompt.input_ids
-    again = ChatTemplate.resolve(template._tokenizer, None)
+    again = ChatTemplate.resolve(template.tokenizer, None)
     assert again.prompt_ids(TURNS[:1]) == ids
     assert again.text == template.text
     assert template.hash != resolve().hash
     assert template.note.endswith('; with thinks=false, effort="low"')
     same = ChatTemplate.resolve(
-        template._tokenizer, None, template_kwargs={"thinks": False, "effort": "low"}
+        template.tokenizer, None, template_kwargs={"thinks": False, "effort": "low"}
     )
     assert same.text == template.text
 

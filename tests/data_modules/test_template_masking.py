@@ -60,7 +60,7 @@ def by_weight(template: ChatTemplate, item: Any) -> list[tuple[float, str]]:
         if not found or found[-1][0] != weight:
             found.append((weight, []))
         found[-1][1].append(id_)
-    return [(weight, template._tokenizer.decode(ids)) for weight, ids in found]
+    return [(weight, template.tokenizer.decode(ids)) for weight, ids in found]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_all_of_a_tool_call_is_trained_on(content: str) -> None:
         {"role": "tool", "content": "sun", "name": "weather", "tool_call_id": "call_1"},
         {"role": "assistant", "content": "it is sun"},
     ]
-    expected = template._tokenizer.apply_chat_template(messages, tools=[WEATHER], return_dict=False)
+    expected = template.tokenizer.apply_chat_template(messages, tools=[WEATHER], return_dict=False)
     ids = encode(template, item).input_ids.tolist()
     assert ids == expected[: len(ids)]
 
@@ -271,7 +271,7 @@ def test_plain_writes_tools_calls_and_results(content: str) -> None:
 
 
 def test_plain_copies_arguments_that_are_a_string() -> None:
-    tokenizer = template_of("plain")._tokenizer
+    tokenizer = template_of("plain").tokenizer
     call = {"function": {"name": 'a"b', "arguments": '{"x": 1}'}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call, call]}]
     written = '<tool_call>{"name": "a\\"b", "arguments": {"x": 1}}</tool_call>'
@@ -344,7 +344,7 @@ def test_rows_with_and_without_tools_do_not_mix() -> None:
     template = template_of("qwen3")
     items = [TALK, calling(), calling(tools=()), TALK]
     texts = [
-        template._tokenizer.decode(encoded.input_ids)
+        template.tokenizer.decode(encoded.input_ids)
         for encoded in template.encode(items)
         if not isinstance(encoded, str)
     ]
@@ -384,7 +384,7 @@ def test_control_tokens_in_the_text_are_noted_escaped_or_an_error() -> None:
     escaping = template_of(control_tokens="escape")
     escaped = encode(escaping, INJECTED)
     assert kept.notes == escaped.notes == (Note("control_token", END),)
-    tokenizer = escaping._tokenizer
+    tokenizer = escaping.tokenizer
     start, end = tokenizer.convert_tokens_to_ids(IM)
     ids = escaped.input_ids.tolist()
     assert (ids.count(start), ids.count(end)) == (2, 2)
@@ -404,7 +404,7 @@ def test_control_tokens_in_the_text_are_noted_escaped_or_an_error() -> None:
 )
 def test_no_control_token_comes_from_escaped_text(content: str) -> None:
     template = template_of(control_tokens="escape")
-    tokenizer = template._tokenizer
+    tokenizer = template.tokenizer
     for item in (
         Conversation((Turn("user", content), Turn("assistant", f"a{content}")), ORIGIN),
         Document((Segment("what: ", 0.0), Segment(content, 1.0)), ORIGIN),
@@ -447,4 +447,4 @@ def test_results_are_in_the_order_of_the_rows() -> None:
 
 def test_stop_tokens_are_known_before_any_row(make_tokenizer: Callable[..., Any]) -> None:
     template = template_of()
-    assert template.stop_token_ids == {template._tokenizer.convert_tokens_to_ids(END)}
+    assert template.stop_token_ids == {template.tokenizer.convert_tokens_to_ids(END)}

@@ -136,12 +136,12 @@ def test_alpaca_prompt_depends_on_an_input(input_: str, context: str, question: 
     (encoded,) = template.encode(items)
     assert isinstance(encoded, Encoded)
     ids, trained = encoded.input_ids, encoded.weights > 0
-    assert template._tokenizer.decode(ids) == (
+    assert template.tokenizer.decode(ids) == (
         f"Below is an instruction that describes a task{context}. Write a response that "
         f"appropriately completes the request.\n\n### Instruction:\n{question}\n\n"
         "### Response:\ndone</s>"
     )
-    assert template._tokenizer.decode(ids[trained]) == "done</s>"
+    assert template.tokenizer.decode(ids[trained]) == "done</s>"
     prompt = template.prompt(items[0])
     assert prompt is not None and prompt.input_ids == ids[~trained].tolist()
 

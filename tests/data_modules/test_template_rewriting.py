@@ -128,7 +128,7 @@ def test_the_rewritten_call_and_the_answers_are_trained_on() -> None:
     (encoded,) = template.encode([ROW])
     assert isinstance(encoded, Encoded)
     assert [note.kind for note in encoded.notes] == ["rewritten_turns"]
-    tokenizer = template._tokenizer
+    tokenizer = template.tokenizer
     trained = tokenizer.decode(encoded.input_ids[encoded.weights > 0])
     call = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome"}}\n</tool_call>'
     assert trained.replace(" ", "") == f"I look.\n{call}<|end|>Sunny.<|end|>".replace(" ", "")

@@ -144,7 +144,7 @@ def template_of(style: str, adds_bos: bool = False) -> ChatTemplate:
 
 def trained_texts(template: ChatTemplate, encoded: Encoded) -> str:
     ids, weights = encoded.input_ids, encoded.weights
-    return str(template._tokenizer.decode(ids[weights > 0].tolist()))
+    return str(template.tokenizer.decode(ids[weights > 0].tolist()))
 
 
 PIECES = [
@@ -188,7 +188,7 @@ def test_answers_and_their_stop_tokens_are_trained_on(
     assert trained_texts(template, encoded) == expected
 
     ids, weights = encoded.input_ids, encoded.weights
-    stop = template._tokenizer.convert_tokens_to_ids(chosen.stop)
+    stop = template.tokenizer.convert_tokens_to_ids(chosen.stop)
     assert template.stop_token_ids == {stop}
     trained = weights > 0
     ends = [*(trained[:-1] & ~trained[1:]), trained[-1]]
@@ -196,7 +196,7 @@ def test_answers_and_their_stop_tokens_are_trained_on(
 
     first = next(i for i, turn in enumerate(chat.turns) if turn.role == "assistant")
     before = template._renderer.render([Chat(chat.turns[:first])])[0]
-    num_before = len(template._tokenizer(before, add_special_tokens=False)["input_ids"])
+    num_before = len(template.tokenizer(before, add_special_tokens=False)["input_ids"])
     # One token less: the last one may be merged with the text after it.
     assert not trained[: max(num_before - 1, 0)].any()
 
@@ -212,8 +212,8 @@ def test_ids_are_those_of_apply_chat_template(
         chat = supported_part(style, chat)
     ids = encode(template, chat).input_ids.tolist()
     messages = [{"role": turn.role, "content": turn.content} for turn in chat.turns]
-    expected = template._tokenizer.apply_chat_template(messages, return_dict=False)
-    bos = template._tokenizer.bos_token_id
+    expected = template.tokenizer.apply_chat_template(messages, return_dict=False)
+    bos = template.tokenizer.bos_token_id
     if adds_bos and expected[0] != bos:
         expected = [bos, *expected]
     assert ids == expected[: len(ids)]
@@ -280,14 +280,14 @@ def test_each_row_is_rendered_once(style: str, monkeypatch: pytest.MonkeyPatch) 
     )
     encode(template, chat)
     rendered = 0
-    render = template._tokenizer.apply_chat_template
+    render = template.tokenizer.apply_chat_template
 
     def count(chats: list[Any], **options: Any) -> Any:
         nonlocal rendered
         rendered += len(chats)
         return render(chats, **options)
 
-    monkeypatch.setattr(template._tokenizer, "apply_chat_template", count)
+    monkeypatch.setattr(template.tokenizer, "apply_chat_template", count)
     assert len(list(template.encode([chat] * 9))) == 9
     assert rendered == 9
 
@@ -312,7 +312,7 @@ def test_prompt_is_a_prefix_of_the_trained_tokens(style: str, answer: str) -> No
     prompt = template.prompt(item)
     assert prompt is not None and (prompt.answer, prompt.origin) == (answer, ORIGIN)
     if style == "no prefix":
-        assert template._tokenizer.decode(prompt.input_ids).endswith("<think>\n")
+        assert template.tokenizer.decode(prompt.input_ids).endswith("<think>\n")
         return
     encoded = encode(template, item)
     ids, weights = encoded.input_ids, encoded.weights
