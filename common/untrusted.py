@@ -118,7 +118,9 @@ def reading(what: str | Path, fix: str) -> Iterator[None]:
         raise
     except BaseException as error:  # also a panic of a library in Rust
         code = exit_code(error)
-        is_machine = code == ENVIRONMENT_ERROR and not _is_caused_by_content(error)
+        # transformers raises an OSError without a number for errors in the content of a file.
+        is_of_content = isinstance(error, OSError) and error.errno in (None, *_CAUSED_BY_CONTENT)
+        is_machine = code == ENVIRONMENT_ERROR and not is_of_content
         if is_machine or _is_network_error(error):
             reason = f"{what}: {short_message(error)}"
             if isinstance(error, OSError) and error.filename is not None:
@@ -135,11 +137,6 @@ def short_message(error: BaseException) -> str:
     if not words or isinstance(error, (KeyError, IndexError)) or " " not in words:
         words = f"{type(error).__name__} {words}".strip()
     return words if len(words) <= MAX_WORDS else f"{words[:MAX_WORDS]}..."
-
-
-def _is_caused_by_content(error: BaseException) -> bool:
-    # transformers raises an OSError without a number for errors in the content of a file.
-    return isinstance(error, OSError) and (error.errno is None or error.errno in _CAUSED_BY_CONTENT)
 
 
 def _is_network_error(error: BaseException | None) -> bool:

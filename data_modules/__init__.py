@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from data_modules.template import Prompt as Prompt
     from data_modules.template.named_templates import OWN_TEMPLATE as OWN_TEMPLATE
     from data_modules.template.named_templates import find_syntax_error as find_syntax_error
-    from data_modules.tokens.datasets import DataReport as DataReport
     from data_modules.tokens.datasets import DataSpec as DataSpec
     from data_modules.tokens.estimate import EpochTokens as EpochTokens
     from data_modules.tokens.estimate import estimate_epoch as estimate_epoch
@@ -59,7 +58,7 @@ _NAMES = {
     "source": ("explain_refusal", "is_hub_id", "open_regular", "read_rows"),
     "template": ("ChatTemplate", "Prompt", "TEMPLATE_NAMES"),
     "template.named_templates": ("OWN_TEMPLATE", "find_syntax_error"),
-    "tokens.datasets": ("DataReport", "DataSpec"),
+    "tokens.datasets": ("DataSpec",),
     "tokens.estimate": ("EpochTokens", "estimate_epoch"),
     "tokens.store": ("padding_id",),
     "types": ("BatchSpec", "Conversation", "Example", "ModelSpec", "Turn"),

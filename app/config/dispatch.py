@@ -74,7 +74,13 @@ def run_verb(
 def run_guarded(verb: str, work: Callable[[], int]) -> int:
     """Return the exit code of a verb's work; print at most one error. Every verb passes here."""
     try:
-        _check_current_folder()
+        try:
+            os.getcwd()
+        except FileNotFoundError as error:
+            where = os.environ.get("PWD", "the current folder")
+            raise FileNotFoundError(
+                f"{where} no longer exists: it was moved or deleted; change to another folder (cd)"
+            ) from error
         if not is_child() and (files := shadowing_files()):
             print_note(
                 f"{' and '.join(files)} in this folder: not of this program, but what "
@@ -120,7 +126,9 @@ def _dispatch(
     if sweep_words := [word for word in words if word.lstrip("+").startswith(prefixes)]:
         raise UserError(f"{sweep_words[0]}: sweep settings have no effect in a single run; add -m")
     if shows_settings:
-        _print_settings(verb, words)
+        settings = dataclasses.asdict(compose(verb, words))
+        text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+        print(printable(redact(text), keep="\n"), end="")
         return DONE
     config = load_config(verb, words)
     existing = None if is_child() else check_before_start(config, words)
@@ -148,16 +156,6 @@ def version() -> str:
         return importlib.metadata.version("loft")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
-
-
-def _check_current_folder() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        where = os.environ.get("PWD", "the current folder")
-        raise FileNotFoundError(
-            f"{where} no longer exists: it was moved or deleted; change to another folder (cd)"
-        ) from error
 
 
 def check_before_start(config: Config, words: Sequence[str] | None = None) -> ExistingRun | None:
@@ -237,13 +235,6 @@ def _pop_cfg_flag(words: list[str]) -> tuple[bool, list[str]]:
     if argument != ["job"]:
         raise UserError(f"--cfg {''.join(argument)}: expected --cfg job, which prints the settings")
     return True, words[:position] + words[position + 2 :]
-
-
-def _print_settings(verb: str, words: list[str]) -> None:
-    """Print the composed settings of a command as YAML."""
-    settings = dataclasses.asdict(compose(verb, words))
-    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
-    print(printable(redact(text), keep="\n"), end="")
 
 
 def _check_required(config: Config) -> list[str]:

@@ -67,6 +67,16 @@ class Leaf:
     field: str
     value: Any
 
+    @property
+    def hint(self) -> Any:
+        """The type of its field, of X | None that of X."""
+        return element_of(hints_of(self.owner)[self.field])
+
+    @property
+    def facts(self) -> Facts:
+        fields = dataclasses.fields(self.owner)
+        return facts_of(next(each for each in fields if each.name == self.field))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unknown:

@@ -20,7 +20,7 @@ from app.config.overrides import Override, answer_for, safety_error
 from app.config.verbs import only_in
 from app.process.launch import is_child, is_first_rank
 from common.errors import nearest
-from common.facts import as_typed, expected, facts_of, hints_of, takes
+from common.facts import as_typed, expected, hints_of, takes
 from common.redaction import redact
 from common.text import printable, shortened
 
@@ -129,8 +129,7 @@ class Settings:
                 f"{leaf.key}={leaf.value}: expected {self.options[group]}; type "
                 f"{group}={leaf.value} to choose another option"
             )
-        field = next(each for each in dataclasses.fields(leaf.owner) if each.name == leaf.field)
-        facts, hint = facts_of(field), hints_of(leaf.owner)[leaf.field]
+        facts, hint = leaf.facts, hints_of(leaf.owner)[leaf.field]
         if facts.bounds or takes(facts, hint, leaf.value):
             return None  # bounds are checked together with combinations, in preflight/couplings
         if (ours := facts.option_aliases.get(typed.lower())) is not None:
@@ -277,12 +276,11 @@ def is_converted_text(found: schema.Leaf | schema.Unknown) -> bool:
     """Return whether YAML or Hydra made a number or a truth value of a setting that is text."""
     if not isinstance(found, schema.Leaf):
         return False
-    hint = schema.element_of(hints_of(found.owner)[found.field])
-    field = next(each for each in dataclasses.fields(found.owner) if each.name == found.field)
-    is_text = hint == list[str] if isinstance(found.value, list) else hint is str
-    values = found.value if isinstance(found.value, list) else [found.value]
+    is_list = isinstance(found.value, list)
+    is_text = found.hint == list[str] if is_list else found.hint is str
+    values = found.value if is_list else [found.value]
     is_converted = any(isinstance(value, (bool, int, float)) for value in values)
-    return is_text and is_converted and not facts_of(field).choices
+    return is_text and is_converted and not found.facts.choices
 
 
 def _problem_of_text(found: schema.Leaf, sources: Sources) -> str | None:
@@ -304,19 +302,17 @@ def _whole_number(found: schema.Leaf | schema.Unknown) -> int | None:
     """Return the int if a float like 1e9 was typed for one, else None."""
     if not (isinstance(found, schema.Leaf) and isinstance(found.value, float)):
         return None
-    hint = schema.element_of(hints_of(found.owner)[found.field])
     # A small one may come from a search between 1.0 and 8.0, whose next trial is not whole.
     is_whole = found.value.is_integer() and abs(found.value) >= 1000
-    return int(found.value) if hint is int and is_whole else None
+    return int(found.value) if found.hint is int and is_whole else None
 
 
 def _is_word_for_list(found: schema.Leaf | schema.Unknown, sources: Sources) -> bool:
     """Return whether a single word was typed for a list of text."""
     if not (isinstance(found, schema.Leaf) and isinstance(found.value, str) and found.value):
         return False
-    hint = schema.element_of(hints_of(found.owner)[found.field])
     is_reference = found.value.startswith("${")
-    return hint == list[str] and not is_reference and sources.source_of(found.key) is None
+    return found.hint == list[str] and not is_reference and sources.source_of(found.key) is None
 
 
 def _file_replaced_by_option(

@@ -194,11 +194,7 @@ def check_files(
                 _check_model(config, problems, needs_weights=needs_weights, resumes=resumes)
         except UserError as error:
             problems = problems or error.problems  # those found before may have caused it
-    problems += _check_template("model.chat_template", model.chat_template)
-    if has_data(config):
-        problems += _check_template("data.chat_template", config.data.chat_template)
-        if config.data.datasets and config.data.chat_template is None:
-            problems += _check_own_template(model)
+    problems += _check_templates(config)
     if has_data(config) and (teacher := config.objective.teacher_path) is not None:
         problems += _check_teacher(teacher)
     if has_data(config) and (config.data.loss_datasets or config.data.test_datasets):
@@ -233,35 +229,32 @@ def _missing_labels(found: Sequence[str]) -> str:
     )
 
 
-def _check_template(key: str, name: str | None) -> list[str]:
-    """List why `name`, the value of setting `key`, is neither a named template nor a valid file."""
-    if name is None or name in TEMPLATE_NAMES:
-        return []
-    if not (file := Path(name)).is_file():
-        return [
-            f"{key}={name}: expected {' or '.join(TEMPLATE_NAMES)}, or a .jinja file "
-            f"(no such file in {current_folder()}){nearest(name, TEMPLATE_NAMES)}"
-        ]
-    return _template_problems(f"{key}={name}", file)
+def _check_templates(config: TrainConfig | TunedConfig) -> list[str]:
+    """List the chat templates that do not exist, and the syntax errors of those that are used.
 
-
-def _template_problems(label: str, file: Path) -> list[str]:
-    """List the syntax errors of a template; a file that cannot be read is refused later."""
-    text, problem = read_text(file, "json_mib")
-    error = find_syntax_error(label, text) if problem is None else None
-    return [error] if error else []
-
-
-def _check_own_template(model: ModelConfig) -> list[str]:
-    """List the syntax errors of the chat template in the folder of the tokenizer."""
-    folder = Path(model.tokenizer_path or model.path or "")
-    if (file := folder / "chat_template.jinja").is_file():
-        return _template_problems(OWN_TEMPLATE, file)
-    if not (file := folder / "tokenizer_config.json").is_file():
-        return []
-    text = read_json_object(file)[0].get("chat_template")
-    error = find_syntax_error(OWN_TEMPLATE, text) if isinstance(text, str) else None
-    return [error] if error else []
+    A file that cannot be read is refused later.
+    """
+    model, found = config.model, list[str | None]()
+    named = [("model.chat_template", model.chat_template)]
+    named += [("data.chat_template", config.data.chat_template)] if has_data(config) else []
+    for key, name in named:
+        if name is None or name in TEMPLATE_NAMES:
+            continue
+        if (file := Path(name)).is_file():
+            found.append(find_syntax_error(f"{key}={name}", read_text(file, "json_mib")[0]))
+        else:
+            found.append(
+                f"{key}={name}: expected {' or '.join(TEMPLATE_NAMES)}, or a .jinja file "
+                f"(no such file in {current_folder()}){nearest(name, TEMPLATE_NAMES)}"
+            )
+    if has_data(config) and config.data.datasets and config.data.chat_template is None:
+        folder, text = Path(model.tokenizer_path or model.path or ""), None
+        if (file := folder / "chat_template.jinja").is_file():
+            text = read_text(file, "json_mib")[0]
+        elif (file := folder / "tokenizer_config.json").is_file():
+            text = read_json_object(file)[0].get("chat_template")
+        found.append(find_syntax_error(OWN_TEMPLATE, text) if isinstance(text, str) else None)
+    return [problem for problem in found if problem]
 
 
 def _check_model(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ tokens, evenly spaced documents are searched"""
 Hashes = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+_T = TypeVar("_T", np.int64, np.uint64)
 _BASE, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 CHUNK_TOKENS = 1 << 20
 """tokens that are hashed at once, which takes about 60 MB with all intermediate arrays"""
@@ -250,7 +251,12 @@ def _find_overlap(
         max_train_tokens=MAX_TRAIN_TOKENS,
         max_held_out_tokens=MAX_HELD_OUT_TOKENS,
     )
-    _add_searched_share(audit, side, found)
+    for searched, what in ((found.train_share, "training"), (found.held_out_share, side)):
+        if searched < 1:
+            audit.facts.append(
+                f"overlap with {side} documents: searched in {percent(searched, 0)} of the {what} "
+                "tokens (evenly spaced documents), to save time"
+            )
     counts = []
     for index, name in enumerate(names):
         is_in_dataset = held_out.datasets == index
@@ -275,15 +281,6 @@ def _find_overlap(
                 )
             )
     return counts
-
-
-def _add_searched_share(audit: Audit, held_out: str, found: Overlap) -> None:
-    for share, side in ((found.train_share, "training"), (found.held_out_share, held_out)):
-        if share < 1:
-            audit.facts.append(
-                f"overlap with {held_out} documents: searched in {percent(share, 0)} of the {side} "
-                "tokens (evenly spaced documents), to save time"
-            )
 
 
 def _count_benchmarks(
@@ -503,7 +500,7 @@ def _index_grams(held_out: Columns, sampled: Indices, ngram: int) -> _Index:
     boilerplate: list[Hashes] = []
     for dataset in np.unique(held_out.datasets[sampled]):
         chosen = sampled[held_out.datasets[sampled] == dataset]
-        parts = [_unique_per_document(*part) for part in _grams(held_out, chosen, ngram)]
+        parts = [_unique_pairs(*part) for part in _grams(held_out, chosen, ngram)]
         if not parts:
             continue
         grams = np.concatenate([part[0] for part in parts])
@@ -535,12 +532,7 @@ def _find_in_training(
     first = np.full(len(index.grams), -1, dtype=np.int64)
     for hashes, documents in _grams(train, chosen, ngram):
         at, grams = index.find(hashes)
-        owners = documents[at]
-        order = np.lexsort((owners, grams))
-        grams, owners = grams[order], owners[order]
-        new = np.ones(len(grams), dtype=np.bool_)
-        new[1:] = (grams[1:] != grams[:-1]) | (owners[1:] != owners[:-1])
-        grams, owners = grams[new], owners[new]
+        owners, grams = _unique_pairs(documents[at], grams)
         counts += np.bincount(grams, minlength=len(counts))
         unseen = first[grams] < 0
         # In reverse order, so that the first document of an n-gram is written last.
@@ -575,13 +567,13 @@ def _boilerplate_limit(num_documents: int) -> float:
     return max(BOILERPLATE_DOCUMENTS, BOILERPLATE_SHARE * num_documents)
 
 
-def _unique_per_document(hashes: Hashes, documents: Indices) -> tuple[Hashes, Indices]:
-    """Return each n-gram of a document once; `documents` is sorted."""
-    order = np.lexsort((hashes, documents))
-    hashes, documents = hashes[order], documents[order]
-    new = np.ones(len(hashes), dtype=np.bool_)
-    new[1:] = (hashes[1:] != hashes[:-1]) | (documents[1:] != documents[:-1])
-    return hashes[new], documents[new]
+def _unique_pairs(first: npt.NDArray[_T], second: Indices) -> tuple[npt.NDArray[_T], Indices]:
+    """Return each pair of numbers once, sorted by the second, then by the first."""
+    order = np.lexsort((first, second))
+    first, second = first[order], second[order]
+    new = np.ones(len(first), dtype=np.bool_)
+    new[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
+    return first[new], second[new]
 
 
 def _grams(side: Columns, chosen: Indices, ngram: int) -> Iterator[tuple[Hashes, Indices]]:

@@ -20,4 +20,3 @@ from data_modules.format.labels import label_of as label_of
 from data_modules.format.labels import label_text as label_text
 from data_modules.format.labels import labels_of as labels_of
 from data_modules.format.labels import with_other_answers as with_other_answers
-from data_modules.format.turns import ROLES as ROLES

@@ -470,10 +470,6 @@ def _read_segment(item: Any, index: int, row_weight: float) -> Segment:
     return Segment(read_text(item["text"], f"{where}.text"), weight)
 
 
-def _read_pretokenized(values: Mapping[str, Any], origin: Origin) -> list[Item]:
-    return [*read_tokens(values, origin)]
-
-
 def _read_oasst(values: Mapping[str, Any], origin: Origin) -> list[Item]:
     return [*read_tree(values["prompt"], origin, row_weight(values))]
 
@@ -538,7 +534,7 @@ FORMATS: dict[str, Format] = {
             "pretokenized",
             (("input_ids",), MASKS),
             ("attention_mask", *PACKED, *DOCUMENT_IDS),
-            _read_pretokenized,
+            read_tokens,
         ),
         Format(
             "prompt_completion",

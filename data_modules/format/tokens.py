@@ -18,7 +18,7 @@ from data_modules.format.fields import (
     row_weight,
     type_of,
 )
-from data_modules.types import Tokens
+from data_modules.types import Item, Tokens
 
 _IGNORED = -100
 """label of a token that is not trained on"""
@@ -31,7 +31,7 @@ DOCUMENT_IDS = ("document_ids", "doc_ids", "segment_ids", "sequence_ids")
 _MAX_ID = 2**31 - 1
 
 
-def read_tokens(values: Mapping[str, Any], origin: Origin) -> list[Tokens]:
+def read_tokens(values: Mapping[str, Any], origin: Origin) -> list[Item]:
     """Return the ids and weights of each document; the weights of all masks are multiplied.
 
     Tokens masked by `attention_mask` are padding at either end, which is removed. Labels are not

@@ -217,7 +217,9 @@ def _read_turn(item: Any, where: str) -> Turn:
         name = item.get("from")
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise RowError(_unknown_role(item, name, where))
+        if name is None:
+            raise RowError(f"{where} has no role; found {listed(item)}{typo_hint('role', item)}")
+        raise RowError(f"{where} has role {quote(name)}; known roles are {', '.join(ROLES)}")
     field = None
     for content_field in CONTENT_FIELDS:
         if content_field in item:
@@ -228,23 +230,13 @@ def _read_turn(item: Any, where: str) -> Turn:
         turn = Turn(role, check_text(value, f"{where}.{field}"))
     else:
         turn = _read_full_turn(item, str(name), field, where)
-    if turn.role == "assistant" and is_blank(turn.content):
-        _check_not_empty(turn, where)
-    return turn
-
-
-def _unknown_role(item: dict[str, Any], name: Any, where: str) -> str:
-    if name is None:
-        return f"{where} has no role; found {listed(item)}{typo_hint('role', item)}"
-    return f"{where} has role {quote(name)}; known roles are {', '.join(ROLES)}"
-
-
-def _check_not_empty(turn: Turn, where: str) -> None:
-    if not turn.tool_calls and not turn.reasoning and turn.weight != 0:
+    is_empty = turn.role == "assistant" and is_blank(turn.content)
+    if is_empty and not turn.tool_calls and not turn.reasoning and turn.weight != 0:
         raise EmptyAnswerError(
             f"{where} is an empty answer: there is nothing to train on; drop the row, or set "
             f"'train: false' on the turn, {SKIP_EMPTY}"
         )
+    return turn
 
 
 def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: str) -> Turn:
@@ -335,25 +327,15 @@ def _read_parts(parts: list[Any], where: str) -> tuple[str, str, list[ToolCall]]
     return "".join(texts), "".join(reasonings), calls
 
 
-def _first_part(turn: Turn) -> int:
-    """Return the first part of a turn: 0 reasoning, 1 text, 2 calls."""
-    if turn.reasoning:
-        return 0
-    return 2 if turn.tool_calls and not turn.content else 1
-
-
-def _last_part(turn: Turn) -> int:
-    if turn.tool_calls:
-        return 2
-    return 0 if turn.reasoning and not turn.content else 1
-
-
 def _can_join(last: Turn, turn: Turn) -> bool:
     if turn.role == "tool" or last.weight != turn.weight:
         return False
     if last.trained is not None or turn.trained is not None:
         return False
-    return _last_part(last) <= _first_part(turn)
+    # The last part of one and the first of the other: 0 reasoning, 1 text, 2 calls.
+    end = 2 if last.tool_calls else 0 if last.reasoning and not last.content else 1
+    start = 0 if turn.reasoning else 2 if turn.tool_calls and not turn.content else 1
+    return end <= start
 
 
 def _join(last: Turn, turn: Turn) -> Turn:

@@ -11,7 +11,6 @@ from data_modules.source.opening import MAX_RAW as MAX_RAW
 from data_modules.source.opening import BadRow as BadRow
 from data_modules.source.opening import Budget as Budget
 from data_modules.source.opening import Chunk as Chunk
-from data_modules.source.opening import Part as Part
 from data_modules.source.opening import check_split as check_split
 from data_modules.source.opening import open_regular as open_regular
 from data_modules.source.source import find_files as find_files

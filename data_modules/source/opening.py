@@ -33,6 +33,7 @@ _SNIFFED_BYTES = 1 << 16
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _COMPRESSIONS = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
+_COMPRESSED = re.compile(r"\.(gz|zst)\Z", re.IGNORECASE)
 _COMPRESSION_NAMES = {".gz": "gzip-compressed", ".zst": "zstd-compressed"}
 _NO_TEXT = {
     b"PAR1": "a parquet file; name it .parquet",
@@ -98,12 +99,12 @@ class Content:
 
 def suffix_of(name: str) -> str:
     """Return the suffix that determines a file's format: the one before .gz or .zst."""
-    return PurePosixPath(_without_compression(name.lower())).suffix
+    return PurePosixPath(_COMPRESSED.sub("", name.lower())).suffix
 
 
 def stem_of(name: str) -> str:
     """Return a file's name without the suffixes of its format and compression."""
-    bare = _without_compression(name)
+    bare = _COMPRESSED.sub("", name)
     return bare[: len(bare) - len(suffix_of(name))]
 
 
@@ -221,13 +222,6 @@ def open_stored(file: File) -> io.BufferedReader:
         return io.BufferedReader(RemoteStream(file.open, file.limits), BLOCK_BYTES)
     except OSError as error:
         raise RemoteError(unreadable(file, error)) from error
-
-
-def _without_compression(name: str) -> str:
-    for suffix in _COMPRESSIONS:
-        if name.lower().endswith(suffix):
-            return name[: -len(suffix)]
-    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,12 +377,6 @@ class Part:
         """Return whether it is a slice and not the whole split."""
         return self.start is not None or self.stop is not None
 
-    def resolve(self, total: int | None) -> tuple[int, int | None]:
-        """Return the first row, from 0, and the row after the last (None: to the end)."""
-        known = total if total is not None else 1 << 62
-        start = 0 if self.start is None else self.start.resolve(known)
-        return start, None if self.stop is None else self.stop.resolve(known)
-
     def __str__(self) -> str:
         def text(bound: _Bound | None) -> str:
             if bound is None:
@@ -406,10 +394,10 @@ def check_split(split: str) -> list[Part]:
 
 def rows_of(path: str, part: Part, total: int | None) -> tuple[int, int | None]:
     """Return the first row of the slice, from 0, and the row after the last; raises DataError."""
-    if not part.is_sliced:
-        return 0, None
-    start, stop = part.resolve(total)
-    if start == total or (stop is not None and stop <= start):
+    known = total if total is not None else 1 << 62
+    start = 0 if part.start is None else part.start.resolve(known)
+    stop = None if part.stop is None else part.stop.resolve(known)
+    if part.is_sliced and (start == total or (stop is not None and stop <= start)):
         rows = "" if total is None else f" of {total:,} rows"
         raise DataError(f"{path}: 0 rows in '{part}'{rows}; give another slice")
     return start, stop

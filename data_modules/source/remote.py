@@ -139,18 +139,14 @@ class RemoteStream(io.RawIOBase):
             raise TimeoutError(_too_slow(self._block, allowed, limits)) from error
         buffer[: len(data)] = data
         self._waited += time.monotonic() - started
-        self._count(len(data))
-        return len(data)
-
-    def _count(self, num_bytes: int) -> None:
-        self._position += num_bytes
-        self._num_bytes += num_bytes
-        self._block += num_bytes
+        self._position += len(data)
+        self._num_bytes += len(data)
+        self._block += len(data)
         if self._block >= BLOCK_BYTES:
             self._block, self._waited = 0, 0.0
-        limit = self._limits.remote_bytes
-        if self._num_bytes > limit:
-            raise OSError(too_many("sends", f"more than {limit:,} bytes", "remote_bytes", limit))
+        if self._num_bytes > (most := limits.remote_bytes):
+            raise OSError(too_many("sends", f"more than {most:,} bytes", "remote_bytes", most))
+        return len(data)
 
     def close(self) -> None:
         """Close the remote file."""
@@ -164,14 +160,6 @@ def fresh_info(file_system: Any, place: str) -> dict[str, Any]:
     file_system.invalidate_cache(place)
     info: dict[str, Any] = file_system.info(place)
     return info
-
-
-def _install(url: Url) -> str:
-    """Return the command that installs the file system of a URL; empty if it is unknown."""
-    protocol = url.address.partition("://")[0].rpartition("::")[2]
-    package = PACKAGES.get(protocol)
-    # Naming datasets makes pip keep the fsspec that it needs.
-    return f"; pip install {package} datasets" if package else ""
 
 
 def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
@@ -189,8 +177,11 @@ def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
     try:
         return _answer_within(url.limits, answer)
     except ImportError as error:
+        package = PACKAGES.get(url.address.partition("://")[0].rpartition("::")[2])
+        # Naming datasets makes pip keep the fsspec that it needs.
+        install = f"; pip install {package} datasets" if package else ""
         raise DataError(
-            f"{url}: needs a package that is not installed ({reason_of(error)}){_install(url)}"
+            f"{url}: needs a package that is not installed ({reason_of(error)}){install}"
         ) from error
     except FileNotFoundError as error:
         raise _not_found_error(url, error.__cause__) from error

@@ -157,19 +157,15 @@ def fingerprint(
     files = find_files(path, split, limits, name)
     if not by_stamp and len(files) == 1 and files[0] == Path(path).expanduser():
         return _sha256_of(files[0])
+    local = [file.absolute() for file in files if isinstance(file, Path)]
+    names = [str(file) for file in files]
+    if len(local) == len(files):
+        root = os.path.commonpath([file.parent for file in local])
+        names = [str(file.relative_to(root)) for file in local]
     digest = hashlib.sha256()
-    for file, inner in zip(files, _names_of(files), strict=True):
+    for file, inner in zip(files, names, strict=True):
         digest.update(repr((inner, _identity_of(file, by_stamp))).encode())
     return digest.hexdigest()
-
-
-def _names_of(files: Sequence[File]) -> list[str]:
-    """Return the files' names relative to their common folder."""
-    local = [file.absolute() for file in files if isinstance(file, Path)]
-    if len(local) < len(files):
-        return [str(file) for file in files]
-    root = os.path.commonpath([file.parent for file in local])
-    return [str(file.relative_to(root)) for file in local]
 
 
 def _identity_of(file: File, by_stamp: bool) -> object:

@@ -176,7 +176,11 @@ def _row_of(
 ) -> Row | BadRow:
     """Return the row of a JSON value, which is in `text` from `start` to `end`."""
     if not isinstance(values, dict):
-        return BadRow(origin, _not_an_object(values), text[start:end][:MAX_RAW])
+        of_objects = isinstance(values, list) and values and isinstance(values[0], dict)
+        hint = " (a file that is one array of rows is named .json)" if of_objects else ""
+        kind = _JSON_KINDS[type(values).__name__]
+        reason = f'is {kind}, not an object; a row is {{"column": value, ...}}{hint}'
+        return BadRow(origin, reason, text[start:end][:MAX_RAW])
     # Counting brackets is fast, and rules out deep nesting for nearly all rows.
     opened = text.count("{", start, end) + text.count("[", start, end)
     if opened > limits.nesting and (problem := nesting_error(values, limits)):
@@ -219,13 +223,6 @@ def _unreadable(error: Exception, limits: Limits) -> str:
     return (
         f"has a number of more than {max_digits:,} digits, which Python refuses; write it as text"
     )
-
-
-def _not_an_object(value: Any) -> str:
-    kind = _JSON_KINDS[type(value).__name__]
-    of_objects = isinstance(value, list) and value and isinstance(value[0], dict)
-    hint = " (a file that is one array of rows is named .json)" if of_objects else ""
-    return f'is {kind}, not an object; a row is {{"column": value, ...}}{hint}'
 
 
 def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chunk]:

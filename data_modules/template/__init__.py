@@ -3,9 +3,6 @@
 from data_modules.template.encoding import CharacterCheck as CharacterCheck
 from data_modules.template.masking import MaskConfig as MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
-from data_modules.template.named_templates import TEMPLATES_WITH_TOOLS as TEMPLATES_WITH_TOOLS
 from data_modules.template.template import ChatTemplate as ChatTemplate
 from data_modules.template.template import Prompt as Prompt
 from data_modules.template.template import RowProblem as RowProblem
-from data_modules.types import Encoded as Encoded
-from data_modules.types import Note as Note

@@ -153,17 +153,6 @@ def _span_weights(
     return weights
 
 
-def _document_loss_weights(document: Document, mask: MaskConfig) -> LossWeights:
-    """Return the loss weights of a document: those of its segments."""
-    ranges, start = [], 0
-    for segment in document.segments:
-        end = start + len(segment.text)
-        if segment.weight > 0 or not mask.train_on_inputs:
-            ranges.append(WeightedRange(start, end, segment.weight))
-        start = end
-    return LossWeights(1.0 if mask.train_on_inputs else 0.0, ranges)
-
-
 def _find_lost_reasoning(
     turns: Sequence[Turn], text: str, extents: Mapping[int, tuple[int, int]]
 ) -> list[Note]:
@@ -300,9 +289,15 @@ class LayoutBuilder:
         return layouts
 
     def _document_layout(self, document: Document) -> Layout:
-        text = document.text
+        text, trains_all = document.text, self._mask.train_on_inputs
         notes, plain_ranges = self.find_control_tokens([(text, 0, len(text))], text)
-        return Layout(text, _document_loss_weights(document, self._mask), notes, plain_ranges)
+        ranges, start = [], 0
+        for segment in document.segments:
+            end = start + len(segment.text)
+            if segment.weight > 0 or not trains_all:
+                ranges.append(WeightedRange(start, end, segment.weight))
+            start = end
+        return Layout(text, LossWeights(float(trains_all), ranges), notes, plain_ranges)
 
     def _chat_layout(
         self, chat: Conversation, prepared: Chat, rendered: RenderedChat | RowRefusedError

@@ -68,8 +68,6 @@ TEMPLATE_NAMES = tuple(_NEEDED)
 OWN_TEMPLATE = "the tokenizer's own chat template"
 FOR_TOOLS = "tool_use"
 """name of the template for rows with tools, of a tokenizer that has several"""
-TEMPLATES_WITH_TOOLS = ("plain", "gemma4", "granite", "qwen3")
-"""templates that write declared tools, tool calls and tool results"""
 _MAX_TEMPLATE_BYTES = 1 << 20
 _FOLDER = Path(__file__).parent / "named"
 _QUESTION, _ANSWER = Turn("user", "a"), Turn("assistant", "b")

@@ -502,7 +502,11 @@ class BadRows:
             self.num_empty += 1
             self.first_empty = [*self.first_empty, row.origin][:_MAX_FIRST]
         elif self._quarantines:
-            self._quarantine(row)
+            self.num_kept += 1
+            self.first_kept = [*self.first_kept, row.problem][:_MAX_FIRST]
+            if self._file is not None:
+                line = {"origin": str(row.origin), "problem": row.problem, "row": row.raw}
+                self._file.write(json.dumps(line) + "\n")
         elif row.is_of_template and self._add_refused(row):
             pass
         elif row.columns is None or (
@@ -521,13 +525,6 @@ class BadRows:
         self._refused[reason] = [*self._refused.get(reason, [])[:1], row]
         self._num_refused[reason] += 1
         return True
-
-    def _quarantine(self, row: Rejected) -> None:
-        self.num_kept += 1
-        self.first_kept = [*self.first_kept, row.problem][:_MAX_FIRST]
-        if self._file is not None:
-            line = {"origin": str(row.origin), "problem": row.problem, "row": row.raw}
-            self._file.write(json.dumps(line) + "\n")
 
     def add_good(self, format_name: str, origin: Origin) -> None:
         """Count a good row."""

@@ -156,9 +156,15 @@ def _sample(
 
 def _lengths(items: Sequence[Item], count_tokens: CountTokens) -> list[int]:
     counted = iter(count_tokens([text for item in items for text in _texts(item)]))
-    return [
-        sum(itertools.islice(counted, len(_texts(item)))) + _other_tokens(item) for item in items
-    ]
+    lengths = []
+    for item in items:
+        length = sum(itertools.islice(counted, len(_texts(item))))
+        if isinstance(item, Tokens):
+            length += len(item.input_ids)
+        else:
+            length += 1 + (_TURN_TOKENS * len(item.turns) if isinstance(item, Conversation) else 0)
+        lengths.append(length)
+    return lengths
 
 
 def _texts(item: Item) -> list[str]:
@@ -174,13 +180,6 @@ def _texts(item: Item) -> list[str]:
         for call in turn.tool_calls
     ]
     return texts + calls + [json.dumps(tool, default=dict) for tool in item.tools]
-
-
-def _other_tokens(item: Item) -> int:
-    """Return the number of an item's tokens that come from none of its texts."""
-    if isinstance(item, Tokens):
-        return len(item.input_ids)
-    return 1 + (_TURN_TOKENS * len(item.turns) if isinstance(item, Conversation) else 0)
 
 
 def _kept(length: int, sequence_len: int, on_long: str) -> int:
