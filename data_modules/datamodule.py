@@ -137,8 +137,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self._data, self.report = data, data.report()
         if not config.streaming:
             self._check_labels()
-        if len(mixture := self.mixture_report()) > 1:
-            self.report.mixture = describe_mixture(mixture)
+            if len(config.datasets) > 1:
+                self.report.mixture = describe_mixture(self.mixture_report())
 
     def _check_labels(self) -> None:
         """Raise DataError if all verdicts are the same, or a class is in validation rows only."""

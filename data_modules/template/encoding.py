@@ -403,13 +403,20 @@ class CharacterCheck:
     """
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-        self._tokenizer: Any = tokenizer
+        from tokenizers import pre_tokenizers
+
         self._backend: Any = tokenizer.backend_tokenizer
         unknown, others = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
         self.unknown_id = None if unknown in others else unknown
         """token of unknown characters; None if it has another use too"""
         self._kept: set[str] = set()
-        self.keeps_all = self._has_all_bytes() and all(map(self._keeps, string.printable))
+        normalizer = self._backend.normalizer
+        letters = set(pre_tokenizers.ByteLevel.alphabet()) - _NO_BYTES
+        self.keeps_all = (
+            (normalizer is None or type(normalizer).__name__ == "NFC")
+            and all(self._backend.token_to_id(each) is not None for each in letters)
+            and all(map(self._keeps, string.printable))
+        )
         """whether no text can lose a character, so that none need be looked at"""
 
     def lost(self, text: str) -> set[str]:
@@ -427,15 +434,6 @@ class CharacterCheck:
         place = text.index(character)
         is_accent = len(character) == 1 and unicodedata.combining(character) != 0
         return is_accent and place > 0 and self._keeps(text[place - 1 : place + 1])
-
-    def _has_all_bytes(self) -> bool:
-        from tokenizers import pre_tokenizers
-
-        normalizer = self._backend.normalizer
-        alphabet = set(pre_tokenizers.ByteLevel.alphabet()) - _NO_BYTES
-        return (normalizer is None or type(normalizer).__name__ == "NFC") and all(
-            self._backend.token_to_id(each) is not None for each in alphabet
-        )
 
     def _keeps(self, character: str) -> bool:
         encoding = self._backend.encode(f"x{character}x", add_special_tokens=False)

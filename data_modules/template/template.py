@@ -198,20 +198,24 @@ class ChatTemplate:
         """
         return datetime.date.today().isoformat() if "strftime_now" in self.text else ""
 
+    @cached_property
+    def _small(self) -> RenderedChat:
+        """A small chat as the template writes it; without turns if it refuses it."""
+        (small,) = self._finder.render([_SMALL_CHAT])
+        return small if isinstance(small, RenderedChat) else RenderedChat("", [], ())
+
     @property
     def stop_token_ids(self) -> set[int]:
         """Return the tokens that end answers: of a small chat, and of all rows encoded so far."""
-        small = self._finder.render([_SMALL_CHAT])[0]
-        stops = {span.stop for span in small.spans} if isinstance(small, RenderedChat) else set()
-        return {self.stop_texts[stop] for stop in stops | self._layout_builder.seen_stops if stop}
+        stops = {span.stop for span in self._small.spans} | self._layout_builder.seen_stops
+        return {self.stop_texts[stop] for stop in stops if stop}
 
     @cached_property
     def tail_ids(self) -> list[int]:
         """Return the tokens that the template writes after the last stop token: often a newline."""
-        small = self._finder.render([_SMALL_CHAT])[0]
-        if not isinstance(small, RenderedChat) or not small.spans:
+        if not self._small.spans:
             return []
-        tail = small.text[max(span.stop_end for span in small.spans) :]
+        tail = self._small.text[max(span.stop_end for span in self._small.spans) :]
         return list(self.tokenizer(tail, add_special_tokens=False)["input_ids"]) if tail else []
 
     def encode(self, items: Sequence[Item]) -> Iterator[Encoded | RowProblem]:

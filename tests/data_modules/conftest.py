@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import hypothesis
 import pytest
 
 from common.errors import DataError, Problems
+from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.source import MAX_ROW_BYTES, BadRow, Budget, read_chunks
-from data_modules.template import template
+from data_modules.template import ChatTemplate, MaskConfig, template
+from data_modules.tokens.prepare import Prepared, TokenSpec, hash_of, prepare_dataset
 from data_modules.types import Row
 
 # The same examples in every run and no folder of them in the tree: what fails here fails anywhere.
@@ -82,6 +85,38 @@ def read_rows(
         for problem in error.problems:
             problems.add(problem)
     problems.raise_if_any()
+
+
+def write_jsonl(file: Path, rows: list[dict[str, Any]]) -> DatasetConfig:
+    """Write rows as JSON lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DatasetConfig(path=str(file))
+
+
+def alpaca(*answers: str) -> list[dict[str, Any]]:
+    """Make an alpaca row for each answer."""
+    return [{"instruction": "q", "output": answer} for answer in answers]
+
+
+def prepare(
+    config: DatasetConfig,
+    tokenizer: Any,
+    sequence_len: int,
+    *,
+    template: str = "plain",
+    first_rows: int | None = None,
+    **data: Any,
+) -> Prepared:
+    """Prepare one data set with this template."""
+    settings = DataConfig(datasets=[config], **data)
+    spec = TokenSpec(
+        config=settings,
+        template=ChatTemplate.resolve(tokenizer, template, MaskConfig.of(settings)),
+        sequence_len=sequence_len,
+        tokenizer_hash=hash_of(tokenizer),
+        first_rows=first_rows,
+    )
+    return prepare_dataset(config, spec)
 
 
 @pytest.fixture(autouse=True)

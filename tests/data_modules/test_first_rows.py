@@ -19,9 +19,9 @@ from data_modules import (
     check_datasets,
 )
 from data_modules.source import Limits, opening, read_chunks
-from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.tokens.encode import BadRows, FirstRows, Rejected
-from data_modules.tokens.prepare import Prepared, TokenSpec, hash_of, prepare_dataset
+from data_modules.tokens.prepare import Prepared
+from tests.data_modules.conftest import prepare
 
 
 def write(file: Path, num_rows: int) -> Path:
@@ -30,19 +30,10 @@ def write(file: Path, num_rows: int) -> Path:
     return file
 
 
-def prepare(file: Path, tokenizer: Any, first_rows: int | None, **settings: Any) -> Prepared:
+def prepare_file(file: Path, tokenizer: Any, first_rows: int | None, **settings: Any) -> Prepared:
     """Prepare the first rows of a file."""
-    cache = str(file.parent / "cache")
-    data = DataConfig(datasets=[DatasetConfig(path=str(file))], cache_dir=cache, **settings)
-    template = ChatTemplate.resolve(tokenizer, "plain", MaskConfig.of(data))
-    spec = TokenSpec(
-        config=data,
-        template=template,
-        sequence_len=64,
-        tokenizer_hash=hash_of(tokenizer),
-        first_rows=first_rows,
-    )
-    return prepare_dataset(data.datasets[0], spec)
+    config, cache = DatasetConfig(path=str(file)), str(file.parent / "cache")
+    return prepare(config, tokenizer, 64, first_rows=first_rows, cache_dir=cache, **settings)
 
 
 def test_the_limit_is_the_number_of_rows_read(
@@ -50,15 +41,15 @@ def test_the_limit_is_the_number_of_rows_read(
 ) -> None:
     monkeypatch.setattr(opening, "CHUNK_BYTES", 1000)
     file = write(tmp_path / "d.jsonl", 2000)
-    part = prepare(file, tokenizer, 100)
+    part = prepare_file(file, tokenizer, 100)
     assert (part.counts.rows, part.is_cut) == (100, True)
     assert part.store.lines.tolist() == list(range(1, 101))
-    every = prepare(file, tokenizer, None)
+    every = prepare_file(file, tokenizer, None)
     assert (every.counts.rows, every.is_cut) == (2000, False)
     assert every.store.digests[:100].tolist() == part.store.digests.tolist()
     # Neither is taken for the other, and as many rows as there are is all of them.
-    assert prepare(file, tokenizer, 100).counts.rows == 100
-    exact = prepare(file, tokenizer, 2000)
+    assert prepare_file(file, tokenizer, 100).counts.rows == 100
+    exact = prepare_file(file, tokenizer, 2000)
     assert (exact.counts.rows, exact.is_cut) == (2000, False)
 
 
@@ -106,12 +97,12 @@ def test_the_rest_of_the_file_is_not_opened(tmp_path: Path) -> None:
 def test_too_many_rows_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     file = write(tmp_path / "d.jsonl", 50)
     with pytest.raises(DataError) as caught:
-        prepare(file, tokenizer, None, limits=Limits(rows=49))
+        prepare_file(file, tokenizer, None, limits=Limits(rows=49))
     assert caught.value.problems == [
         f"{file}: has more than 49 rows (data.limits.rows); raise it if the data is right, "
         "or use a part of it: data.datasets[].split=train[:10%]"
     ]
-    assert prepare(file, tokenizer, None, limits=Limits(rows=50)).counts.rows == 50
+    assert prepare_file(file, tokenizer, None, limits=Limits(rows=50)).counts.rows == 50
 
 
 @pytest.mark.parametrize("how", [{"on_bad_row": "quarantine"}, {"drop_empty": True}, {}])
@@ -143,6 +134,6 @@ def test_changed_limits_are_applied_with_quarantine(tmp_path: Path, tokenizer: A
     file.write_text('{"text": "one"}\n{"text": "two", "x": ' + deep + "}\n")
     assert check_datasets(DataConfig(datasets=[DatasetConfig(path=str(file))])) == []
     low = Limits(nesting=10)
-    assert prepare(file, tokenizer, None, on_bad_row="quarantine").counts.kept == 2
-    again = prepare(file, tokenizer, None, on_bad_row="quarantine", limits=low)
+    assert prepare_file(file, tokenizer, None, on_bad_row="quarantine").counts.kept == 2
+    again = prepare_file(file, tokenizer, None, on_bad_row="quarantine", limits=low)
     assert (again.counts.kept, again.counts.rejected) == (1, 1)

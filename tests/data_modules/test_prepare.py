@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ import pytest
 
 from common.errors import DataError
 from data_modules.settings import DataConfig, DatasetConfig, check_datasets
-from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.tokens.prepare import Prepared, TokenSpec, hash_of, prepare_dataset
+from data_modules.tokens.prepare import Prepared
 from data_modules.types import Example
+from tests.data_modules.conftest import alpaca, prepare, write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -21,41 +20,10 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOFT_DATA_CACHE", str(tmp_path / "cache"))
 
 
-def write(file: Path, rows: list[dict[str, Any]]) -> DatasetConfig:
-    """Write rows as JSON lines."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DatasetConfig(path=str(file))
-
-
-def alpaca(*answers: str) -> list[dict[str, Any]]:
-    """Make an alpaca row for each answer."""
-    return [{"instruction": "q", "output": answer} for answer in answers]
-
-
 HEADER_AT_END = (
     "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + eos_token }}{% endfor %}"
     "{{ '### assistant:\n' }}"
 )
-
-
-def prepare(
-    config: DatasetConfig,
-    tokenizer: Any,
-    sequence_len: int,
-    *,
-    template: str = "plain",
-    **data: Any,
-) -> Prepared:
-    """Prepare one data set with this template."""
-    settings = DataConfig(datasets=[config], **data)
-    chat_template = ChatTemplate.resolve(tokenizer, template, MaskConfig.of(settings))
-    spec = TokenSpec(
-        config=settings,
-        template=chat_template,
-        sequence_len=sequence_len,
-        tokenizer_hash=hash_of(tokenizer),
-    )
-    return prepare_dataset(config, spec)
 
 
 def rows_of(prepared: Prepared) -> list[list[Example]]:
@@ -82,7 +50,7 @@ def length(tokenizer: Any, text: str) -> int:
 
 
 def test_rows_become_examples(tmp_path: Path, tokenizer: Any) -> None:
-    prepared = prepare(write(tmp_path / "d.jsonl", alpaca("one", "two")), tokenizer, 99)
+    prepared = prepare(write_jsonl(tmp_path / "d.jsonl", alpaca("one", "two")), tokenizer, 99)
     assert trained(prepared, tokenizer) == ["one</s>", "two</s>"]
     example = rows_of(prepared)[1][0]
     assert example.dataset == 3 and example.origin.line == 2
@@ -96,7 +64,7 @@ def test_rows_become_examples(tmp_path: Path, tokenizer: Any) -> None:
 def test_text_after_the_last_stop_token_does_not_hide_it(
     tmp_path: Path, tokenizer: Any, eos: str, text: str | None
 ) -> None:
-    file = write(tmp_path / "d.jsonl", alpaca("one", "two"))
+    file = write_jsonl(tmp_path / "d.jsonl", alpaca("one", "two"))
     if text is not None:
         (tmp_path / "own.jinja").write_text(text)
     prepared = prepare(
@@ -115,7 +83,7 @@ def test_text_after_the_last_stop_token_does_not_hide_it(
 def test_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
     ask = {"messages": [{"role": "user", "content": "q"}]}
     say = {"messages": [*ask["messages"], {"role": "assistant", "content": "one"}]}
-    prepared = prepare(write(tmp_path / "d.jsonl", [ask, say, ask]), tokenizer, 99)
+    prepared = prepare(write_jsonl(tmp_path / "d.jsonl", [ask, say, ask]), tokenizer, 99)
     assert trained(prepared, tokenizer) == ["one</s>"]
     assert prepared.counts.empty == 2
     assert [origin[-2:] for origin in prepared.counts.empty_origins] == [":1", ":3"]
@@ -134,7 +102,7 @@ def test_long_rows(
 ) -> None:
     long = "one two three two three"
     limit = length(tokenizer, "one two three") - 1
-    config = write(tmp_path / "d.jsonl", alpaca("one", long))
+    config = write_jsonl(tmp_path / "d.jsonl", alpaca("one", long))
     prepared = prepare(config, tokenizer, limit, on_long=on_long)
     texts = trained(prepared, tokenizer)
     assert texts[0] == kept[0] and len(texts) == len(kept)
@@ -150,7 +118,7 @@ def test_long_rows(
 
 def test_long_rows_are_split_without_loss(tmp_path: Path, tokenizer: Any) -> None:
     text = "one two three " * 20
-    config = write(tmp_path / "d.jsonl", [{"text": text}])
+    config = write_jsonl(tmp_path / "d.jsonl", [{"text": text}])
     prepared = prepare(config, tokenizer, 16, on_long="split")
     pieces = rows_of(prepared)[0]
     assert len(pieces) > 2 and all(len(piece.input_ids) <= 16 for piece in pieces)
@@ -165,7 +133,7 @@ def test_each_piece_of_a_split_row_has_one_bos(
 ) -> None:
     tokenizer = make_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>", adds_bos=True)
     text = "one " * words
-    config = write(tmp_path / "d.jsonl", [{"text": text}])
+    config = write_jsonl(tmp_path / "d.jsonl", [{"text": text}])
     prepared = prepare(config, tokenizer, 8, on_long="split")
     pieces = [piece.input_ids.tolist() for piece in rows_of(prepared)[0]]
     sizes = [len(piece) for piece in pieces]
@@ -178,7 +146,7 @@ def test_each_piece_of_a_split_row_has_one_bos(
 
 def test_cut_on_the_left_keeps_the_bos(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>", adds_bos=True)
-    config = write(tmp_path / "d.jsonl", alpaca("one two three " * 20))
+    config = write_jsonl(tmp_path / "d.jsonl", alpaca("one two three " * 20))
     prepared = prepare(config, tokenizer, 16, on_long="truncate_left")
     ids = rows_of(prepared)[0][0].input_ids.tolist()
     assert len(ids) == 16 and ids.count(tokenizer.bos_token_id) == 1
@@ -187,13 +155,13 @@ def test_cut_on_the_left_keeps_the_bos(tmp_path: Path, make_tokenizer: Callable[
 
 def test_longest_row_is_named(tmp_path: Path, tokenizer: Any) -> None:
     rows = alpaca("one", "one two " * 9, "one two " * 30, "one two " * 20)
-    counts = prepare(write(tmp_path / "d.jsonl", rows), tokenizer, 20).counts
+    counts = prepare(write_jsonl(tmp_path / "d.jsonl", rows), tokenizer, 20).counts
     assert counts.dropped == 3
     assert [origin[-2:] for _, origin in counts.longest] == [":3", ":4", ":2", ":1"]
 
 
 def test_missing_mapped_column_names_its_row(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", alpaca("one"))
+    config = write_jsonl(tmp_path / "d.jsonl", alpaca("one"))
     config.columns = {"output": "a"}
     with pytest.raises(DataError, match=r"d\.jsonl:1 missing 'a'"):
         prepare(config, tokenizer, 99)
@@ -205,7 +173,7 @@ def test_several_processes_give_the_same_rows(
     monkeypatch.setattr("data_modules.source.opening.CHUNK_BYTES", 2000)
     rows = alpaca(*("one two " * (1 + index % 7) for index in range(900)))
     rows[700] = {"instruction": "q", "output": "three " * 300}
-    config = write(tmp_path / "d.jsonl", rows)
+    config = write_jsonl(tmp_path / "d.jsonl", rows)
     one = prepare(config, tokenizer, 200, num_proc=1, cache_dir=str(tmp_path / "one"))
     several = prepare(config, tokenizer, 200, num_proc=3, cache_dir=str(tmp_path / "several"))
     assert one.counts == several.counts
@@ -217,13 +185,13 @@ def test_several_processes_give_the_same_rows(
 
 
 def test_changes_of_the_tokens_invalidate_the_cache(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", alpaca("one", "two"))
+    config = write_jsonl(tmp_path / "d.jsonl", alpaca("one", "two"))
     assert prepare(config, tokenizer, 99).how == "tokenized (now cached)"
     assert prepare(config, tokenizer, 99).how == "found in the cache"
     assert "settings changed: sequence_len" in prepare(config, tokenizer, 98).how
     again = prepare(config, tokenizer, 99, train_on_inputs=True)
     assert "settings changed:" in again.how and "train_on_inputs" in again.how
-    write(tmp_path / "d.jsonl", alpaca("one", "three"))
+    write_jsonl(tmp_path / "d.jsonl", alpaca("one", "three"))
     changed = prepare(config, tokenizer, 99)
     assert "the data changed" in changed.how
     assert trained(changed, tokenizer) == ["one</s>", "three</s>"]
@@ -235,7 +203,7 @@ def test_a_row_that_begins_without_a_bos_gets_none(
 ) -> None:
     tokenizer = make_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>", adds_bos=True)
     ids = list(range(100, 150))
-    config = write(tmp_path / "d.jsonl", [{"input_ids": ids, "labels": ids}])
+    config = write_jsonl(tmp_path / "d.jsonl", [{"input_ids": ids, "labels": ids}])
     pieces = rows_of(prepare(config, tokenizer, 16, on_long=on_long))[0]
     together = [token for piece in pieces for token in piece.input_ids.tolist()]
     assert together == (ids if on_long == "split" else ids[-16:])
@@ -246,7 +214,7 @@ def test_branches_of_a_tree_that_are_too_long_are_reported(tmp_path: Path, token
     long = {"text": "one two " * 90, "role": "assistant", "replies": []}
     short = {"text": "three", "role": "assistant", "replies": []}
     prompt = {"text": "q", "role": "prompter", "replies": [long, short]}
-    config = write(tmp_path / "d.jsonl", [{"message_tree_id": "1", "prompt": prompt}])
+    config = write_jsonl(tmp_path / "d.jsonl", [{"message_tree_id": "1", "prompt": prompt}])
     prepared = prepare(config, tokenizer, 40)
     assert trained(prepared, tokenizer) == ["three</s>"]
     counts = prepared.counts
@@ -260,7 +228,7 @@ def test_tokens_of_a_damaged_cache_are_never_trained_on(
     name: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     rows = [*alpaca(*(f"answer {number}" for number in range(50))), {"instruction": "q"}]
-    dataset = write(tmp_path / "d.jsonl", rows)
+    dataset = write_jsonl(tmp_path / "d.jsonl", rows)
 
     def open_again() -> tuple[str, list[Any], Any]:
         found = prepare(dataset, tokenizer, 99, on_bad_row="quarantine")
@@ -300,7 +268,7 @@ def test_what_a_template_refuses_in_every_row_is_its_own_fault_said_once(
     template: str, said: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     (tmp_path / "t.jinja").write_text(template)
-    rows = write(tmp_path / "d.jsonl", alpaca(*(f"one {number}" for number in range(40))))
+    rows = write_jsonl(tmp_path / "d.jsonl", alpaca(*(f"one {number}" for number in range(40))))
     with pytest.raises(DataError) as error:
         prepare(rows, tokenizer, 64, template=str(tmp_path / "t.jinja"))
     (problem,) = error.value.problems
@@ -314,7 +282,7 @@ def test_equal_reasons_of_a_template_are_said_once_with_their_rows(
     template = CONTENT.replace("{{ m.role", BAD + "{{ m.role").replace("TEXT", "m.content")
     (tmp_path / "t.jinja").write_text(template)
     answers = ["good", *(f"bad {number}" for number in range(30))]
-    rows = write(tmp_path / "d.jsonl", alpaca(*answers))
+    rows = write_jsonl(tmp_path / "d.jsonl", alpaca(*answers))
     with pytest.raises(DataError) as error:
         prepare(rows, tokenizer, 64, template=str(tmp_path / "t.jinja"))
     (problem,) = error.value.problems
@@ -344,7 +312,7 @@ def test_rows_that_mean_more_are_refused_wherever_they_are(
     plain, more = MEANINGS[kind]
     nothing = dict.fromkeys(more)
     rows = [plain] * 120 + [plain | nothing] + [plain | more] * 3 + [plain] * 2
-    dataset = write(tmp_path / "d.jsonl", rows)
+    dataset = write_jsonl(tmp_path / "d.jsonl", rows)
     said = {"p": "preference pairs", "r": "preference pairs", "v": "type objective=kto"}
     (problem,) = check_datasets(DataConfig(datasets=[dataset]))
     assert problem.startswith(f"{dataset.path}:122 columns [")
@@ -356,18 +324,18 @@ def test_rows_that_mean_more_are_refused_wherever_they_are(
     assert (
         check_datasets(DataConfig(datasets=[DatasetConfig(path=dataset.path, format=form)])) == []
     )
-    without = write(tmp_path / "w.jsonl", [plain] * 120 + [plain | nothing])
+    without = write_jsonl(tmp_path / "w.jsonl", [plain] * 120 + [plain | nothing])
     assert check_datasets(DataConfig(datasets=[without])) == []
 
 
 def test_a_row_that_quotes_the_template_is_not_its_fault(tmp_path: Path, tokenizer: Any) -> None:
     """What a template refuses is told by the kind of the error, whatever the words in it."""
     answer = "the chat template \ud83d"
-    dataset = write(tmp_path / "d.jsonl", alpaca(*[answer] * 3))
+    dataset = write_jsonl(tmp_path / "d.jsonl", alpaca(*[answer] * 3))
     with pytest.raises(DataError) as error:
         prepare(dataset, tokenizer, 64)
     assert len(error.value.problems) == 3
     roles = [{"messages": [{"role": "the chat template", "content": "q"}]}] * 3
     with pytest.raises(DataError) as error:
-        prepare(write(tmp_path / "r.jsonl", roles), tokenizer, 64)
+        prepare(write_jsonl(tmp_path / "r.jsonl", roles), tokenizer, 64)
     assert len(error.value.problems) == 3 and "fits none" not in str(error.value)

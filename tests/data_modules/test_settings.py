@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,19 +15,9 @@ from data_modules.packing.mixture import MixtureConfig
 from data_modules.settings import DataConfig, DatasetConfig, check_datasets
 from data_modules.source import Limits
 from data_modules.tokens.datasets import dataset_names
+from tests.data_modules.conftest import alpaca, write_jsonl
 
 NAN = float("nan")
-
-
-def write(file: Path, rows: list[dict[str, Any]]) -> DatasetConfig:
-    """Write rows as JSON lines."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DatasetConfig(path=str(file))
-
-
-def alpaca(*answers: str) -> list[dict[str, Any]]:
-    """Make an alpaca row for each answer."""
-    return [{"instruction": "q", "output": answer} for answer in answers]
 
 
 def test_names_are_derived_from_paths_and_unique() -> None:
@@ -51,19 +40,19 @@ def problems(*datasets: DatasetConfig, **settings: Any) -> list[str]:
 
 
 def test_valid_data_passes_the_check(tmp_path: Path) -> None:
-    good = write(tmp_path / "d.jsonl", alpaca("one"))
+    good = write_jsonl(tmp_path / "d.jsonl", alpaca("one"))
     hub = DatasetConfig(path="no_such_owner/no_such_set")
     assert problems(good, hub, DatasetConfig(path="sample:lists.json")) == []
 
 
 def test_problems_of_all_data_sets_are_reported_together(tmp_path: Path) -> None:
-    broken = write(tmp_path / "b.jsonl", alpaca("one"))
+    broken = write_jsonl(tmp_path / "b.jsonl", alpaca("one"))
     Path(broken.path).write_text('{"instruction": "q", "output": "a"}\n{"instruction"\n')
     found = problems(
         broken,
         DatasetConfig(path=str(tmp_path / "c.jsonl")),
-        write(tmp_path / "d.jsonl", [{"question": "q", "reply": "a"}]),
-        write(tmp_path / "e.jsonl", [*alpaca("one"), {"x": 1}, {"x": 2}, {"y": 3}]),
+        write_jsonl(tmp_path / "d.jsonl", [{"question": "q", "reply": "a"}]),
+        write_jsonl(tmp_path / "e.jsonl", [*alpaca("one"), {"x": 1}, {"x": 2}, {"y": 3}]),
     )
     assert [problem.replace(f"{tmp_path}/", "") for problem in found] == [
         "b.jsonl:2:15 invalid JSON: Expecting ':' delimiter, near `{\"instruction\"`",
@@ -96,7 +85,7 @@ def test_problems_of_all_data_sets_are_reported_together(tmp_path: Path) -> None
     ],
 )
 def test_check_of_settings(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    good = write(tmp_path / "d.jsonl", alpaca("one"))
+    good = write_jsonl(tmp_path / "d.jsonl", alpaca("one"))
     assert problems(good, **settings)[0].startswith(f"data.{message}")
 
 
@@ -114,12 +103,12 @@ def test_check_of_settings(settings: dict[str, Any], message: str, tmp_path: Pat
     ],
 )
 def test_check_of_data_set_settings(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", alpaca("one")).path
+    path = write_jsonl(tmp_path / "d.jsonl", alpaca("one")).path
     assert message in problems(DatasetConfig(path=path, **settings))[0]
 
 
 def test_check_of_names(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", alpaca("one")).path
+    path = write_jsonl(tmp_path / "d.jsonl", alpaca("one")).path
     twice = [DatasetConfig(path=path, name="a"), DatasetConfig(path=path, name="a")]
     assert problems(*twice) == [
         "data.datasets[1].name 'a' is already that of data.datasets[0]; give another"
@@ -139,9 +128,9 @@ def test_data_sets_share_one_budget_equally(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_modules.settings.CHECKED_BYTES", 5000)
-    good = write(tmp_path / "good.jsonl", alpaca(*["one" * 20] * 90))
-    late = write(tmp_path / "late.jsonl", [*alpaca(*["one" * 20] * 40), {"x": 1}])
-    early = write(tmp_path / "early.jsonl", [*alpaca(*["one" * 20] * 9), {"x": 1}])
+    good = write_jsonl(tmp_path / "good.jsonl", alpaca(*["one" * 20] * 90))
+    late = write_jsonl(tmp_path / "late.jsonl", [*alpaca(*["one" * 20] * 40), {"x": 1}])
+    early = write_jsonl(tmp_path / "early.jsonl", [*alpaca(*["one" * 20] * 9), {"x": 1}])
     assert 2000 < Path(late.path).stat().st_size < 4000
     assert problems(late, good, good, good, good) == []
     assert [p.split("/")[-1][:12] for p in problems(good, good, good, early)] == ["early.jsonl:"]
@@ -159,7 +148,7 @@ def test_data_sets_share_one_budget_equally(
 def test_validation_rows_are_a_share_or_a_whole_number(
     size: float, is_right: bool, tmp_path: Path
 ) -> None:
-    found = problems(write(tmp_path / "d.jsonl", alpaca("one")), val_set_size=size)
+    found = problems(write_jsonl(tmp_path / "d.jsonl", alpaca("one")), val_set_size=size)
     assert [problem.startswith(f"data.val_set_size={size}") for problem in found] == (
         [] if is_right else [True]
     )
@@ -169,7 +158,7 @@ def test_validation_rows_are_a_share_or_a_whole_number(
 def test_processes_are_limited_by_the_cores(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = write(tmp_path / "d.jsonl", alpaca("one"))
+    good = write_jsonl(tmp_path / "d.jsonl", alpaca("one"))
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(16))
     assert problems(good, **{name: 128}) == []
     (problem,) = problems(good, **{name: 100_000})
@@ -178,7 +167,7 @@ def test_processes_are_limited_by_the_cores(
 
 
 def test_values_out_of_range_come_before_bad_rows(tmp_path: Path) -> None:
-    broken = write(tmp_path / "d.jsonl", [])
+    broken = write_jsonl(tmp_path / "d.jsonl", [])
     Path(broken.path).write_text("broken\n" * 50)
     twice = DatasetConfig(path=str(tmp_path / "none.jsonl"), weight=-1.0)
     found = problems(broken, twice, val_set_size=-1)
@@ -189,21 +178,21 @@ def test_values_out_of_range_come_before_bad_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", ["max_row_bytes", *(f.name for f in dataclasses.fields(Limits))])
 def test_a_limit_out_of_range_is_the_only_problem(limit: str, tmp_path: Path) -> None:
-    good = write(tmp_path / "d.jsonl", alpaca("one"))
+    good = write_jsonl(tmp_path / "d.jsonl", alpaca("one"))
     found = problems(good, **({limit: 0} if "max" in limit else {"limits": Limits(**{limit: 0})}))
     key = limit if "max" in limit else f"limits.{limit}"
     assert len(found) == 1 and found[0].startswith(f"data.{key}=0: expected ")
 
 
 def test_problems_beyond_the_limit_are_counted(tmp_path: Path) -> None:
-    broken = write(tmp_path / "d.jsonl", alpaca("one"))
+    broken = write_jsonl(tmp_path / "d.jsonl", alpaca("one"))
     Path(broken.path).write_text("{\n" * 50)
     found = problems(broken)
     assert len(found) == 20 and found[-1] == "... and 31 more like these"
 
 
 def test_check_imports_nothing_heavy(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", alpaca("one")).path
+    path = write_jsonl(tmp_path / "d.jsonl", alpaca("one")).path
     code = (
         "import sys, data_modules as d\n"
         f"assert d.check_datasets(d.DataConfig(datasets=[d.DatasetConfig(path={path!r})])) == []\n"

@@ -341,8 +341,8 @@ BUGS = [
     Bug(
         name="a copy of a held-out row is trained on",
         file="data_modules/packing/mixture.py",
-        right="training = ~validation & ~np.isin(store.rows, repeated)",
-        wrong="training = ~validation",
+        right="training = ~mask & ~np.isin(store.rows, repeated)",
+        wrong="training = ~mask",
         test="tests/data_modules/test_mixture.py::test_no_content_is_on_both_sides",
     ),
     Bug(
