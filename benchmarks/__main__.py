@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.figure import Figure, print_figures
 
-NOT_BENCHMARKS = {"__init__", "__main__", "figure", "peers"}
+NOT_BENCHMARKS = {"__init__", "__main__", "bare_imports", "figure", "parts", "peers"}
 
 
 def main(names: list[str]) -> int:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.figure import Figure
+from benchmarks.parts import build_data, builder, fit
 
 ROUNDS, STEPS, WARM_UP = 5, 24, 4
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = ROOT / "data_modules" / "samples"
+BASE = SAMPLES / "tiny_base"
 
 
 def measure() -> list[Figure]:
@@ -43,58 +43,24 @@ def measure() -> list[Figure]:
 
 def datamodule() -> Any:
     """The shipped mixture in packs of about 100 ms per step."""
-    from transformers import AutoTokenizer
-
-    from data_modules import (
-        BatchSpec,
-        DataConfig,
-        DatasetConfig,
-        DataSpec,
-        FinetuneDataModule,
-        ModelSpec,
-        PackingConfig,
-    )
+    from data_modules import DatasetConfig
 
     files = {"lists": "lists.json", "orders": "orders.jsonl", "people": "people.json"}
-    module = FinetuneDataModule(
-        DataSpec(
-            config=DataConfig(
-                datasets=[DatasetConfig(path=str(SAMPLES / f), name=n) for n, f in files.items()],
-                sequence_len=1024,
-                val_set_size=0,
-            ),
-            packing=PackingConfig(),
-            tokenizer=AutoTokenizer.from_pretrained(SAMPLES / "tiny_base"),
-            model=ModelSpec(context_len=1024),
-            batching=BatchSpec(max_steps=STEPS),
-            seed=42,
-        )
-    )
+    datasets = [DatasetConfig(path=str(SAMPLES / f), name=n) for n, f in files.items()]
+    module = build_data(BASE, datasets, 1024, seed=42, max_steps=STEPS)
     module.setup("fit")
     return module
-
-
-def builder() -> Callable[[], Any]:
-    """Return the model builder, the same for both loops."""
-    from app.model.adapter import LoraConfig
-    from app.model.base import ModelConfig
-    from app.model.build import build_model
-    from app.model.quantization import QuantizationConfig
-    from app.model.recompute import RecomputeConfig
-
-    config = ModelConfig(path=str(SAMPLES / "tiny_base"))
-    parts = (QuantizationConfig(), "sdpa", LoraConfig(), RecomputeConfig(), "fp32")
-    return partial(build_model, config, *parts)
 
 
 def plain_step_seconds() -> list[float]:
     """Return the seconds of each step of a hand-written loop."""
     import torch
 
+    from app.model.adapter import LoraConfig
     from app.model.attention.inputs import attention_inputs
     from app.model.head import token_losses
 
-    model = builder()()
+    model = builder(BASE, LoraConfig())()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -130,14 +96,9 @@ def our_step_seconds(folder: Path) -> list[float]:
     from app.model.adapter import LoraConfig
     from app.strategy.ddp import SingleDevice
     from app.training.callbacks import ProgressBar
-    from app.training.metrics import Metrics
-    from app.training.module import FinetuneModule
-    from app.training.objective.objective import Sft
-    from app.training.optimizers import AdamWConfig, ScheduleConfig, build_optimizer
     from app.training.trainer import (
         LoggerConfig,
         TrainerConfig,
-        build_lightning_trainer,
         build_loggers,
         resolve_environment,
     )
@@ -152,30 +113,20 @@ def our_step_seconds(folder: Path) -> list[float]:
     folder.mkdir()
     data, clock = datamodule(), Clock()
     loggers = build_loggers(LoggerConfig(name="csv"), folder, data.dataset_names)
-    metrics = Metrics(data.dataset_names, loggers, every_steps=10)
-    module = FinetuneModule(
-        builder(),
-        backend="sdpa",
-        objective=Sft(),
-        build_optimizer=partial(
-            build_optimizer, config=AdamWConfig(), adapter=LoraConfig(), lr=1e-4, fused=True
-        ),
-        schedule=ScheduleConfig(shape="constant"),
-        total_steps=STEPS,
-        is_packed=True,
-        metrics=metrics,
-    )
     config = TrainerConfig(accelerator="cpu", gradient_accumulation_steps=1, precision="fp32")
-    trainer = build_lightning_trainer(
+    fit(
+        builder(BASE, LoraConfig()),
+        LoraConfig(),
+        data,
         config,
+        folder,
         env=resolve_environment(config),
         strategy=SingleDevice("cpu"),
-        total_steps=STEPS,
-        loggers=loggers,
+        steps=STEPS,
+        lr=1e-4,
         callbacks=[ProgressBar(), clock],
-        folder=folder,
+        loggers=loggers,
     )
-    trainer.fit(module, datamodule=data)
     return [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)][
         WARM_UP - 1 :
     ]

@@ -18,7 +18,6 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
@@ -26,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.figure import Figure
+from benchmarks.parts import build_data, builder, fit
 from common.text import percent
 
 ROUNDS, STEPS, WARM_UP = 3, 5, 2
@@ -176,51 +176,20 @@ def run(folder: Path, number: int, how: str, name: str) -> list[Time]:
 
 def datamodule(folder: Path, num_ranks: int, seed: int = 0) -> Any:
     """The rows in packs of 512 tokens."""
-    from transformers import AutoTokenizer
-
-    from data_modules import (
-        BatchSpec,
-        DataConfig,
-        DatasetConfig,
-        DataSpec,
-        FinetuneDataModule,
-        ModelSpec,
-        PackingConfig,
-    )
+    from data_modules import DatasetConfig
 
     rows = DatasetConfig(path=str(folder / "rows.jsonl"), format="pretokenized", name="rows")
-    return FinetuneDataModule(
-        DataSpec(
-            config=DataConfig(
-                datasets=[rows],
-                sequence_len=SEQUENCE_LEN,
-                val_set_size=0,
-                cache_dir=str(folder / "cache"),
-            ),
-            packing=PackingConfig(),
-            tokenizer=AutoTokenizer.from_pretrained(folder / "base"),
-            model=ModelSpec(context_len=SEQUENCE_LEN),
-            batching=BatchSpec(
-                accumulation_steps=ACCUMULATION,
-                num_ranks=num_ranks,
-                max_steps=STEPS,
-                row_multiple=64,
-            ),
-            seed=seed,
-        )
+    return build_data(
+        folder / "base",
+        [rows],
+        SEQUENCE_LEN,
+        seed=seed,
+        cache_dir=folder / "cache",
+        accumulation_steps=ACCUMULATION,
+        num_ranks=num_ranks,
+        max_steps=STEPS,
+        row_multiple=64,
     )
-
-
-def builder(folder: Path) -> Callable[..., Any]:
-    """Return the model builder, the same for all loops."""
-    from app.model.adapter import LoraConfig
-    from app.model.base import ModelConfig
-    from app.model.build import build_model
-    from app.model.quantization import QuantizationConfig
-    from app.model.recompute import RecomputeConfig
-
-    parts = (QuantizationConfig(), "sdpa", LoraConfig(dropout=0.0), RecomputeConfig(), "fp32")
-    return partial(build_model, ModelConfig(path=str(folder / "base")), *parts)
 
 
 def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
@@ -230,11 +199,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     from app.config import settings_of
     from app.model.adapter import LoraConfig
     from app.strategy.settings import build_strategy
-    from app.training.metrics import Metrics
-    from app.training.module import FinetuneModule
-    from app.training.objective.objective import Sft
-    from app.training.optimizers import AdamWConfig, ScheduleConfig, build_optimizer
-    from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
+    from app.training.trainer import TrainerConfig, resolve_environment
 
     class Clock(L.Callback):
         def __init__(self) -> None:
@@ -257,32 +222,22 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     # Independent processes train on different rows, as two ranks do.
     data = datamodule(folder, env.num_data_ranks, seed=rank if name == "single" else 0)
     data.setup("fit")
-    clock, metrics = Clock(), Metrics(data.dataset_names, [], config.log_every_steps)
-    module = FinetuneModule(
-        builder(folder),
-        backend="sdpa",
-        objective=Sft(),
-        build_optimizer=partial(
-            build_optimizer, config=AdamWConfig(), adapter=LoraConfig(), lr=1e-4, fused=True
-        ),
-        schedule=ScheduleConfig(shape="constant", warmup_steps=0),
-        total_steps=STEPS,
-        is_packed=True,
-        metrics=metrics,
-        uses_fused_kernels=False,
-    )
-    trainer = build_lightning_trainer(
+    clock, adapter = Clock(), LoraConfig(dropout=0.0)
+    fit(
+        builder(folder / "base", adapter),
+        adapter,
+        data,
         config,
+        run_folder,
         env=env,
         strategy=build_strategy(
             settings, accelerator="cpu", num_ranks=num_ranks, accumulation=ACCUMULATION
         ),
-        total_steps=STEPS,
-        loggers=[],
+        steps=STEPS,
+        lr=1e-4,
         callbacks=[clock],
-        folder=run_folder,
+        uses_fused_kernels=False,
     )
-    trainer.fit(module, datamodule=data)
     return seconds_between(clock.ends)
 
 
@@ -304,6 +259,7 @@ def by_hand(folder: Path, name: str) -> list[Time]:
     import torch
     import torch.distributed as dist
 
+    from app.model.adapter import LoraConfig
     from app.training.objective.objective import DatasetSums, Sft, batch_loss
 
     class Loss(torch.nn.Module):
@@ -327,7 +283,7 @@ def by_hand(folder: Path, name: str) -> list[Time]:
     )
     data.setup("fit")
     steps = {"ddp": _by_ddp, "fsdp": _by_fsdp}.get(name, _by_deepspeed)
-    module, ends = Loss(builder(folder)()), []
+    module, ends = Loss(builder(folder / "base", LoraConfig(dropout=0.0))()), []
     module.train()
     micro_batches = chain.from_iterable(data.train_dataloader())
     for loss in steps(name, module, micro_batches):

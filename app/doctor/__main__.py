@@ -189,11 +189,6 @@ def _print_communication(console: Any, cost: CommunicationCost) -> None:
     columns = ("tensors", "collective", "times", "GB per rank", "x weights", "seconds")
     title = f"communication of a step under {cost.strategy}"
     _print_table(console, title, columns, rows, num_text_columns=2)
-    rule = "" if cost.rule_seconds is None else f", {cost.rule_seconds:.3g} s"
-    console.print(
-        f"rule of thumb for full sharding, 48 x M / N: {cost.rule_gbit:,.3g} Gbit per node and "
-        f"micro-batch{rule}"
-    )
 
 
 def _print_table(

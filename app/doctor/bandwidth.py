@@ -59,9 +59,6 @@ _WAIT_SECONDS = 60.0
 _GOOD_SHARE = (0.80, 0.85)
 """share of a link's nominal bandwidth that large messages should reach (the rule of thumb of
 stas00/ml-engineering, network/README.md)"""
-_RULE_BITS = 48
-"""bits per weight of three collectives with two bytes per weight: the all-gathers of the forward
-and backward pass and the reduce-scatter of ZeRO-3 and FSDP"""
 _MAX_RATIO = 1.0
 """largest ratio of communication to computation that can overlap completely"""
 
@@ -313,9 +310,6 @@ class CommunicationCost:
 
     strategy: str
     collectives: tuple[CollectiveCost, ...]
-    rule_gbit: float
-    """Gbit per node and micro-batch by the rule of thumb for full sharding, 48 x M / N"""
-    rule_seconds: float | None
     compute_seconds: float | None
     """estimated compute time of a step; None if the GPU is unknown"""
 
@@ -362,10 +356,6 @@ def estimate_communication(
         )
     run, _ = plan_run(config, hardware, read_config_json(config.model), strategies=strategies)
     weights = run.size.whole.total
-    # On a single node, each rank counts as a node.
-    nodes = hardware.num_nodes if hardware.num_nodes > 1 else run.num_ranks
-    gbit = _RULE_BITS * run.model.num_weights / nodes / 1e9
-    best = best_bandwidth(measured, ALL_REDUCE)
     computes = None
     if hardware.half_tflops:
         speed = estimate_speed(run)
@@ -373,8 +363,6 @@ def estimate_communication(
     return CommunicationCost(
         strategy=run.strategy.name,
         collectives=tuple(_cost_of(each, weights, measured) for each in list_collectives(run)),
-        rule_gbit=gbit,
-        rule_seconds=gbit / 8 / best if best else None,
         compute_seconds=computes,
     )
 

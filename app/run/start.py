@@ -13,15 +13,6 @@ from app.model.adapter import resumed_adapter
 from app.preflight import describe_base, requested_devices
 from app.process.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
 from app.process.status import begin_status
-from app.run.changes import (
-    check_changes,
-    check_global_batch,
-    check_stream,
-    compare_facts,
-    compare_settings,
-    describe_global_batch,
-    is_more_patient,
-)
 from app.run.find import (
     AUTO,
     NEVER,
@@ -38,7 +29,18 @@ from app.run.folder import (
     separate_files,
     share_with_ranks,
 )
-from app.run.manifest import check_run_id, installed_versions, read_manifest
+from app.run.manifest import (
+    check_changes,
+    check_global_batch,
+    check_run_id,
+    check_stream,
+    compare_facts,
+    compare_settings,
+    describe_global_batch,
+    installed_versions,
+    is_more_patient,
+    read_manifest,
+)
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
 from app.training.checkpoint.documents import check_documents
 from app.training.checkpoint.store import CHECKPOINTS

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parts import build_data, builder, fit
 from benchmarks.training.clock import Clock
 from benchmarks.training.task import SEQUENCE_LEN, TOKENS_A_STEP, Task
 
@@ -18,28 +18,11 @@ def main(task: Task) -> None:
 
     configure_libraries(offline=True)
     import lightning as L
-    from transformers import AutoTokenizer
 
     from app.model.adapter import FullConfig, LoraConfig
-    from app.model.base import ModelConfig
-    from app.model.build import build_model
-    from app.model.quantization import QuantizationConfig
-    from app.model.recompute import RecomputeConfig
     from app.strategy.ddp import SingleDevice
-    from app.training.metrics import Metrics
-    from app.training.module import FinetuneModule
-    from app.training.objective.objective import Sft
-    from app.training.optimizers import AdamWConfig, ScheduleConfig, build_optimizer
-    from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
-    from data_modules import (
-        BatchSpec,
-        DataConfig,
-        DatasetConfig,
-        DataSpec,
-        FinetuneDataModule,
-        ModelSpec,
-        PackingConfig,
-    )
+    from app.training.trainer import TrainerConfig, resolve_environment
+    from data_modules import DatasetConfig
 
     L.seed_everything(0, verbose=False)
     clock = Clock(task.warm_up)
@@ -50,20 +33,15 @@ def main(task: Task) -> None:
         log_every_steps=1,
     )
     env = resolve_environment(config)
+    base = Path(task.folder, "base")
     row_file = DatasetConfig(path=f"{task.folder}/rows.jsonl", format="pretokenized", name="rows")
-    data = FinetuneDataModule(
-        DataSpec(
-            config=DataConfig(datasets=[row_file], sequence_len=SEQUENCE_LEN, val_set_size=0),
-            packing=PackingConfig(),
-            tokenizer=AutoTokenizer.from_pretrained(f"{task.folder}/base"),
-            model=ModelSpec(context_len=SEQUENCE_LEN),
-            batching=BatchSpec(
-                accumulation_steps=env.accumulation,
-                max_steps=task.steps,
-                row_multiple=env.row_multiple,
-            ),
-            seed=0,
-        )
+    data = build_data(
+        base,
+        [row_file],
+        SEQUENCE_LEN,
+        accumulation_steps=env.accumulation,
+        max_steps=task.steps,
+        row_multiple=env.row_multiple,
     )
     data.setup("fit")
 
@@ -77,32 +55,21 @@ def main(task: Task) -> None:
             if "train/loss" in metrics:
                 clock.losses.append(metrics["train/loss"])
 
-    metrics = Metrics(data.dataset_names, [Losses()], config.log_every_steps)
     adapter = LoraConfig(dropout=0.0) if task.adapter == "lora" else FullConfig()
-    parts = (QuantizationConfig(), "sdpa", adapter, RecomputeConfig(), task.precision)
-    module = FinetuneModule(
-        partial(build_model, ModelConfig(path=f"{task.folder}/base"), *parts),
-        backend="sdpa",
-        objective=Sft(),
-        build_optimizer=partial(
-            build_optimizer, config=AdamWConfig(), adapter=adapter, lr=task.lr, fused=True
-        ),
-        schedule=ScheduleConfig(shape="constant", warmup_steps=0),
-        total_steps=task.steps,
-        is_packed=True,
-        metrics=metrics,
-    )
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_lightning_trainer(
+        fit(
+            builder(base, adapter, task.precision),
+            adapter,
+            data,
             config,
+            Path(folder),
             env=env,
             strategy=SingleDevice("cpu"),
-            total_steps=task.steps,
-            loggers=[],
+            steps=task.steps,
+            lr=task.lr,
             callbacks=[Watch()],
-            folder=Path(folder),
+            losses=[Losses()],
         )
-        trainer.fit(module, datamodule=data)
     clock.report()
 
 

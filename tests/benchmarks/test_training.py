@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.__main__ import NOT_BENCHMARKS
 from benchmarks.peers import PACKAGES
 from benchmarks.training.__main__ import (
     ASKED,
@@ -37,6 +38,13 @@ def test_only_those_that_are_asked_for_join() -> None:
 def test_an_unknown_peer_is_refused_with_the_known_ones() -> None:
     with pytest.raises(SystemExit, match=r"with=unsloth.*torchtune"):
         asked_peers(["with=unsloth,litgpt"])
+
+
+def test_every_benchmark_measures() -> None:
+    named = {file.stem for file in HERE.parent.glob("*.py")} - NOT_BENCHMARKS
+    assert {"loop", "loss"} < named
+    for name in named:
+        assert "\ndef measure()" in (HERE.parent / f"{name}.py").read_text(), name
 
 
 def test_every_peer_has_its_environment_and_script() -> None:

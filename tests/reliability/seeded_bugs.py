@@ -368,7 +368,7 @@ BUGS = [
     ),
     Bug(
         name="a resumed run may have other settings",
-        file="app/run/changes.py",
+        file="app/run/manifest.py",
         right='        if change.rule == "fixed":\n',
         wrong='        if change.rule == "never":\n',
         test="tests/bad_input/test_resume.py::test_settings_that_make_another_run_are_refused",

@@ -12,7 +12,7 @@ from app.config import load_config, load_run_config
 from app.config.verbs import TrainConfig
 from app.process.launch import read_launch
 from app.run import open_run
-from app.run.changes import (
+from app.run.manifest import (
     compare_facts,
     compare_settings,
 )
