@@ -125,7 +125,8 @@ class LaunchSettings:
     kind: str = setting("JobSet", choices=("JobSet", "TrainJob"))
     """kubernetes: JobSet, or TrainJob of Kubeflow Trainer 2 with its TrainingRuntime"""
     min_nodes: int | None = setting(None, ge=1)
-    """slurm: fewest nodes with which the job starts, or goes on when it has lost one; null = all"""
+    """slurm, ray: fewest nodes with which the job starts, or goes on when it has lost one; null =
+    all"""
 
 
 @dataclass(kw_only=True, slots=True)

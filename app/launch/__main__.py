@@ -102,10 +102,11 @@ def _check_launch(
         if getattr(launcher, key) != getattr(defaults, key):
             fix = "hardware=8xh100" if key == "gpus" else "launcher=slurm, or leave it out"
             yield f"launcher.{key}={getattr(launcher, key)} has no effect here; type {fix}"
-    for key, only in (("kind", "kubernetes"), ("min_nodes", "slurm")):
+    for key, takers in (("kind", ("kubernetes",)), ("min_nodes", ("slurm", "ray"))):
         value = getattr(config.launch, key)
-        if name != only and value != getattr(LaunchSettings(), key):
-            yield f"launch.{key}={value} has no effect here; type launcher={only}"
+        if name not in takers and value != getattr(LaunchSettings(), key):
+            typed = " or ".join(f"launcher={taker}" for taker in takers)
+            yield f"launch.{key}={value} has no effect here; type {typed}, or leave it out"
     if name == "kubernetes" and config.launch.image is None:
         yield "launcher=kubernetes: pods need an image with this program: type launch.image=NAME"
     if name == "sky" and config.launch.image is None and not is_checkout():

@@ -17,6 +17,8 @@ from app.run.remote import is_url
 
 SHARED = "/shared"
 """where the machines of Kubernetes and SkyPilot mount the volume that all of them share"""
+_SECRET = "loft"
+"""name of the secret of Kubernetes whose variables the pods get, if there is one"""
 SHUTDOWN_SECONDS, GRACE_SECONDS = 170, 200
 """time of the ranks to save after a signal, and of a pod to end, which is longer"""
 _MAX_RESTARTS = 3
@@ -92,6 +94,7 @@ def _pod_spec(job: Job) -> dict[str, Any]:
         "command": ["bash", "-c"],
         "args": [script.replace("$(", "$$(")],  # which Kubernetes would replace itself
         "env": variables,
+        "envFrom": [{"secretRef": {"name": _SECRET, "optional": True}}],
         "resources": {"requests": requests, "limits": gpus},
         "volumeMounts": [{"name": "memory", "mountPath": "/dev/shm"}],
     }
@@ -141,6 +144,7 @@ def ray_file(job: Job) -> str:
     what = {
         "words": [*job.words, f"output.dir={job.folder}"],
         "nodes": job.nodes,
+        "min_nodes": job.min_nodes,
         "ranks_per_node": job.ranks_per_node,
         "uses_gpus": job.card is not None,
         "folder": job.folder,

@@ -30,7 +30,8 @@ def _train_rank(loop_config: dict[str, Any]) -> None:
 
     # As Ray has placed the workers, which may be fewer machines than asked for.
     ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    devices = [f"trainer.num_nodes={ranks // here}", f"trainer.devices={here}"]
+    nodes = "auto" if loop_config["is_elastic"] else ranks // here
+    devices = [f"trainer.num_nodes={nodes}", f"trainer.devices={here}"]
     config = load_config("train", [*loop_config["words"], *devices])
     assert isinstance(config, TrainConfig)
     reporter = LambdaCallback(
@@ -53,13 +54,15 @@ def main() -> int:
     from ray.train.torch import TorchTrainer
 
     job = json.loads(os.environ[RAY_VARIABLE])
+    ranks, fewest = job["ranks_per_node"], job["min_nodes"]
+    workers = job["nodes"] * ranks
     trainer = TorchTrainer(
         _train_rank,
-        train_loop_config={"words": job["words"]},
+        train_loop_config={"words": job["words"], "is_elastic": fewest is not None},
         scaling_config=ScalingConfig(
-            num_workers=job["nodes"] * job["ranks_per_node"],
+            num_workers=workers if fewest is None else (fewest * ranks, workers),
             use_gpu=job["uses_gpus"],
-            placement_strategy="PACK" if job["ranks_per_node"] > 1 else "SPREAD",
+            placement_strategy="PACK" if ranks > 1 else "SPREAD",
         ),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=job["max_failures"])),
     )

@@ -32,7 +32,7 @@ from common.text import printable
 
 POLL_SECONDS = 5.0
 COLORS = re.compile(r"\x1b\[[\d;]*m")
-"""codes of a terminal, which Ray writes into its log"""
+"""codes of a terminal, which Ray writes into its log, and SkyPilot around a state"""
 ENDED_RUN = re.compile(r"\b(finished|stopped|failed)  step .*exit code (\d+)\s*$", re.MULTILINE)
 """the line of app.status at the end of every job; a scheduler may write the pod before it"""
 
@@ -217,6 +217,7 @@ def watch(submission: Submission, log: Path) -> tuple[int, str]:
 def _ended(submission: Submission) -> str | None:
     """Return what the scheduler says of a job that has ended; None while it may still run."""
     code, output = run_scheduler(submission.command(submission.scheduler.state))
+    output = COLORS.sub("", output)
     is_over = re.search(_filled(submission, submission.scheduler.ended), output, re.MULTILINE)
     if FORGOTTEN in output:
         return FORGOTTEN

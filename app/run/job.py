@@ -69,7 +69,7 @@ class Job:
     kind: str = "JobSet"
     """of Kubernetes: JobSet or TrainJob"""
     min_nodes: int | None = None
-    """of SLURM: fewest nodes that the job runs on; None for `nodes`"""
+    """of SLURM and Ray: fewest nodes that the job runs on; None for `nodes`"""
 
     @property
     def train_words(self) -> str:

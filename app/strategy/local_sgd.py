@@ -266,6 +266,8 @@ _MESSAGE_SIZE = 2**20
 """elements of a message: 4 MiB, of the 8 MiB that a value of the store may have"""
 _SIGNAL_SECONDS = 5.0
 """how long a site that is to end still waits for another, to save a step that all have made"""
+_SHARED = ("train/loss", "val/loss", "train/tokens")
+"""what each site sends with strategy.share_counts"""
 _AGAIN = "end all sites, and type the same commands with resume=auto"
 
 
@@ -289,6 +291,15 @@ class SiteSgd(LocalSgd):
         """Connect the ranks of this site, and each of them with the first site."""
         super().setup_environment()
         self._link = _Link(self.local_config, self.global_rank)
+
+    def setup(self, trainer: Any) -> None:
+        """Name what the first site logs of the others."""
+        super().setup(trainer)
+        if self.local_config.share_counts and self.local_config.site == 1:
+            others = range(2, self.local_config.sites + 1)
+            self.lightning_module.metrics.add_columns(
+                [f"sites/{site}/{name}" for site in others for name in _SHARED]
+            )
 
     def run_micro_batches(
         self, batches: Sequence[Batch], loss: Callable[[Batch], Tensor]
@@ -317,6 +328,7 @@ class SiteSgd(LocalSgd):
                 "strategy.sync_every_steps": config.sync_every_steps,
                 "strategy.outer_lr": config.outer_lr,
                 "strategy.outer_momentum": config.outer_momentum,
+                "strategy.share_counts": config.share_counts,
                 "trainer.max_steps": self.lightning_module.total_steps,
                 "the number of a rank's trainable weights": sum(map(Tensor.numel, weights)),
                 "the first weights (model, adapter, seed)": None if step else digest.hexdigest(),
@@ -327,11 +339,32 @@ class SiteSgd(LocalSgd):
     def end_step(self, step: int, *, is_last: bool) -> None:
         """Average the weights over the sites every `sync_every_steps` and after the last step."""
         self._link.step = step
+        averages = self._weights_differ and (is_last or self._averages_after(step))
         super().end_step(step, is_last=is_last)
+        if averages and self.local_config.share_counts:
+            self._share_counts(step)
         if not self._weights_differ:
             self._round_weight.zero_()
         if is_last:
             self._link.close()
+
+    def _share_counts(self, step: int) -> None:
+        """Send this site's losses and tokens before `step`; log those of the others."""
+        module = self.lightning_module
+        module.metrics.flush(module.sum_over_ranks)
+        if self.global_rank != 0:
+            return
+        latest = module.metrics.latest | {"train/tokens": float(module.metrics.num_tokens)}
+        others = self._link.gather({name: latest[name] for name in _SHARED if name in latest})
+        for logger in module.metrics.loggers if others else ():
+            logger.log_metrics(
+                {
+                    f"sites/{site}/{name}": value
+                    for site, facts in others.items()
+                    for name, value in facts.items()
+                },
+                step=step,
+            )
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by their weighted fp32 means over the sites."""
@@ -438,6 +471,17 @@ class _Link:
         if self._sent:
             self._set_past(int(self._sent[0].partition("/")[0]))
         self._sent = sent
+
+    def gather(self, facts: dict[str, float]) -> dict[int, dict[str, float]]:
+        """Send facts to the first site, which gets those of the others, by site."""
+        if self._site != 1:
+            self._set(self._key("counts", self._site), json.dumps(facts).encode())
+            return {}
+        keys = {site: self._key("counts", site) for site in range(2, self._sites + 1)}
+        found = {site: json.loads(self._get(key, site)) for site, key in keys.items()}
+        for key in keys.values():
+            self._remove(key)
+        return found
 
     def close(self) -> None:
         """Wait at the first site until the others have the last mean."""

@@ -141,6 +141,9 @@ class LocalSgdConfig(FsdpConfig):
     """number of this site"""
     site_address: str | None = setting(None, grants="host", aliases=("server_address",))
     """HOST:PORT on which the first site waits for the others, without password or encryption"""
+    share_counts: bool = setting(False, resume="free")
+    """whether each site also sends its losses and number of tokens, which the first site logs at
+    each average; all sites type the same"""
 
     @property
     def uses_outer_optimizer(self) -> bool:

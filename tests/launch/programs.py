@@ -111,7 +111,8 @@ def sky(words: list[str]) -> int:
     elif words[1] == "queue":
         for file in JOBS.glob("*.job"):
             kept = json.loads(file.read_text())
-            print(f"7   -   {file.stem}   1x[H100:8]   {'FAILED' if kept['code'] else 'SUCCEEDED'}")
+            state = "FAILED" if kept["code"] else "SUCCEEDED"
+            print(f"7   -   {file.stem}   1x[H100:8]   1 min ago   \x1b[32m{state}\x1b[0m")
     else:
         print(Path((job(words[3]) or {})["log"]).read_text())
     return 0

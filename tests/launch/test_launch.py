@@ -157,6 +157,7 @@ def check_kubernetes(text: str) -> None:
     assert container["image"] == "ours:1" and container["command"] == ["bash", "-c"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": GPUS}
     assert all(isinstance(one["name"], str) for one in container["env"])
+    assert container["envFrom"] == [{"secretRef": {"name": "loft", "optional": True}}]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
@@ -374,7 +375,7 @@ REFUSED: list[tuple[str, str]] = [
     ("launcher=sky launcher.minutes=60 launch.image=i", "launcher.minutes=60 has no effect"),
     ("launcher=kubernetes", "launch.image=NAME"),
     ("launcher=slurm launch.kind=TrainJob", "launcher=kubernetes"),
-    ("launcher=ray launch.min_nodes=1", "launch.min_nodes=1 has no effect"),
+    ("launcher=sky launch.image=i launch.min_nodes=1", "launcher=slurm or launcher=ray"),
     ("launcher=slurm launch.submit=false launch.min_nodes=3", "launch.min_nodes=3: the job has 2"),
     ("launcher=slurm launch.submit=false launch.min_nodes=1", "trainer.global_batch_size=N"),
     ("launcher=ray output.dir=runs/mine", "output.dir=runs/mine"),

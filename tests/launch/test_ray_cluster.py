@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from app.process.faults import NOTES_FILE
 from tests.hosts import Host, hosts_error, two_hosts
 from tests.processes import LONGEST, RUN, TWO_RANKS, type_train
-from tests.runs import check_same_run
+from tests.runs import check_same_run, losses_of
 from tests.tiny import TINY_BASE, small_run
 
 pytestmark = pytest.mark.slow
@@ -21,7 +24,7 @@ pytestmark = pytest.mark.slow
 TWO_NODES = ("trainer.accelerator=cpu", "trainer.num_nodes=2", "trainer.devices=1")
 BASE = f"model.path={TINY_BASE}"
 """comes with the program, and so is there on every node"""
-OPTIONS = ("--num-cpus=2", "--object-store-memory=100000000", "--disable-usage-stats")
+OPTIONS = ("--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats")
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,14 @@ class Cluster:
         assert started.returncode == code, output
         return output
 
+    def command(self, run: Path, *words: str) -> list[str]:
+        """Return the command that launches a run on both nodes, and prints its log."""
+        launch = (sys.executable, "-m", "app.launch", "launcher=ray", "launch.watch=true")
+        return [*launch, f"output.dir={run}", *small_run(*RUN, *TWO_NODES, BASE, *words)]
+
     def launch(self, run: Path, *words: str, code: int = 0) -> str:
         """Launch a run on both nodes; return its log."""
-        command = (sys.executable, "-m", "app.launch", "launcher=ray", "launch.watch=true")
-        settings = small_run(*RUN, *TWO_NODES, BASE, *words)
-        return self.type(self.pair[0], *command, f"output.dir={run}", *settings, code=code)
+        return self.type(self.pair[0], *self.command(run, *words), code=code)
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +93,22 @@ def test_a_failed_run_ends_the_watch_with_its_exit_code(cluster: Cluster, tmp_pa
     log = cluster.launch(tmp_path / "run", "faults=[nan@2]", code=4)
     assert "Started training worker group" in log and "RESUME: from" not in log
     assert log.rstrip().endswith("failed")
+
+
+def test_a_run_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_path: Path) -> None:
+    run, whole, lost = tmp_path / "run", tmp_path / "whole", cluster.pair[1]
+    words = ("trainer.gradient_accumulation_steps=auto", "trainer.global_batch_size=4")
+    words += ("adapter.dropout=0", "trainer.validate_every_steps=null", "data.sequence_len=128")
+    command = cluster.command(run, *words, "launch.min_nodes=1", "faults=[hang:1@5]")
+    started = cluster.pair[0].start(*command, environment=cluster.environment)
+    until = time.monotonic() + LONGEST
+    while not (run / NOTES_FILE).exists():
+        assert started.poll() is None and time.monotonic() < until
+        time.sleep(0.1)
+    lost.send(signal.SIGKILL)
+    log, _ = started.communicate(timeout=LONGEST)
+    assert started.returncode == 0 and "RESUME: from" in log, log
+    assert "device: 2 x cpu" in log and "device: 1 x cpu" in log, log
+    code, output, errors = type_train(whole, *TWO_RANKS, BASE, *words)
+    assert code == 0, output + errors
+    assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-5)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from app.launch.__main__ import JOB_FILE
+from app.process.faults import NOTES_FILE
 from app.process.status import STATUS_FILE
 from app.run.job import SIGNAL_SECONDS
 from app.training.checkpoint.store import CheckpointStore
@@ -243,22 +244,34 @@ def test_a_job_that_loses_a_node_goes_on_when_it_is_back_and_ends_bit_equal(
     cluster.wait_for_nodes()
 
 
-def test_a_job_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_goes_on_with_the_node_that_is_left_and_with_both_when_it_is_back(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """A rank hangs where the test acts: first one of two, then the only one."""
     run, whole, node = tmp_path / "run", tmp_path / "whole", cluster.pair[1]
     words = (*LONG, "trainer.gradient_accumulation_steps=auto", "trainer.global_batch_size=4")
     words += ("adapter.dropout=0", "trainer.validate_every_steps=null", "data.sequence_len=128")
-    cluster.limit(SLOW)
-    number = cluster.launch(run, *words, "launch.min_nodes=1")
-    wait_for_checkpoint(run)
+    cluster.limit(FAST)
+    number = cluster.launch(run, *words, "launch.min_nodes=1", "faults=[hang:1@7,hang:0@15]")
+
+    def wait_for_hang(step: int) -> None:
+        fired = run / NOTES_FILE
+        wait_for(lambda: fired.exists() and f"@{step}" in fired.read_text())
+
+    wait_for_hang(7)
     node.send(signal.SIGKILL)
     wait_for(lambda: cluster.job(number)["Restarts"] == "1")
     cluster.restart_controller()
+    wait_for_hang(15)
+    assert cluster.job(number)["NumNodes"] == "1"
+    cluster.start_daemon(node, "slurmd", "-N", node.name)
+    wait_for(lambda: "idle" in cluster.type("sinfo", "--noheader", "--format=%T").split())
+    cluster.type("scontrol", "requeue", number)
+    wait_for(lambda: cluster.job(number)["Restarts"] == "2")
     wait_for(lambda: cluster.job(number)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
     job, log = cluster.job(number), (run / f"slurm-{number}.txt").read_text()
-    assert (job["JobState"], job["NumNodes"]) == ("COMPLETED", "1"), log
-    assert "device: 2 x cpu" in log and "RESUME: from" in log
-    cluster.limit(FAST)
-    cluster.start_daemon(node, "slurmd", "-N", node.name)
+    assert (job["JobState"], job["NumNodes"]) == ("COMPLETED", "2"), log
+    assert log.count("device: 2 x cpu") == 2 and log.count("RESUME: from") == 2, log
     cluster.wait_for_nodes()
     cluster.type(*cluster.command(whole, *words, "launch.watch=true"))
     losses = losses_of(run)

@@ -543,6 +543,7 @@ UNUSED = [
     ("data.val_set_size=0 trainer.checkpoint.keep_best=2", "data.val_set_size=0.1"),
     ("output.from=last trainer.checkpoint.monitor=val/loss/lists", "output.from=auto"),
     ("strategy=ddp_compressed strategy.topk_share=0.05", "strategy.compression=topk"),
+    ("strategy=hsdp_local_sgd trainer.num_nodes=2 strategy.share_counts=true", None),
     ("strategy=ddp_compressed strategy.powersgd_rank=8", "strategy.compression=powersgd"),
     (f"{STAGED} strategy.stages_per_rank=4", "strategy.schedule=interleaved"),
     ("strategy=tp trainer.devices=2 strategy.reshard_after_forward=false",

@@ -68,6 +68,16 @@ def test_every_site_gets_the_mean_weighted_by_tokens(monkeypatch: pytest.MonkeyP
     assert sent == {"facts/N", "past/N", "N/N/N", "N/weight/N", "N/N/mean", "done/N"}
 
 
+def test_the_first_site_gets_the_counts_of_the_others_and_nobody_else_does() -> None:
+    def work(link: local_sgd._Link, site: int) -> dict[int, dict[str, float]]:
+        link.compare(0, {})
+        link.step = 4
+        return link.gather({"train/loss": float(site)})
+
+    answers = [each.result() for each in at_sites(3, work)]
+    assert answers == [{2: {"train/loss": 2.0}, 3: {"train/loss": 3.0}}, {}, {}]
+
+
 @pytest.mark.parametrize(
     ("steps", "facts", "said"),
     [

@@ -155,6 +155,8 @@ IN_TRAINING = (
             "with strategy.compression={c.strategy.compression}", "strategy.compression=topk"),
     _Unused("strategy.powersgd_rank", lambda c: c.strategy.compression != "powersgd",
             "with strategy.compression={c.strategy.compression}", "strategy.compression=powersgd"),
+    _Unused("strategy.share_counts", lambda c: c.strategy.sites == 1,
+            "with strategy.sites=1", "strategy.sites=2, too"),
     _Unused("strategy.offload_dir", lambda c: c.strategy.offload_optimizer != "disk",
             "with strategy.offload_optimizer={c.strategy.offload_optimizer}",
             "strategy.offload_optimizer=disk, too"),

@@ -45,28 +45,38 @@ def pair() -> Iterator[tuple[Host, Host]]:
 
 
 def words_of(runs: Runs, site: int, layout: Layout, *words: str) -> list[str]:
-    data = f"data.datasets=[{{path: {FILES[site - 1]}, name: rows}}]"
+    data = f"data.datasets=[{{path: {FILES[(site - 1) % 2]}, name: rows}}]"
     batch = ("trainer.micro_batch_size=2", "trainer.global_batch_size=2")
     return runs.typed(layout, *ADAPTERS["lora"], data, *batch, "resume=auto", *words)
 
 
-def start_site(runs: Runs, host: Host, site: int, run: Path, *words: str) -> subprocess.Popen[str]:
+def start_site(
+    runs: Runs, host: Host, site: int, run: Path, *words: str, sites: int = 2
+) -> subprocess.Popen[str]:
     layout = Layout(strategy="hsdp_local_sgd", ranks=1, num_data_ranks=1)
     address = f"strategy.site_address=10.77.0.1:{PORT}"
-    own = ("strategy.sites=2", f"strategy.site={site}", address, "strategy.synchronous_steps=0")
+    own = (
+        f"strategy.sites={sites}",
+        f"strategy.site={site}",
+        address,
+        "strategy.synchronous_steps=0",
+    )
     typed = words_of(runs, site, layout, *own, *words)
     command = (runs.shell.python, "-m", "app.train", *typed, f"output.dir={run}")
     return host.start(*command, environment={"OMP_NUM_THREADS": "1"})
 
 
-def train_sites(runs: Runs, pair: tuple[Host, Host], *words: str) -> tuple[Path, ...]:
-    folders = tuple(runs.new_folder(f"site{site}") for site in (1, 2))
+def train_sites(
+    runs: Runs, pair: tuple[Host, Host], *words: str, sites: int = 2
+) -> tuple[Path, ...]:
+    """Train sites in turn on the first and the second host."""
+    folders = tuple(runs.new_folder(f"site{site}") for site in range(1, sites + 1))
     started = [
-        start_site(runs, host, number, folder, *words)
-        for number, (host, folder) in enumerate(zip(pair, folders, strict=True), 1)
+        start_site(runs, pair[(number - 1) % 2], number, folder, *words, sites=sites)
+        for number, folder in enumerate(folders, 1)
     ]
     output = [process.communicate(timeout=LONGEST)[0] for process in started]
-    assert [process.returncode for process in started] == [DONE, DONE], "\n".join(output)
+    assert [process.returncode for process in started] == [DONE] * sites, "\n".join(output)
     return folders
 
 
@@ -88,6 +98,25 @@ def test_a_round_ends_at_the_mean_of_two_runs_by_their_tokens(
         assert torch.equal(weight, second[name])
         mean = sum(a[name] * n for a, n in zip(adapters, tokens, strict=True)) / sum(tokens)
         torch.testing.assert_close(weight, mean, atol=1e-6, rtol=1e-5)
+
+
+def test_a_further_site_joins_between_two_runs_and_the_first_one_logs_what_is_shared(
+    runs: Runs, pair: tuple[Host, Host]
+) -> None:
+    words = ("strategy.sync_every_steps=4", "strategy.share_counts=true")
+    two = train_sites(runs, pair, *words)
+    shared = [row for row in rows_of(two[0]) if row["sites/2/train/loss"]]
+    own = {row["step"]: row for row in rows_of(two[1]) if row["train/loss"]}
+    assert [row["step"] for row in shared] == ["4", "8"]
+    last = [own["3"]["train/loss"], own["7"]["train/loss"]]  # that were written before
+    assert [row["sites/2/train/loss"] for row in shared] == last
+    assert not any(name.startswith("sites/") for name in rows_of(two[1])[0])
+    path = f"adapter.path={two[1] / 'adapter'}"
+    adapters = [adapter_of(run) for run in train_sites(runs, pair, *words, path, sites=3)]
+    before = adapter_of(two[0])
+    for name, weight in adapters[0].items():
+        assert torch.equal(weight, adapters[1][name]) and torch.equal(weight, adapters[2][name])
+    assert any(not torch.equal(weight, before[name]) for name, weight in adapters[0].items())
 
 
 def test_rows_stay_and_a_killed_site_comes_back(
