@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from app.model.base_files import INDEX, WEIGHTS
+from app.model.base import INDEX, WEIGHTS
 from common.errors import UserError
 from common.untrusted import read_json_object
 from data_modules import DataConfig, explain_refusal, is_hub_id

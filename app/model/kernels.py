@@ -33,13 +33,13 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.model.accumulation import accumulated_linear, accumulating_in_products
+from app.model.activation_checkpointing import RandomState, read_autocasts, restored_autocasts
 from app.model.adapter import is_fused
 from app.model.attention.mixers import MixerForward
 from app.model.chunks import FEED_FORWARD_TOKENS
 from app.model.contexts import eval_mode, replaced
 from app.model.head import LossHead, linear_cross_entropy
 from app.model.layers import repeated_layers
-from app.model.recomputed_layer import RandomState, read_autocasts, restored_autocasts
 from common.text import reason_of
 
 if TYPE_CHECKING:

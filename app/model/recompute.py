@@ -59,8 +59,7 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
 
 def _build_checkpoint(mode: str) -> Callable[..., Any]:
     """Return the function that runs a checkpointed layer on its arguments."""
-    from app.model.activation_checkpointing import SelectiveLayers
-    from app.model.recomputed_layer import OffloadedInputs, run_recomputed
+    from app.model.activation_checkpointing import OffloadedInputs, SelectiveLayers, run_recomputed
 
     if mode == "offload":
         return OffloadedInputs().run_layer

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.model.architecture import check_token_ids, text_numbers
-from app.model.base import ModelConfig
-from app.model.base_files import INDEX, WEIGHTS, check_dtypes, check_head
+from app.model.base import INDEX, WEIGHTS, ModelConfig, check_dtypes, check_head
 from app.model.config_values import check_type, check_values
 from app.model.description import LAYER, BaseDescription, describe_config, describe_files
 from app.model.gguf import unpack_command

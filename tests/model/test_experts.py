@@ -22,8 +22,7 @@ from app.model.adapter import (
     trainable_weights,
     verify_adapter,
 )
-from app.model.base import ModelConfig, load_base
-from app.model.base_files import read_shapes, weight_files
+from app.model.base import ModelConfig, load_base, read_shapes, weight_files
 from app.model.description import describe_files, describe_model
 from app.model.experts import RoutingTrace, expert_modules, use_grouped_experts
 from app.model.quantization import QuantizationConfig, storage_of, stored_4bit

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.model.activation_checkpointing import selective_contexts
+from app.model.activation_checkpointing import run_recomputed, selective_contexts
 from app.model.adapter import (
     LoraConfig,
     apply_adapter,
@@ -23,7 +23,6 @@ from app.model.adapter import (
 from app.model.adapter import fused as fused_layers
 from app.model.adapter.fused import FusedLoraLinear, lora_4bit_class
 from app.model.recompute import RecomputeConfig, apply_recompute
-from app.model.recomputed_layer import run_recomputed
 from benchmarks.gpu.model import quantize
 from tests.operators import Operators
 from tests.tiny import TINY, move, probe_of, tiny_gpt2, tiny_llama

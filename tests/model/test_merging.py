@@ -30,8 +30,7 @@ from app.model.adapter import (
     save_adapter,
     save_converted,
 )
-from app.model.base import ModelConfig, load_base
-from app.model.base_files import read_shapes, weight_files
+from app.model.base import ModelConfig, load_base, read_shapes, weight_files
 from app.model.merging import BOUNDS, Difference, MergePlan, measure_difference, merge_weights
 from app.model.quantization import QuantizationConfig
 from common.errors import UserError

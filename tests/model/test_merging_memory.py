@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from app.model.adapter import read_weight_changes
 from app.model.base import ModelConfig, load_base
-from app.model.base_files import weight_files
+from app.model.base import weight_files
 from app.model.merging import MergePlan, merge_weights
 from app.process.environment import return_freed_memory
 

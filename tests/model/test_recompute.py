@@ -18,8 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BloomConfig, BloomForCausalLM
 
 from app.model import activation_checkpointing as activations
-from app.model import cpu, recomputed_layer
-from app.model.activation_checkpointing import _ReuseMode, _SaveMode, selective_contexts
+from app.model import cpu
+from app.model.activation_checkpointing import (
+    LayerInput,
+    OffloadedInputs,
+    _ReuseMode,
+    _SaveMode,
+    run_recomputed,
+    selective_contexts,
+)
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -33,7 +40,6 @@ from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.base import ModelConfig, load_base
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import MODES, RecomputeConfig, apply_recompute
-from app.model.recomputed_layer import LayerInput, OffloadedInputs, run_recomputed
 from tests.matrix import matrix
 from tests.tiny import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
@@ -491,7 +497,7 @@ class TestOffload:
             def __exit__(self, *_: Any) -> None: ...
 
         main = Stream("main")
-        monkeypatch.setattr(recomputed_layer, "is_on_host", lambda hidden: False)
+        monkeypatch.setattr(activations, "is_on_host", lambda hidden: False)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side"))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
         monkeypatch.setattr(torch.cuda, "stream", Within)

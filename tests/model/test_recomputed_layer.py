@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.model.recomputed_layer import run_recomputed
+from app.model.activation_checkpointing import run_recomputed
 
 Run = Callable[..., Any]
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from app.config import TrainConfig, load_config
-from app.model.base import ModelConfig
-from app.model.base_files import read_shapes, weight_files
+from app.model.base import ModelConfig, read_shapes, weight_files
 from app.model.description import BaseDescription, matrices_of
 from app.model.families import shapes_of_config
 from app.preflight import base_model, describe_base

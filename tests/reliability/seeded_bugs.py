@@ -624,14 +624,14 @@ BUGS = [
     ),
     Bug(
         name="weights above a precision's largest number are loaded",
-        file="app/model/base_files.py",
+        file="app/model/base.py",
         right="if not (-most <= smallest and largest <= most):",
         wrong="if not -most <= smallest:",
         test="tests/bad_input/test_base_files.py::test_weights_that_a_precision_cannot_hold",
     ),
     Bug(
         name="a bias that the model has not is ignored",
-        file="app/model/base_files.py",
+        file="app/model/base.py",
         right='known and leaf in ("weight", "bias") and',
         wrong='known and leaf == "weight" and',
         test="tests/bad_input/test_base_files.py::test_a_bias_that_would_be_left_out",
