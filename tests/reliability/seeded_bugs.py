@@ -680,7 +680,7 @@ BUGS = [
     ),
     Bug(
         name="a text is rated at the token before its last",
-        file="app/training/objective/classify.py",
+        file="app/training/objective/objective.py",
         right="(row, end - 1)",
         wrong="(row, end - 2)",
         test="tests/training/test_classify.py::test_loss_and_gradients_are_those_of_each_text_alone",

@@ -240,9 +240,8 @@ def build_objective(
 
     `model`: names the outputs of a head for classes; `teacher`: for objective=distill.
     """
-    from app.training.objective.classify import Classify, Reward
     from app.training.objective.distill import Distill
-    from app.training.objective.objective import Sft
+    from app.training.objective.objective import Classify, Reward, Sft
     from app.training.objective.pairs import PAIR_LOSSES, Kto, PairObjective
 
     if isinstance(config, ClassifyConfig):
