@@ -27,7 +27,7 @@ from app.model.hub import is_offline
 from app.process.environment import configure_libraries, run_program
 from app.process.signals import defer_signals, signal_received
 from app.run.folder import CONFIG_FILE, decide_run_dir
-from app.serving.address import KEY_VARIABLE, open_socket, read_key, url_of
+from app.serving.api import KEY_VARIABLE, open_socket, read_key, url_of
 from app.training.run_documents import read_object
 from common.errors import Interrupted, UserError
 from common.files import write_atomically

@@ -33,7 +33,7 @@ from app.report.preview import ShownConfig
 from app.run import ALLOWED
 from app.run.find import FINAL, saved_folder
 from app.run.folder import OutputConfig, TrainOutputConfig
-from app.serving.address import ServeConfig
+from app.serving.api import ServeConfig
 from app.strategy.settings import FAMILIES, StrategyConfig
 from app.training.objective.settings import OBJECTIVES, ObjectiveConfig
 from app.training.optimizers import (

@@ -135,6 +135,7 @@ def _packages(facts: Facts) -> Iterator[Row]:
 
 
 def _bad_packages(facts: Facts) -> Iterator[Row]:
+    failures = facts.imports.failures
     for package in facts.packages:
         name, version = package.name, package.version
         # A wrong version of an optional package fails only when it is used.
@@ -145,18 +146,13 @@ def _bad_packages(facts: Facts) -> Iterator[Row]:
         elif not package.is_supported:
             found = f"{version}; this program needs {package.required}"
             yield Row(name, status, found, _install_command(package))
-        elif (failure := _import_failure(facts, name)) is not None:
+        elif (failure := failures.get(name)) is not None and (
+            name == "torch" or failure != failures.get("torch")  # the same reason is named once
+        ):
             fix = f"{pip_install()} --force-reinstall --no-deps {name}"
             if package.extra is not None:
                 fix = f"pip uninstall {name}, or {fix}"
             yield Row(name, status, f"{version} cannot be imported: {failure}", fix)
-
-
-def _import_failure(facts: Facts, name: str) -> str | None:
-    """Return why a package cannot be imported; None if PyTorch fails for the same reason."""
-    failures = facts.imports.failures
-    failure = failures.get(name)
-    return None if name != "torch" and failure == failures.get("torch") else failure
 
 
 def _install_command(package: Package) -> str:

@@ -278,7 +278,9 @@ def suggest_larger_changes(
     more = hardware
     for _ in range(_MAX_DOUBLINGS):
         more = _double(more)
-        scaled, overrides = config, [f"hardware={_override_value(more)}"]
+        nodes = f"{more.num_nodes}x" if more.num_nodes > 1 else ""
+        scaled = config
+        overrides = [f"hardware={nodes}{more.gpus_per_node}x{more.name}"]
         if (config.trainer.global_batch_size or more.num_gpus) < more.num_gpus:
             scaled = replace(
                 config, trainer=replace(config.trainer, global_batch_size=more.num_gpus)
@@ -295,8 +297,3 @@ def _double(hardware: HardwareConfig) -> HardwareConfig:
     if hardware.gpus_per_node < 8:
         return replace(hardware, gpus_per_node=min(8, 2 * hardware.gpus_per_node))
     return replace(hardware, num_nodes=2 * hardware.num_nodes)
-
-
-def _override_value(hardware: HardwareConfig) -> str:
-    nodes = f"{hardware.num_nodes}x" if hardware.num_nodes > 1 else ""
-    return f"{nodes}{hardware.gpus_per_node}x{hardware.name}"

@@ -126,9 +126,10 @@ def detect_card(machine: Machine | None = None) -> tuple[str, float, int]:
     """Return card, memory in GiB and number of this machine's GPUs; DeviceError if unknown."""
     machine = read_machine() if machine is None else machine
     if not machine.gpus:
+        why = f" ({machine.failure})" if machine.failure else ""
         raise DeviceError(
             [
-                f"hardware=auto: no GPU was found on this machine{_why(machine)}; type the "
+                f"hardware=auto: no GPU was found on this machine{why}; type the "
                 "hardware to plan for, as hardware=8xh100 (--help hardware lists the cards)"
             ]
         )
@@ -142,10 +143,6 @@ def detect_card(machine: Machine | None = None) -> tuple[str, float, int]:
             ]
         )
     return card, smallest.memory_gib, len(machine.gpus)
-
-
-def _why(machine: Machine) -> str:
-    return f" ({machine.failure})" if machine.failure else ""
 
 
 def custom_hardware_advice() -> str:

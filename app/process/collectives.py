@@ -18,7 +18,6 @@ T = TypeVar("T")
 
 
 def is_rank0() -> bool:
-    """Return whether this is rank 0 of the process group."""
     import torch.distributed as dist
 
     return dist.get_rank() == 0

@@ -264,7 +264,13 @@ def _open_as_rank(config: TrainConfig) -> Run:
     """Open the run that the launcher of this rank has chosen."""
     folder = Path(config.output.dir or run_dir() or "")
     step = int(os.environ.get(STEP_VARIABLE, 0))
-    checkpoint = _checkpoint_of_step(folder, step) if step else None
+    checkpoint = checkpoint_of_step(folder, step) if step else None
+    if step and checkpoint is None:
+        raise UserError(
+            f"the first rank resumes from step {step}, but this rank finds no such checkpoint in "
+            f"{folder / CHECKPOINTS}: every machine must see the same files; give all of them one "
+            "output.dir"
+        )
     return Run(
         typed_config=_with_revision(config, folder, checkpoint),
         folder=folder,
@@ -314,14 +320,3 @@ def find_newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
             + ["leave resume out and type another output.dir to start anew"]
         )
     return good, damaged
-
-
-def _checkpoint_of_step(folder: Path, step: int) -> Checkpoint:
-    """Return the checkpoint that the first rank has verified; raises UserError if not visible."""
-    if (checkpoint := checkpoint_of_step(folder, step)) is not None:
-        return checkpoint
-    raise UserError(
-        f"the first rank resumes from step {step}, but this rank finds no such checkpoint in "
-        f"{folder / CHECKPOINTS}: every machine must see the same files; give all of them one "
-        "output.dir"
-    )

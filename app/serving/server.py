@@ -38,11 +38,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from app.evaluation.conversation import ConversationConfig, Reply, Responder
 from app.process.launch import is_loopback
 from app.process.signals import exit_after_grace, signal_received
-from app.serving.address import ServeConfig
-from app.serving.requests import (
+from app.serving.api import (
     INTERNAL_ERROR,
     CompletionRequest,
     RequestError,
+    ServeConfig,
     check_no_control_tokens,
     parse_chat_request,
     parse_json,

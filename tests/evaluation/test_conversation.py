@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from app.evaluation.conversation import SAMPLES, ConversationConfig, Responder, check_served_tokens
-from app.serving.address import ServeConfig
+from app.serving.api import ServeConfig
 from app.serving.server import build_app
 from common.errors import Origin
 from data_modules import TEMPLATE_NAMES, ChatTemplate, Conversation, Turn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,13 @@ import pytest
 from app.config import load_config
 from app.plan import make_plan
 from app.report.plan import ASSUMED, MAX_ROWS, advice_lines, plan_lines, render_plan
-from tests.report.test_run_page import OUTSIDE
-from tests.serving.browser import browsing, needs_browser
+
+PLANNED = ["+experiment=llama70b", "hardware=8xa100_80gb", "plan.tokens=1000000"]
 
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
-    words = ["+experiment=llama70b", "hardware=8xa100_80gb", "plan.tokens=1000000"]
-    return make_plan(load_config("plan", words))[0]
+    return make_plan(load_config("plan", PLANNED))[0]
 
 
 def test_a_page_has_all_alternatives_and_bars(facts: dict[str, Any]) -> None:
@@ -57,17 +55,3 @@ def test_assumed_rates_are_called_so(facts: dict[str, Any]) -> None:
     assert plan_lines(proposed)[0].endswith(f"type quantization=fp8 ({ASSUMED})")
     assert f"  quantization=fp8: {ASSUMED}" in advice_lines(proposed)
     assert page.count(ASSUMED) == 0 and render_plan(proposed).count(ASSUMED) == 2
-
-
-@needs_browser
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 400])
-def test_nothing_is_cut_in_a_browser(width: int, facts: dict[str, Any], tmp_path: Path) -> None:
-    page = tmp_path / "plan.html"
-    page.write_text(render_plan(facts))
-    with browsing(tmp_path / "profile", width) as browser:
-        browser.open(page.as_uri())
-        browser.run("document.querySelectorAll('summary').forEach(one => one.click())")
-        found: dict[str, Any] = browser.run(OUTSIDE)
-        assert (found["outside"], found["cut"], found["wide"]) == ([], 0, False)
-        assert browser.console_messages() == []

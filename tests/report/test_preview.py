@@ -31,8 +31,8 @@ from common.errors import DataError
 from common.text import printable
 from tests.conftest import SHARED
 from tests.data_modules.conftest import build_tokenizer
-from tests.report.test_run_page import OUTSIDE, Page, check_self_contained
-from tests.serving.browser import browsing, needs_browser
+from tests.report.test_run_page import Page, check_self_contained
+from tests.serving.browser import OUTSIDE, browsing, needs_browser
 from tests.tiny import TINY_BASE
 
 HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' \x1b[31mred\x1b]0;title\x07 \u202eback"

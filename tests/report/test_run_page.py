@@ -43,7 +43,6 @@ from app.report.run_page import (
 )
 from app.run import Run
 from common.errors import Interrupted
-from tests.serving.browser import browsing, needs_browser
 from tests.tiny import small_run
 
 HOSTILE = '<img src=x onerror="document.title=1">'
@@ -396,36 +395,3 @@ def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float] | N
     found = round_numbers(low, high, 4)
     assert 1 <= len(found) <= 6 and all(low <= tick <= high * 1.001 for tick in found)
     assert ticks is None or found == pytest.approx(ticks)
-
-
-OUTSIDE = """
-const texts = "h1, h2, h3, p, li, td, th, pre, figcaption, svg text";
-const outside = [...document.querySelectorAll(texts)]
-  .filter(one => { const box = one.getBoundingClientRect();
-    return box.width && (box.left < 0 || box.right > document.documentElement.clientWidth + 1); })
-  .map(one => one.textContent);
-const cut = [...document.querySelectorAll("*")].filter(one =>
-  one.scrollWidth > one.clientWidth + 1 && one.clientWidth
-    && getComputedStyle(one).overflowX != "visible");
-return {outside, cut: cut.length,
-  wide: document.documentElement.scrollWidth > document.documentElement.clientWidth,
-  charts: document.querySelectorAll("svg polyline").length, images: document.images.length};
-"""
-
-
-@needs_browser
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 400])
-def test_nothing_is_cut_in_a_browser(width: int, tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / (name * 40)) for name in ("a", "b")]
-    write_page(runs[0], [("data.datasets", f"[{{path: {HOSTILE * 5}}}]", "[]")])
-    both = tmp_path / "both.html"
-    files = {run.name: read_run_files(run) for run in runs}
-    both.write_text(render_comparison(files, {run.name: [] for run in runs}))
-    with browsing(tmp_path / "profile", width) as browser:
-        for page in (runs[0] / PAGE_FILE, both):
-            browser.open(page.as_uri())
-            found: dict[str, Any] = browser.run(OUTSIDE)
-            assert found.pop("charts") >= 8
-            assert found == {"outside": [], "cut": 0, "wide": False, "images": 0}
-            assert browser.console_messages() == []

@@ -24,6 +24,20 @@ BROWSER = next(
 needs_browser = pytest.mark.skipif(
     DRIVER is None or BROWSER is None, reason="needs chromium and chromedriver"
 )
+OUTSIDE = """
+const texts = "h1, h2, h3, p, li, td, th, pre, figcaption, svg text";
+const outside = [...document.querySelectorAll(texts)]
+  .filter(one => { const box = one.getBoundingClientRect();
+    return box.width && (box.left < 0 || box.right > document.documentElement.clientWidth + 1); })
+  .map(one => one.textContent);
+const cut = [...document.querySelectorAll("*")].filter(one =>
+  one.scrollWidth > one.clientWidth + 1 && one.clientWidth
+    && getComputedStyle(one).overflowX != "visible");
+return {outside, cut: cut.length,
+  wide: document.documentElement.scrollWidth > document.documentElement.clientWidth,
+  charts: document.querySelectorAll("svg polyline").length, images: document.images.length};
+"""
+"""what stands outside of the window or is cut, and how many charts and images a page has"""
 
 
 class Browser:

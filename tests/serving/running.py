@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from app.evaluation.conversation import ConversationConfig, Reply
-from app.serving.address import ServeConfig, open_socket, url_of
+from app.serving.api import ServeConfig, open_socket, url_of
 from app.serving.server import build_app, build_server
 from data_modules import Turn
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.evaluation.conversation import ConversationConfig
-from app.serving.requests import (
+from app.serving.api import (
     CHAT_FIELDS,
     IGNORED_FIELDS,
     TEXT_FIELDS,

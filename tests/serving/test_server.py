@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from app.evaluation.conversation import ConversationConfig, Reply, Responder
 from app.serving import server
-from app.serving.address import KEY_VARIABLE, ServeConfig, open_socket, read_key
+from app.serving.api import KEY_VARIABLE, ServeConfig, open_socket, read_key
 from common.errors import UserError
 from data_modules import ChatTemplate, Turn
 from tests.serving.running import NAME, REQUEST, ScriptedResponder, send, serving, wait_for
