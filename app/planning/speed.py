@@ -74,6 +74,9 @@ _FP8_TRANSPOSED = 2.0
 """bytes read and written to transpose one weight for the gradient of the input"""
 _OPTIMIZER_PASSES = 7
 """elements that AdamW reads and writes per trainable weight: weight, gradient, two states"""
+_HOST_STEP = 0.25e-9
+"""seconds of a node's processors per trainable weight whose states are in their memory: 0.22 to
+0.30 s for 1 to 8 billion weights on two Xeons (arXiv 2101.06840, table 4; ours was not measured)"""
 _LINK_PASSES = {"none": 0, "cpu": 3, "disk": 4}
 """elements per trainable weight between GPU and host in a step, by strategy.offload_optimizer: two
 states to the device and back with disk"""
@@ -122,7 +125,9 @@ def estimate_speed(run: PlannedRun) -> Speed:
     stepped = run.size.whole.trained / num_shards(run.strategy, ranks, run.num_nodes)[2]
     offload, link = run.strategy.offload_optimizer, run.hardware.host_link_gb_per_second
     rate = BANDWIDTH * run.hardware.memory_gb_per_second * 1e9
-    optimizer = 0.0 if offload == "cpu" else _OPTIMIZER_PASSES * stepped / rate
+    optimizer = _OPTIMIZER_PASSES * stepped / rate
+    if offload == "cpu" or _keeps_weights_on_host(run):
+        optimizer = _HOST_STEP * run.size.whole.num_trained / run.num_nodes
     link *= LINKS * 1e9
     streamed = _streamed_bytes(run)
     host = (_host_copies(run) + run.accumulation * sum(streamed)) / link if link else 0.0
@@ -333,17 +338,21 @@ def _quantized_in_training(run: PlannedRun) -> float:
 
 def _host_copies(run: PlannedRun) -> float:
     """Return the bytes per step that are copied between a GPU and its host during computation."""
-    copied, strategy = 0.0, run.strategy
+    copied = 0.0
     if run.recompute == "offload":
         of_layers = run.model.widths.hidden * run.execution.residual_bytes * run.model.num_layers
         copied += 2.0 * run.execution.tokens * of_layers * run.accumulation
-    parameters = isinstance(strategy, FsdpConfig) and strategy.offload_parameters
-    if isinstance(strategy, ZeroConfig):
-        parameters = strategy.offload_parameters != "none"
-    if parameters:
-        shares, _, _ = num_shards(strategy, run.num_ranks, run.num_nodes)
+    if _keeps_weights_on_host(run):
+        shares, _, _ = num_shards(run.strategy, run.num_ranks, run.num_nodes)
         copied += 2.0 * run.size.whole.total / shares * run.accumulation
     return copied
+
+
+def _keeps_weights_on_host(run: PlannedRun) -> bool:
+    strategy = run.strategy
+    if isinstance(strategy, ZeroConfig):
+        return strategy.offload_parameters != "none"
+    return isinstance(strategy, FsdpConfig) and strategy.offload_parameters
 
 
 def _streamed_bytes(run: PlannedRun) -> tuple[float, float]:

@@ -135,6 +135,59 @@ def test_a_disk_too_small_for_checkpoints(tmp_path: Path) -> None:
     assert facts["fits_disk"]
 
 
+ON = {
+    "falcon180b": "8xh100",
+    "flan_t5_xl": "rtx4090",
+    "gemma4_12b": "a100_40gb",
+    "gpt_oss_20b": "h100",
+    "llama405b_3d": "4x8xh100",
+    "llama70b": "8xh100",
+    "llama70b_3d": "8xh100",
+    "llama70b_qlora": "2xl40s",
+    "llama70b_zero3": "8xh100",
+    "llama8b": "h100",
+    "llama8b_128k": "8xh100",
+    "llama8b_dora": "a100_40gb",
+    "llama8b_dpo": "h100",
+    "llama8b_full": "h100",
+    "llama8b_ia3": "rtx4090",
+    "llama8b_qlora": "rtx4090",
+    "mistral7b": "a100_40gb",
+    "qwen1_5b_distill": "a100_40gb",
+    "qwen3_30b_a3b": "h100",
+    "qwen3_5_9b_256k": "8xh100",
+    "qwen3_5_9b_qlora": "rtx4090",
+    "qwen7b": "a100_40gb",
+    "qwen7b_kto": "a100_40gb",
+    "reward_1b": "rtx4090",
+}
+"""experiment -> the least hardware that its header names, or some like it"""
+SHOWS_A_STRATEGY = {"falcon180b", "llama70b_zero3", "llama70b_3d", "llama405b_3d"}
+"""experiments that show a strategy, as their name or header says, where another one is faster"""
+SPLITS_ROWS = {"qwen3_5_9b_256k"}
+
+
+def test_every_experiment_for_gpus_is_planned() -> None:
+    files = (ROOT / "conf" / "experiment").glob("*.yaml")
+    assert {file.stem for file in files if "two CPU cores" not in file.read_text()} == set(ON)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ON.keys() - SHOWS_A_STRATEGY))
+def test_an_experiment_is_as_fast_as_the_fastest_that_fits(name: str, tmp_path: Path) -> None:
+    """With the same base and adapter, and nothing in host memory, whose links differ widely."""
+    facts, _ = plan_of(tmp_path, f"+experiment={name}", f"hardware={ON[name]}")
+    assert facts["fits"]
+    method = facts["settings"]["quantization"]
+    speeds = [
+        each["tokens_per_second"]
+        for each in facts["advice"]
+        if each["fits"] and each["quantization"] == method and "offload" not in each["strategy"]
+        if name not in SPLITS_ROWS or "context_parallel_size" in each["type"]
+    ]
+    assert facts["tokens_per_second"] >= 0.95 * max(speeds, default=0.0), facts["advice"][:3]
+
+
 def test_the_best_variant_is_written_as_an_experiment(tmp_path: Path) -> None:
     file = tmp_path / "best run.yaml"
     words = ("+experiment=llama8b", "hardware=4xl40s", f"plan.write={file}")
