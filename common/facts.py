@@ -183,16 +183,13 @@ def describe_values(facts: Facts, hint: Any) -> str:
     """Describe the allowed values, as in `1 or more, or null`; empty if any of its type is."""
     *first, last = map(str, facts.choices or ("",))
     choices = f"{', '.join(first)} or {last}" if first else last
-    bounds = _describe_bounds(facts.bounds)
+    if facts.bounds.keys() == {"ge", "le"}:
+        bounds = f"from {facts.ge} to {facts.le}"
+    else:
+        words = {"ge": "{} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
+        bounds = ", ".join(words[name].format(bound) for name, bound in facts.bounds.items())
     text = f"{choices}, or a number: {bounds}" if choices and bounds else choices or bounds
     return f"{text}, or null" if text and is_optional(hint) else text
-
-
-def _describe_bounds(bounds: dict[str, float]) -> str:
-    if bounds.keys() == {"ge", "le"}:
-        return f"from {bounds['ge']} to {bounds['le']}"
-    words = {"ge": "{} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
-    return ", ".join(words[name].format(bound) for name, bound in bounds.items())
 
 
 def expected(facts: Facts, hint: Any) -> str:

@@ -316,13 +316,9 @@ def _apply_overlap_limit(
 def names_of(lost: Mapping[str, int]) -> str:
     """Name the characters that most rows have, for messages; `lost` is character -> rows."""
     ordered = sorted(lost, key=lambda each: (-lost[each], each))
-    names = [_name_of(each) for each in ordered[:_MAX_NAMED]]
+    names = [
+        _NAMES.get(each)
+        or (f"U+{ord(each):04X}" if unicodedata.combining(each) or not each.isprintable() else each)
+        for each in ordered[:_MAX_NAMED]
+    ]
     return ", ".join(names) + (f" and {more:,} more" if (more := len(lost) - len(names)) else "")
-
-
-def _name_of(character: str) -> str:
-    if character in _NAMES:
-        return _NAMES[character]
-    if character.isprintable() and not unicodedata.combining(character):
-        return character
-    return f"U+{ord(character):04X}"

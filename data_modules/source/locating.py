@@ -200,16 +200,13 @@ def _matching(path: str, matches: Mapping[str, File], split: str) -> Found:
         chosen = names if split_word(pattern) else chosen or unnamed or names
     if not chosen:
         raise DataError(_only_train(path, split))
-    _check_shards(path, [n for n in missing_shards(chosen) if _fits(n, pattern)])
+    # Those that the pattern would match, were they there.
+    bare = PurePosixPath(pattern).name
+    missing = ((n, PurePosixPath(n).name.replace("*", ".x")) for n in missing_shards(chosen))
+    _check_shards(path, [n for n, name in missing if fnmatch.fnmatchcase(name, bare)])
     files = [matches[inner[n]] for n in chosen]
     _check_regular([file for file in files if isinstance(file, Path)])
     return Found(files, _notes(junk, [n for n in names if n not in chosen]))
-
-
-def _fits(name: str, pattern: str) -> bool:
-    """Return whether a pattern would match a file of this name, were it there."""
-    bare = PurePosixPath(name).name.replace("*", ".x")
-    return fnmatch.fnmatchcase(bare, PurePosixPath(pattern).name)
 
 
 def _sample_file(path: str) -> Path:

@@ -453,7 +453,9 @@ class ChatTemplate:
         eos = self.tokenizer.eos_token_id
         if isinstance(item, Document) and eos is not None and (not len(ids) or ids[-1] != eos):
             ids = np.append(ids, np.int32(eos))
-            weights = np.append(weights, np.float32(_last_weight(item) or loss_weights.base))
+            trained = [s.weight for s in item.segments if s.weight > 0 and s.text.strip()]
+            last = trained[-1] if trained else loss_weights.base
+            weights = np.append(weights, np.float32(last))
         if isinstance(item, Document):
             ids = self._with_bos(ids)
         if len(ids) > len(weights):
@@ -483,9 +485,3 @@ def _last_answer(item: Conversation | Document) -> str:
     if isinstance(item, Document):
         return item.segments[-1].text
     return [turn.content for turn in item.turns if turn.role == "assistant"][-1]
-
-
-def _last_weight(document: Document) -> float:
-    """Return the weight of the last trained segment that is not blank, for the EOS; 0 without."""
-    weights = [s.weight for s in document.segments if s.weight > 0 and s.text.strip()]
-    return weights[-1] if weights else 0.0

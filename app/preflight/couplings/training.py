@@ -55,34 +55,13 @@ def _known_metrics(config: Any) -> tuple[str, str]:
     return nearest(monitor, known), ", ".join(known[:12])
 
 
-def _late_warmup(config: Any) -> str:
-    """Return fewer steps of warm-up, if those typed leave no other steps."""
-    warmup, steps = config.schedule.warmup_steps, config.trainer.max_steps
-    is_late = warmup is not None and steps is not None and warmup >= steps > 0
-    return str(steps // 10) if is_late else ""
-
-
-def _late_decay(config: Any) -> str:
-    """Return a smaller share of decay, if it starts before the end of the warm-up."""
-    schedule = config.schedule
-    left = 1 - schedule.warmup_ratio
-    is_wsd = schedule.shape == "wsd" and schedule.warmup_steps is None
-    return f"{left:g}" if is_wsd and schedule.warmup_ratio + schedule.decay_ratio > 1 else ""
-
-
-def _settings_of_launcher(config: Any) -> list[str]:
-    launcher = config.launcher
-    names = [name for name in launcher.__dataclass_fields__ if is_set(launcher, name)]
-    return [f"launcher.{name}={getattr(launcher, name)}" for name in names][:1]
-
-
 GROUPS = (
     Group(lambda c, d: has_data(c), rows=(
         Conflict(lambda c, d: c.evaluation.exact_match and not c.data.has_validation
                  and not c.data.test_datasets,
                  "evaluation.exact_match=true, but there are no rows to evaluate",
                  "data.val_set_size=0.05, or data.test_datasets=[{{path: FILE}}]"),
-        Conflict(lambda c, d: _ambiguous_tasks(c),
+        Conflict(lambda c, d: c.evaluation.tasks and _ambiguous_tasks(c),
                  "evaluation.tasks: {found} is the name of a data set, too, and metrics have both "
                  "names",
                  "another name: for the task (and form: with it if it is a known task)"),
@@ -191,11 +170,15 @@ GROUPS = (
                  "trainer.num_nodes=N, or data.streaming=false"),
     )),
     Group(lambda c, d: is_training(c), rows=(
-        Conflict(lambda c, d: _late_warmup(c),
+        Conflict(lambda c, d: None not in (c.schedule.warmup_steps, c.trainer.max_steps)
+                 and c.schedule.warmup_steps >= c.trainer.max_steps > 0
+                 and str(c.trainer.max_steps // 10),
                  "schedule.warmup_steps={c.schedule.warmup_steps} leaves no steps of "
                  "trainer.max_steps={c.trainer.max_steps}",
                  "schedule.warmup_steps={found}"),
-        Conflict(lambda c, d: _late_decay(c),
+        Conflict(lambda c, d: c.schedule.shape == "wsd" and c.schedule.warmup_steps is None
+                 and c.schedule.warmup_ratio + c.schedule.decay_ratio > 1
+                 and f"{1 - c.schedule.warmup_ratio:g}",
                  "schedule.warmup_ratio={c.schedule.warmup_ratio:g} and "
                  "schedule.decay_ratio={c.schedule.decay_ratio:g} are together more than 1",
                  "schedule.decay_ratio={found}"),
@@ -245,7 +228,9 @@ GROUPS = (
                  "trainer.num_nodes={c.trainer.num_nodes}, but launcher=slurm runs each trial on "
                  "one node",
                  "trainer.num_nodes=1"),
-        Conflict(lambda c, d: c.launcher.name == "local" and _settings_of_launcher(c),
+        Conflict(lambda c, d: c.launcher.name == "local" and [
+                     f"launcher.{name}={getattr(c.launcher, name)}"
+                     for name in c.launcher.__dataclass_fields__ if is_set(c.launcher, name)][:1],
                  "{found} has no effect with launcher=local",
                  "launcher=slurm, or leave it out"),
         Conflict(lambda c, d: [
