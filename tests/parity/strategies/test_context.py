@@ -18,8 +18,7 @@ from tests.parity.strategies.layouts import (
 )
 from tests.runs import check_same_run
 
-CASES = {
-    "ddp": (sliced("ddp"), "lora"),
+CASES = {  # ddp: test_rows_that_auto_splits_train_as_one_process
     "fsdp": (sliced("fsdp"), "lora"),
     "zero3": (sliced("zero3"), "full"),
     "fsdp 2 x 2": (sliced("fsdp", ranks=4), "full"),

@@ -59,16 +59,6 @@ def test_a_killed_topk_run_resumes_bit_for_bit(asynchronous: str, runs: Runs) ->
     check_same_run(run, reference)
 
 
-@pytest.mark.slow
-def test_a_resume_from_ddp_starts_without_unsent_gradients(runs: Runs) -> None:
-    words = ADAPTERS["lora"]
-    run = runs.new_folder("fewer")
-    killed = runs.typed(LAYOUTS["ddp"], *words, "resume=auto", "faults=[rank_killed:0@6]")
-    runs.shell.train_into(run, *killed, code=NO_ENVIRONMENT)
-    again = runs.typed(TOPK, *words, "resume=auto", "resume_allow=[precision]")
-    assert "top-k starts without" in runs.shell.train_into(run, *again)
-
-
 @pytest.mark.parametrize(
     "ranks",
     [pytest.param(2, marks=pytest.mark.strategies), pytest.param(4, marks=pytest.mark.slow)],
@@ -108,29 +98,17 @@ def test_local_sgd_resumes_bit_for_bit_between_averages(kind: str, runs: Runs) -
 
 
 @pytest.mark.slow
-def test_other_strategies_resume_from_the_mean_of_local_sgd(runs: Runs) -> None:
+def test_local_sgd_and_topk_resume_from_each_other(runs: Runs) -> None:
     words = (*ADAPTERS["lora"], "resume=auto", "resume_allow=[precision]")
     run = runs.new_folder("mean")
     first = runs.typed(LOCAL["mean"], *words, "faults=[rank_killed:0@4]", "trainer.max_steps=8")
-    runs.shell.train_into(run, *first, "trainer.checkpoint.every_steps=1", code=NO_ENVIRONMENT)
+    often = "trainer.checkpoint.every_steps=1"
+    runs.shell.train_into(run, *first, often, code=NO_ENVIRONMENT)
     measured = rows_of(run)[-1]
     assert measured["step"] == "4" and measured["val/loss"]
-    second = runs.typed(SINGLE, *words, "faults=[rank_killed:0@6]")
-    output = runs.shell.train_into(run, *second, "trainer.checkpoint.every_steps=1", code=-9)
+    second = runs.typed(TOPK, *words, "faults=[rank_killed:0@6]")
+    output = runs.shell.train_into(run, *second, often, code=NO_ENVIRONMENT)
+    assert "top-k starts without" in output
     assert "lossy communication was the averaging of weights every 4 steps" in output
     third = runs.typed(LOCAL["outer"], *words)
-    assert "every node starts from the mean" in runs.shell.train_into(run, *third)
-
-
-@pytest.mark.strategies
-def test_local_sgd_and_topk_resume_from_each_other(runs: Runs) -> None:
-    words = (*ADAPTERS["lora"], "resume=auto", "resume_allow=[precision]")
-    words = (*words, "trainer.checkpoint.every_steps=1")
-    run = runs.new_folder("exchanged")
-    first = runs.typed(LOCAL["mean"], *words, "faults=[rank_killed:0@4]")
-    runs.shell.train_into(run, *first, code=NO_ENVIRONMENT)
-    second = runs.typed(TOPK, *words, "faults=[rank_killed:0@6]")
-    output = runs.shell.train_into(run, *second, code=NO_ENVIRONMENT)
-    assert "top-k starts without" in output
-    third = runs.typed(LOCAL["mean"], *words)
     assert "every node starts from the mean" in runs.shell.train_into(run, *third)
