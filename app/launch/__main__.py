@@ -259,7 +259,8 @@ def _plan_lines(facts: dict[str, Any], launcher: LauncherConfig) -> Iterator[str
     if (hours := facts["hours"]) is not None:
         cost = "" if facts["cost"] is None else f", price {facts['cost']:,.2f}"
         jobs = -(-hours * 60 // launcher.minutes)
-        limit = f"; {jobs:.0f} times the job's limit" if launcher.name == "slurm" else ""
+        is_requeued = launcher.name == "slurm" and jobs > 1
+        limit = f"; {jobs:.0f} times {launcher.minutes} minutes" if is_requeued else ""
         yield f"{duration(3600 * hours)}{cost}{limit}"
 
 

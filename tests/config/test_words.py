@@ -49,6 +49,7 @@ ANSWERS = [
     ("rl=ppo", "not built: objective=sft, distill, dpo, ipo, orpo, simpo, kto, reward and"),
     ("teacher_model=a/b", "type objective=distill objective.teacher=a/b"),
     ("data.per_site=true", "strategy=hsdp_local_sgd strategy.sites=2 strategy.site=1"),
+    ("report.share=counts", "type strategy.share_counts=true on each site"),
     ("strategy=fedavg", "strategy=hsdp_local_sgd strategy.sites=2"),
     ("simpo_gamma=0.5", "type objective=simpo objective.margin=0.5"),
     ("sample_packing=true", "unknown key sample_packing=true; type packing=multipack"),

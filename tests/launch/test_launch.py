@@ -219,6 +219,13 @@ def test_a_slurm_job_may_lose_nodes(cwd: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (config.trainer.num_nodes, config.trainer.devices) == ("auto", GPUS)
 
 
+def test_a_ray_job_may_lose_nodes(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.launch.__main__.check_files", lambda *_, **__: [])
+    text = write("ray", "launch.min_nodes=1", "+experiment=llama8b", *ON_GPUS)
+    job = json.loads(yaml.safe_load(text)["env_vars"][RAY_VARIABLE])
+    assert (job["min_nodes"], job["nodes"]) == (1, NODES)
+
+
 MODELS = {
     "JobSet": "JobsetV1alpha2JobSet",
     "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
