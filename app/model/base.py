@@ -53,6 +53,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHT = re.compile(r"(^|\.)weight$")
+"""matches names of weights; other tensors may be masks or positions"""
+_DIGITS = re.compile(r"\d+")
+_LABELS = re.compile(r"Classification|Reward|QuestionAnswering|MultipleChoice|NextSentence")
+"""matches class names of models that do not generate text"""
+_HEADS = {"lm_head", "embed_out", "output_layer"}
+"""names of language-model heads"""
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
@@ -340,16 +349,6 @@ def _untie_in_config(model: PreTrainedModel) -> None:
     every = model.named_parameters(remove_duplicate=False)
     if sum(weight is head for _, weight in every) == 1:
         model.config.tie_word_embeddings = False
-
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-WEIGHT = re.compile(r"(^|\.)weight$")
-"""matches names of weights; other tensors may be masks or positions"""
-_DIGITS = re.compile(r"\d+")
-_LABELS = re.compile(r"Classification|Reward|QuestionAnswering|MultipleChoice|NextSentence")
-"""matches class names of models that do not generate text"""
-_HEADS = {"lm_head", "embed_out", "output_layer"}
-"""names of language-model heads"""
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 ROWS = 64
 """oneDNN is used for multiples of this row count; it compiles a kernel for each row count, and
 others are rare"""
+MAX_TOKENS = 1024
+"""last token of a document whose attention probabilities are saved for the backward pass; those of
+later tokens are recomputed"""
+BLOCK = 64
+"""queries per matrix product: fewer waste less on masked scores, more make larger products"""
 
 
 def multiplies_faster(rows: Tensor) -> bool:
@@ -115,13 +120,6 @@ class _RMSNorm(torch.autograd.Function):
         projection = torch.linalg.vecdot(grad_normed, normed).div_(normed.shape[-1]).unsqueeze(-1)
         grad_hidden = grad_normed.addcmul_(normed, projection, value=-1).mul_(scale)
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
-
-
-MAX_TOKENS = 1024
-"""last token of a document whose attention probabilities are saved for the backward pass; those of
-later tokens are recomputed"""
-BLOCK = 64
-"""queries per matrix product: fewer waste less on masked scores, more make larger products"""
 
 
 def attends_faster(query: Tensor, value: Tensor, dropout: float) -> bool:

@@ -35,6 +35,16 @@ if TYPE_CHECKING:
     import torch
 
 _TOP = re.compile(r"top\s+(\d+)")
+Rule = Callable[[str, Iterable[str]], list[str]]
+"""(pattern, names) -> the names that the pattern matches"""
+_PLAIN = re.compile(r"[\w.-]*")
+"""matches patterns without special characters, which are always fast"""
+_MAX_EXCLUSIONS = 8
+"""largest number of prefixes that a pattern of `pattern_without` excludes, to keep it readable"""
+_READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b)")
+_PRODUCT = re.compile(r"\bself\.(\w+)\.weight @|@ self\.(\w+)\.weight\b")
+_CALL = re.compile(r"\bself\.(\w+)\(")
+_LINEAR = re.compile(r"\bself\.(\w+) = nn\.Linear\(")
 
 
 def decoder_layers(model: torch.nn.Module, instead: str = "adapter.layers=all") -> list[str]:
@@ -115,14 +125,6 @@ def layer_numbers(setting: Any, num_layers: int) -> Sequence[int]:
         f"adapter.layers={setting!r} is not valid; type all, 'adapter.layers=top 8' for the last "
         "eight layers, or a list of layer numbers such as adapter.layers=[0,1]"
     )
-
-
-Rule = Callable[[str, Iterable[str]], list[str]]
-"""(pattern, names) -> the names that the pattern matches"""
-_PLAIN = re.compile(r"[\w.-]*")
-"""matches patterns without special characters, which are always fast"""
-_MAX_EXCLUSIONS = 8
-"""largest number of prefixes that a pattern of `pattern_without` excludes, to keep it readable"""
 
 
 def by_ending(pattern: str, names: Iterable[str]) -> list[str]:
@@ -254,12 +256,6 @@ def _try_expressions(expressions: Sequence[str], names: Sequence[str]) -> str:
     except (re.error, OverflowError, RecursionError) as error:
         return str(error)
     return ""
-
-
-_READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b)")
-_PRODUCT = re.compile(r"\bself\.(\w+)\.weight @|@ self\.(\w+)\.weight\b")
-_CALL = re.compile(r"\bself\.(\w+)\(")
-_LINEAR = re.compile(r"\bself\.(\w+) = nn\.Linear\(")
 
 
 @cache

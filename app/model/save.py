@@ -42,6 +42,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_SHARD_BYTES = 5 * 10**9
+"""largest file, unless a single weight is larger"""
+_SAFETENSORS_DTYPES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_LAYER_PREFIX = re.compile(r".*?\.\d+\.")
+"""matches the common prefix of the names of a layer's weights"""
+
 
 def save_model(
     model: Any,
@@ -308,21 +322,6 @@ def round_weights(model: torch.nn.Module, dtype: torch.dtype, shards: Shards | N
             shards.restore_weight(weight, shards.full_tensor(weight).to(dtype).to(weight.dtype))
     torch.clear_autocast_cache()  # casts of the unrounded weights
     return bool(rounded)
-
-
-MAX_SHARD_BYTES = 5 * 10**9
-"""largest file, unless a single weight is larger"""
-_SAFETENSORS_DTYPES = {
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int64": "I64",
-    "int32": "I32",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-_LAYER_PREFIX = re.compile(r".*?\.\d+\.")
-"""matches the common prefix of the names of a layer's weights"""
 
 
 def write_model(

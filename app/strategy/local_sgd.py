@@ -46,6 +46,14 @@ log = logging.getLogger(__name__)
 
 _BUCKET_SIZE = 2**24
 """elements that nodes average in one message: 64 MiB in fp32"""
+T = TypeVar("T")
+_MESSAGE_SIZE = 2**20
+"""elements of a message: 4 MiB, of the 8 MiB that a value of the store may have"""
+_SIGNAL_SECONDS = 5.0
+"""how long a site that is to end still waits for another, to save a step that all have made"""
+_SHARED = ("train/loss", "val/loss", "train/tokens")
+"""what each site sends with strategy.share_counts"""
+_AGAIN = "end all sites, and type the same commands with resume=auto"
 
 
 class LocalSgd(Fsdp):
@@ -259,16 +267,6 @@ def _split_into_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             bucket = []
     if bucket:
         yield bucket
-
-
-T = TypeVar("T")
-_MESSAGE_SIZE = 2**20
-"""elements of a message: 4 MiB, of the 8 MiB that a value of the store may have"""
-_SIGNAL_SECONDS = 5.0
-"""how long a site that is to end still waits for another, to save a step that all have made"""
-_SHARED = ("train/loss", "val/loss", "train/tokens")
-"""what each site sends with strategy.share_counts"""
-_AGAIN = "end all sites, and type the same commands with resume=auto"
 
 
 class SiteSgd(LocalSgd):

@@ -36,6 +36,9 @@ from app.strategy.settings import PipelineConfig
 from common.errors import UserError
 from data_modules import Batch
 
+Described = dict[str, tuple[torch.Size, torch.dtype]]
+"""shape and dtype of each optimizer state of a weight"""
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -293,10 +296,6 @@ def _ends(model: Any, names: Sequence[str]) -> tuple[list[torch.nn.Module], list
                 "first stage can only hold embeddings that train as they are; type strategy=fsdp"
             )
     return ends
-
-
-Described = dict[str, tuple[torch.Size, torch.dtype]]
-"""shape and dtype of each optimizer state of a weight"""
 
 
 class Pipeline(Fsdp):

@@ -53,6 +53,24 @@ _LOCATIONS = ("path", "tokenizer_path", "chat_template", "cache_dir")
 PACKAGES = ("app", "common", "data_modules", "conf")
 """source folders of this program"""
 NUMBER = re.compile(r"\d+")
+_LINES_PER_RUN = 10
+_BAR_FIGURES = {
+    "train/loss": "loss {:.4f}",
+    "val/loss": "val {:.4f}",
+    "speed/tokens_per_second": "{:,.0f} tok/s",
+    "train/lr": "lr {:.1e}",
+}
+"""metrics shown of the latest row; a bar shows as many as fit into its line"""
+BAR_WIDTH, TIME_WIDTH = 12, 7
+_STATUSES = ("validate", "train", "done", "stopped")
+_MIN_SECONDS = 5.0
+"""shortest time between two writes while the state stays: each one waits for the disk"""
+_STATUS_FIGURES = {
+    "loss": "train/loss",
+    "val_loss": "val/loss",
+    "tokens_per_second": "speed/tokens_per_second",
+}
+"""key in status.json -> metric, of which the latest value is written"""
 
 
 def program_values(versions: Mapping[str, str]) -> dict[str, Any]:
@@ -233,26 +251,6 @@ def _place(weight: TrainableWeight) -> str:
 
 def _num_modules(weights: list[TrainableWeight]) -> int:
     return len({weight.module for weight in weights})
-
-
-_LINES_PER_RUN = 10
-_BAR_FIGURES = {
-    "train/loss": "loss {:.4f}",
-    "val/loss": "val {:.4f}",
-    "speed/tokens_per_second": "{:,.0f} tok/s",
-    "train/lr": "lr {:.1e}",
-}
-"""metrics shown of the latest row; a bar shows as many as fit into its line"""
-BAR_WIDTH, TIME_WIDTH = 12, 7
-_STATUSES = ("validate", "train", "done", "stopped")
-_MIN_SECONDS = 5.0
-"""shortest time between two writes while the state stays: each one waits for the disk"""
-_STATUS_FIGURES = {
-    "loss": "train/loss",
-    "val_loss": "val/loss",
-    "tokens_per_second": "speed/tokens_per_second",
-}
-"""key in status.json -> metric, of which the latest value is written"""
 
 
 class ProgressBar(L.Callback):

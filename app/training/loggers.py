@@ -37,6 +37,17 @@ from common.redaction import redact
 from common.text import printable
 
 log = logging.getLogger(__name__)
+_IDS_FILE = "trackers.json"
+_PROJECT = "loft"
+MAX_QUEUED = 10_000
+"""queued calls beyond which a tracker is abandoned"""
+_MAX_NAME_BYTES = 200
+"""longest name of a metric in MLflow, whose own limits are 250 characters and a file's name"""
+MAX_WAIT_SECONDS, MAX_WAIT_SECONDS_STOPPED = 20.0, 1.0
+"""time that a finished run, and one that was stopped, waits for a tracker at its end"""
+_STOP = None
+Build = Callable[[Path, str, "str | None"], Any]
+"""builds Lightning's logger from a folder, and the name and id of a run (None for a new one)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,20 +285,6 @@ class TensorBoardLogger(RunLogger):
                 self.folder,
                 error.strerror or error,
             )
-
-
-_IDS_FILE = "trackers.json"
-_PROJECT = "loft"
-MAX_QUEUED = 10_000
-"""queued calls beyond which a tracker is abandoned"""
-_MAX_NAME_BYTES = 200
-"""longest name of a metric in MLflow, whose own limits are 250 characters and a file's name"""
-MAX_WAIT_SECONDS, MAX_WAIT_SECONDS_STOPPED = 20.0, 1.0
-"""time that a finished run, and one that was stopped, waits for a tracker at its end"""
-_STOP = None
-
-Build = Callable[[Path, str, "str | None"], Any]
-"""builds Lightning's logger from a folder, and the name and id of a run (None for a new one)"""
 
 
 def _build_wandb(folder: Path, name: str, run_id: str | None) -> Any:

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-3
 """largest difference of a reloaded model's logits from memory, as a share of the largest logit"""
+_DEFAULT = "default"
+"""peft's name of a model's first adapter"""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -379,10 +381,6 @@ def check_same_logits(in_memory: torch.Tensor, reopened: torch.Tensor, folder: P
     if not math.isfinite(difference) or difference > _TOLERANCE * max(scale, 1.0):
         raise ValueError(f"{folder}: reloaded, its logits differ by {difference:.3g} from memory")
     return difference
-
-
-_DEFAULT = "default"
-"""peft's name of a model's first adapter"""
 
 
 @dataclass(slots=True)

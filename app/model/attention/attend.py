@@ -29,6 +29,9 @@ from common.errors import UserError
 
 BLOCK_TOKENS = 512
 """queries that attend together under a window"""
+Kernel = Callable[..., Any]
+_STATE = ("rng_state", "unused")
+"""further outputs of the GPU's forward operator that its backward operator takes"""
 
 
 @dataclass(slots=True)
@@ -368,11 +371,6 @@ def _runs_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | N
     query, _, value = cast_to_one_dtype(query, value, value)
     widest = max(query.shape[-1], value.shape[-1])
     return mask is None and query.dtype.itemsize == 2 and widest <= MAX_FLASH_HEAD_DIM
-
-
-Kernel = Callable[..., Any]
-_STATE = ("rng_state", "unused")
-"""further outputs of the GPU's forward operator that its backward operator takes"""
 
 
 class _SinkAttention(torch.autograd.Function):

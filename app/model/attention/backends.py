@@ -94,6 +94,34 @@ _COMPRESSED_TOKENS = {"deepseek_v4": 4}
 BY_CLASS = {"falcon": ("flash2",)}
 """model types with one attention class per backend, and the backends to use with them: these get
 only positions, which keep packed documents apart if the batch is a single row"""
+_FASTEST_FIRST = ("flash3", "flash2", "varlen", "sdpa")
+"""`auto` chooses the first that can run, else eager, which runs every model"""
+_DESCRIPTIONS = {
+    "varlen": "PyTorch's own, for NVIDIA GPUs in half precision",
+    "flex": "PyTorch's flex_attention",
+    "sdpa": "PyTorch's, document by document",
+    "eager": "the slow reference",
+}
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+"""names of the attention dropout in config.json"""
+_HEAD_DIMS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+"""names of head dimensions in config.json"""
+_SELECTED_KEYS = (*SELECTED_TOKENS, "index_topk_blocks")
+"""names in config.json of the number of keys, or blocks of keys, that each query selects"""
+_MIN_FLEX_HEAD_DIM = 16
+_OWN_MASKS = ("blt",)
+"""model types whose layers compute their own masks"""
+_MASKED_WINDOWS = ("phimoe",)
+"""model types whose layers get their sliding window only from the mask"""
+_MASK_ONLY = ("nemotron", "stablelm")
+"""model types whose decoder layers pass only the mask to their attention (transformers 5.23)"""
+ENCODER_DECODER_SINCE, ENCODER_DECODER_SINCE_BY_TYPE = "5.4", {"umt5": "5.18"}
+"""first version of transformers whose encoder-decoder models pass on which attention is causal"""
+FLASH4 = "flash-attn-4"
+"""package of a faster kernel for `varlen`"""
+_NOT_HOPPER = "flash-attn-3 is for Hopper GPUs"
+_IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
+"""errors of a package that was built for another PyTorch, or misses a library"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -304,36 +332,6 @@ def _implementations(
     finally:
         for part, own, _ in changed:
             part.set_attn_implementation(own)
-
-
-_FASTEST_FIRST = ("flash3", "flash2", "varlen", "sdpa")
-"""`auto` chooses the first that can run, else eager, which runs every model"""
-_DESCRIPTIONS = {
-    "varlen": "PyTorch's own, for NVIDIA GPUs in half precision",
-    "flex": "PyTorch's flex_attention",
-    "sdpa": "PyTorch's, document by document",
-    "eager": "the slow reference",
-}
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-"""names of the attention dropout in config.json"""
-_HEAD_DIMS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
-"""names of head dimensions in config.json"""
-_SELECTED_KEYS = (*SELECTED_TOKENS, "index_topk_blocks")
-"""names in config.json of the number of keys, or blocks of keys, that each query selects"""
-_MIN_FLEX_HEAD_DIM = 16
-_OWN_MASKS = ("blt",)
-"""model types whose layers compute their own masks"""
-_MASKED_WINDOWS = ("phimoe",)
-"""model types whose layers get their sliding window only from the mask"""
-_MASK_ONLY = ("nemotron", "stablelm")
-"""model types whose decoder layers pass only the mask to their attention (transformers 5.23)"""
-ENCODER_DECODER_SINCE, ENCODER_DECODER_SINCE_BY_TYPE = "5.4", {"umt5": "5.18"}
-"""first version of transformers whose encoder-decoder models pass on which attention is causal"""
-FLASH4 = "flash-attn-4"
-"""package of a faster kernel for `varlen`"""
-_NOT_HOPPER = "flash-attn-3 is for Hopper GPUs"
-_IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
-"""errors of a package that was built for another PyTorch, or misses a library"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,9 @@ from data_modules import SequenceSlice
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+BLOCK = 128
+"""tokens per block of PyTorch's kernels"""
+
 
 def attention_inputs(
     model: PreTrainedModel,
@@ -247,10 +250,6 @@ def _padding_mask(lengths: Lengths, shape: tuple[int, int], device: torch.device
     """Return a mask [rows, tokens]: 1 at tokens, 0 at padding; all 1 in a row without documents."""
     ends = torch.tensor([sum(row) or shape[1] for row in lengths]).unsqueeze(1)
     return (torch.arange(shape[1]).unsqueeze(0) < ends).long().to(device)
-
-
-BLOCK = 128
-"""tokens per block of PyTorch's kernels"""
 
 
 def attend_by_blocks(

@@ -68,6 +68,31 @@ WriteTensors = Callable[[str, Mapping[str, StateTensor]], None]
 """writes tensors to the named file of a checkpoint: `CheckpointStore.add_tensors` of one step"""
 _HEADER_MULTIPLE = 8
 """bytes; required by the format, for alignment"""
+FORMAT = 1
+"""version of the checkpoint format; a higher one is refused when read"""
+MARKER, MANIFEST = "COMMITTED", "manifest.json"
+TENSORS, DOCUMENT = ".safetensors", ".json"
+_KEYS = Keys(
+    {
+        "format": COUNT,
+        "step": COUNT,
+        "metric": or_null(NUMBER),
+        "details": ANYTHING,
+        "versions": ANYTHING,
+        "files": MapOf(Keys({"sha256": TEXT, "num_bytes": COUNT}, {})),
+    },
+    {},
+)
+"""manifest.json, as `commit` writes it"""
+_LIBRARIES = ("loft", "torch", "lightning", "transformers", "peft", "safetensors")
+_MAX_JSON_BYTES = 64 << 20
+"""largest JSON file that is read: the manifest of a thousand ranks has 1 MiB, a year of validations
+30 MiB"""
+_MAX_DAMAGES = 5
+"""most damages listed of one checkpoint"""
+_MAX_READERS = 4
+"""number of files verified in parallel"""
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def write_tensors(file: Path, tensors: Mapping[str, StateTensor]) -> disk.WrittenFile:
@@ -248,33 +273,6 @@ class _OrderedGather:
         while self._remaining:
             self._remaining.popleft()[1].gather()
             refresh_liveness()
-
-
-FORMAT = 1
-"""version of the checkpoint format; a higher one is refused when read"""
-MARKER, MANIFEST = "COMMITTED", "manifest.json"
-TENSORS, DOCUMENT = ".safetensors", ".json"
-_KEYS = Keys(
-    {
-        "format": COUNT,
-        "step": COUNT,
-        "metric": or_null(NUMBER),
-        "details": ANYTHING,
-        "versions": ANYTHING,
-        "files": MapOf(Keys({"sha256": TEXT, "num_bytes": COUNT}, {})),
-    },
-    {},
-)
-"""manifest.json, as `commit` writes it"""
-_LIBRARIES = ("loft", "torch", "lightning", "transformers", "peft", "safetensors")
-_MAX_JSON_BYTES = 64 << 20
-"""largest JSON file that is read: the manifest of a thousand ranks has 1 MiB, a year of validations
-30 MiB"""
-_MAX_DAMAGES = 5
-"""most damages listed of one checkpoint"""
-_MAX_READERS = 4
-"""number of files verified in parallel"""
-FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class DamageError(ValueError):

@@ -33,6 +33,17 @@ OTHER_RUN = (
     "resume with the settings of the run that saved the checkpoint (its config.yaml), or start a "
     "new run with resume=never and another output.dir"
 )
+_GROUP_KEYS = ("train_mode", "k", "weight_sum", "lr_max")
+"""counters of schedule-free AdamW in a parameter group; everything else in a group comes from the
+settings and the schedule, also in a resumed run"""
+_META_OPTIONS = {"fused": False, "foreach": False, "capturable": False, "train_mode": True}
+"""options of a group that let an optimizer step a weight on `meta`"""
+STEP = "step"
+_NON_NEGATIVE = (
+    *(STEP, "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "RMS"),
+    *("state2", "qmap2", "absmax1", "absmax2"),  # AdamW8bit's, also for weights with fp32 moments
+)
+"""states that are never negative: step counts, second moments and scales of quantized moments"""
 
 
 class StateError(UserError):
@@ -215,19 +226,6 @@ def _as_text(state: Tensor) -> str:
 
 def _as_tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-_GROUP_KEYS = ("train_mode", "k", "weight_sum", "lr_max")
-"""counters of schedule-free AdamW in a parameter group; everything else in a group comes from the
-settings and the schedule, also in a resumed run"""
-_META_OPTIONS = {"fused": False, "foreach": False, "capturable": False, "train_mode": True}
-"""options of a group that let an optimizer step a weight on `meta`"""
-STEP = "step"
-_NON_NEGATIVE = (
-    *(STEP, "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "RMS"),
-    *("state2", "qmap2", "absmax1", "absmax2"),  # AdamW8bit's, also for weights with fp32 moments
-)
-"""states that are never negative: step counts, second moments and scales of quantized moments"""
 
 
 def optimizer_state(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _IMPOSSIBLE = -1e5
 """logit of a token of probability 0 that a product with 0 leaves 0, at any temperature"""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +183,6 @@ class Divergence:
         if grad is not None:
             grad[:, :shared] += slope.mul_((loss_weights * temperature).unsqueeze(1))
         return temperature**2 * kl + sft_weight * entropies, grad
-
-
-log = logging.getLogger(__name__)
 
 
 def _reference_identity(base: Base, precision: str) -> str:

@@ -41,6 +41,8 @@ _FALLS = 3
 """validations in a row with a lower log-probability of the chosen answers that are steady"""
 _NOTABLE_FALL = 0.01
 """relative fall over these validations from which it is reported"""
+_HIGHEST = -1e-12
+"""largest log-probability per token whose odds are finite"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +197,6 @@ def find_warning(validations: Sequence[Mapping[str, float]]) -> str | None:
             "optimizer.lr, a higher objective.beta, or objective.sft_weight with objective=dpo"
         )
     return None
-
-
-_HIGHEST = -1e-12
-"""largest log-probability per token whose odds are finite"""
 
 
 def dpo(config: DpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
