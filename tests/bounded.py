@@ -59,8 +59,8 @@ def bounded(seconds: float = PHASE_SECONDS) -> Iterator[None]:
         killed = "\n".join(_kill_those_started_since(began))
         pytest.fail(f"took more than {seconds:.4g} s\nkilled:\n{killed}\n{stacks}")
 
-    # Again, since an exception in a destructor is lost.
-    with on_alarm(seconds, fail, again=seconds / 10):
+    # Again each minute, since an exception in a destructor is lost.
+    with on_alarm(seconds, fail, again=60):
         yield
 
 

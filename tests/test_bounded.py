@@ -14,8 +14,8 @@ def test_a_test_that_hangs_fails_with_its_stacks_and_its_processes_are_killed() 
     before = subprocess.Popen(["sleep", "60"])
     time.sleep(0.02)  # two ticks of the clock by which a process's start is known
     with (
-        pytest.raises(pytest.fail.Exception, match=r"took more than 0\.5 s") as caught,
-        bounded(0.5),
+        pytest.raises(pytest.fail.Exception, match="took more than 2 s") as caught,
+        bounded(2),
     ):
         hangs = subprocess.Popen(["sleep", "60"])
         threading.Event().wait()
@@ -29,9 +29,10 @@ def test_a_test_that_hangs_fails_with_its_stacks_and_its_processes_are_killed() 
 
 def test_an_outer_alarm_goes_on_after_an_inner_one() -> None:
     seen = []
-    with on_alarm(0.3, lambda: seen.append("outer")):
-        with on_alarm(0.1, lambda: seen.append("inner")):
-            time.sleep(0.2)
+    with on_alarm(1.5, lambda: seen.append("outer")):
+        with on_alarm(0.05, lambda: seen.append("inner")):
+            while not seen:
+                time.sleep(0.01)
         while len(seen) < 2:
             time.sleep(0.01)
     assert seen == ["inner", "outer"]
