@@ -49,6 +49,25 @@ _ITEM_BITS = {
     "F6_E3M2": 6,
 }
 """safetensors' name of a dtype -> bits per number"""
+SAFETENSORS_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""torch's name of each dtype that we write -> safetensors' name"""
 FLOATS = {"F64", "F32", "F16", "BF16"}
 """dtypes of weights that are not quantized"""
 

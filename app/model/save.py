@@ -34,6 +34,7 @@ from app.model.classifier import is_classifier
 from app.model.multimodal import copy_processors, read_towers
 from app.process.collectives import all_gather_list, broadcast_from_rank0, is_rank0, run_on_rank0
 from common.errors import TrainingFault
+from common.untrusted import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -44,15 +45,6 @@ log = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5 * 10**9
 """largest file, unless a single weight is larger"""
-_SAFETENSORS_DTYPES = {
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int64": "I64",
-    "int32": "I32",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 _LAYER_PREFIX = re.compile(r".*?\.\d+\.")
 """matches the common prefix of the names of a layer's weights"""
 
@@ -444,7 +436,7 @@ class ModelFolder:
         for name in names:
             needed = self.on_disk[name]
             ends = [place, place + needed.nbytes]
-            kind = _SAFETENSORS_DTYPES[str(needed.dtype).removeprefix("torch.")]
+            kind = SAFETENSORS_DTYPES[str(needed.dtype).removeprefix("torch.")]
             header[name] = {"dtype": kind, "shape": list(needed.shape), "data_offsets": ends}
             place = ends[1]
         text = json.dumps(header).encode()

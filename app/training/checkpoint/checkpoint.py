@@ -41,29 +41,11 @@ from app.training.checkpoint.schema import (
     or_null,
 )
 from common.errors import UserError
+from common.untrusted import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""the dtypes that the format supports: torch's name -> safetensors' name"""
 WriteTensors = Callable[[str, Mapping[str, StateTensor]], None]
 """writes tensors to the named file of a checkpoint: `CheckpointStore.add_tensors` of one step"""
 _HEADER_MULTIPLE = 8
@@ -141,7 +123,7 @@ def check_tensors(file: Path) -> None:
     except SafetensorError as error:
         raise ValueError(f"{file.name} is not a safetensors file ({error})") from error
     for name, dtype in dtypes.items():
-        if dtype not in DTYPES.values():
+        if dtype not in SAFETENSORS_DTYPES.values():
             raise ValueError(f"{file.name}: {name!a} has dtype {dtype}, which is never saved")
 
 
@@ -160,7 +142,7 @@ def _header(tensors: Mapping[str, StateTensor]) -> bytes:
 
     entries, start = {}, 0
     for name, tensor in tensors.items():
-        dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        dtype = SAFETENSORS_DTYPES.get(str(tensor.dtype).removeprefix("torch."))
         is_dense = isinstance(tensor, ShardedTensor) or tensor.layout is torch.strided
         if dtype is None or not is_dense:
             raise ValueError(f"{name}: a {tensor.dtype} tensor cannot be saved unless it is dense")

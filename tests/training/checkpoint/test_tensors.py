@@ -15,12 +15,12 @@ from torch import Tensor
 
 from app.training.checkpoint import disk
 from app.training.checkpoint.checkpoint import (
-    DTYPES,
     check_tensors,
     file_bytes,
     read_tensors,
     write_tensors,
 )
+from common.untrusted import SAFETENSORS_DTYPES
 
 MEBIBYTE = 1 << 20
 
@@ -46,7 +46,7 @@ def of_every_type() -> dict[str, Tensor]:
         )
         if name != "bool"
         else torch.tensor([True, False, True])
-        for name in DTYPES
+        for name in SAFETENSORS_DTYPES
     }
 
 
