@@ -106,8 +106,8 @@ SCHEDULERS = {
         job_id=None,
         state="sky jobs queue",
         # The newest job of this name is the first row that names it.
-        ended=r"\A(?:(?!\b{name}\b)[\s\S])*\b{name}\b.*\b(SUCCEEDED|FAILED\w*|CANCELLED)\b",
-        succeeded=r"\A(?:(?!\b{name}\b)[\s\S])*\b{name}\b.*\bSUCCEEDED\b",
+        ended=r"\A(?:(?! {name} )[\s\S])* {name} .*\b(SUCCEEDED|FAILED\w*|CANCELLED)\b",
+        succeeded=r"\A(?:(?! {name} )[\s\S])* {name} .*\bSUCCEEDED\b",
         log="sky jobs logs --name {name}",
         stop="sky jobs cancel --yes --name {name}",
         uploads=True,

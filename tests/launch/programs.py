@@ -109,7 +109,9 @@ def sky(words: list[str]) -> int:
         names["SKYPILOT_NUM_NODES"] = str(task["num_nodes"])
         run(name, task["run"], JOBS / f"{name}.log", **names)
     elif words[1] == "queue":
+        print("ID  TASK  NAME       REQUESTED    SUBMITTED   STATUS")
         for file in JOBS.glob("*.job"):
+            print(f"8   -   {file.stem}-dpo   1x[H100:8]   1 min ago   CANCELLED")  # a newer job
             kept = json.loads(file.read_text())
             state = "FAILED" if kept["code"] else "SUCCEEDED"
             print(f"7   -   {file.stem}   1x[H100:8]   1 min ago   \x1b[32m{state}\x1b[0m")
