@@ -1,10 +1,10 @@
 """`make bench-gpu`: an 8B model on one GPU, LoRA, QLoRA, full and FP8, compared with a plain loop.
 
-Random weights of Llama 3.1 8B's shape, made on the device: no files and no network. Every part is
-trained from the start, ours by the rooms of `app.train`; the parts take turns in rounds, as many as
-the budget allows; what still runs at its end is stopped. Bars are those of the GPU that is here;
-one without bars has only the ratios between parts. Exit code 1 when a bar is missed, 3 where there
-is no GPU.
+Random weights of Llama 3.1 8B's shape, and of a hybrid and half the layers of a mixture, made on
+the device: no files and no network. Every part is trained from the start, ours by the rooms of
+`app.train`; the parts take turns in rounds, as many as the budget allows; what still runs at its
+end is stopped. Bars are those of the GPU that is here; one without bars has only the ratios between
+parts. Exit code 1 when a bar is missed, 3 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.fake_device.trace import architecture_of
 from benchmarks.figure import Figure, print_figures
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.sheet import PEAK_TFLOPS, Result, of_device, write_sheet
@@ -57,6 +58,10 @@ PARTS = {
         adapter="full", packs=1, is_compiled=True, warm_up=2, first_round=1, seconds=90
     ),
     "full, 8-bit states": Part(adapter="full", packs=1, optimizer="adamw8bit", first_round=1),
+    "hybrid": Part(shape=architecture_of("qwen3_5_9b"), is_skewed=True, first_round=1),
+    "mixture": Part(
+        shape=architecture_of("qwen3_30b_a3b") | {"num_hidden_layers": 24}, first_round=1
+    ),
 }
 """in order of importance: the last ones are left out first"""
 SYSTEMS = {"lora": ("ours", "plain"), "full": ("ours", "plain")}
@@ -89,7 +94,8 @@ ABOUT = (
     "are said. `as shipped` has the adapter and the recompute of conf/experiment. Sequences of "
     "4,096 tokens; micro-batches of 8,192 tokens (full: 4,096), 32,768 an optimizer step. Real "
     "lengths are lognormal, median 150, packed by multipack. `plain` is a loop of transformers and "
-    "peft with their own attention, loss and norms and the same dropout, on full sequences. The "
+    "peft with their own attention, loss and norms and the same dropout, on full sequences. "
+    "`hybrid` has the shape of Qwen3.5 9B, `mixture` of half the layers of Qwen3 30B A3B. The "
     "figure of a method is that of its faster part, compiled or not. MFU counts nothing twice that "
     "is recomputed, against the GPU's dense bf16 peak by its datasheet. {bars} Medians of rounds "
     "in which the parts take turns; kernels' times are those of one profiled step, and what ours "
@@ -110,7 +116,8 @@ class Runs:
     kernels: str = ""
     speeds: list[float] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
-    flops: float = 0.0
+    flops: float | None = None
+    """of a token; None if they are not counted"""
     took: float = 0.0
 
     def line(self) -> str:
@@ -263,8 +270,10 @@ def attempt(task: Task, part: Part, system: str, recompute: str, clock: Clock, f
 
     from benchmarks.gpu import ours, plain
 
+    if part.shape is not None:
+        task = replace(task, shape=part.shape)
     batches = batches_of(task, part)
-    found.flops = flops_per_token(task, part, batches)
+    found.flops = None if part.shape else flops_per_token(task, part, batches)
     said = Said()
     logging.getLogger("app.model").addHandler(said)
     try:
@@ -317,7 +326,7 @@ def result_of(name: str, system: str, found: Runs, peak_tflops: float | None) ->
         attention=found.attention,
         kernels=found.kernels,
         tokens_per_second=speed,
-        mfu=None if peak_tflops is None else speed * found.flops / (peak_tflops * 1e12),
+        mfu=speed * found.flops / (peak_tflops * 1e12) if peak_tflops and found.flops else None,
         peak_gib=max(peaks) if peaks else None,
         spans=medians([clock.milliseconds_per_step() for clock in found.clocks]),
         kinds=medians([clock.kinds for clock in found.clocks]),

@@ -49,6 +49,8 @@ class Part:
     """torch.compile of each layer, without Liger's kernels"""
     optimizer: str = "adamw"
     """adamw, or adamw8bit"""
+    shape: dict[str, Any] | None = None
+    """values of another model's config.json than the task's; its FLOPs are not counted"""
     experiment: str | None = None
     """shipped experiment that provides adapter and recompute"""
     packs: int = 2

@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +51,24 @@ SHAPE = {
 }
 SMALL = Task(shape=SHAPE, device="cpu", sequence_len=128, tokens_per_step=512, steps=2)
 COMPILED = {name: part for name, part in bench.PARTS.items() if part.is_compiled}
-QUICK = {name: part for name, part in bench.PARTS.items() if not part.is_compiled}
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,  # at least the rank of the adapter
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+SMALL_SHAPES = {
+    "mixture": SHAPE | MIXTURE | {"moe_intermediate_size": 32, "head_dim": 16},
+    "hybrid": SHAPE | HYBRID | {"head_dim": 16},
+}
+QUICK = {
+    name: replace(part, shape=SMALL_SHAPES.get(name))
+    for name, part in bench.PARTS.items()
+    if not part.is_compiled
+}
 PLAIN = ("lora", "full")
 PATIENT = 3600.0
 """seconds: beside other work, parts that compile have taken the sheet's own budget"""
