@@ -13,6 +13,7 @@ from torch import Tensor
 from app.model.activation_checkpointing import run_recomputed, selective_contexts
 from app.model.adapter import (
     LoraConfig,
+    adapter_disabled,
     apply_adapter,
     drop_pending_outputs,
     group_adapters,
@@ -239,6 +240,28 @@ def with_biases() -> Any:
         if name.endswith("bias"):
             torch.nn.init.normal_(weight)
     return model
+
+
+@pytest.mark.parametrize("make", [with_biases, in_4_bits], ids=["whole", "4 bits"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("tokens", [64, 65], ids=["full tiles", "others"])
+@pytest.mark.parametrize("path", ["cpu", "gpu"])
+def test_without_the_adapter_w_x_rounds_as_while_b_is_zero_and_nothing_else_is_computed(
+    path: str, tokens: int, dtype: torch.dtype | None, make: Any, request: pytest.FixtureRequest
+) -> None:
+    if path == "gpu":
+        request.getfixturevalue("on_a_gpu")
+    _, fused = pair(make(), dropout=0.0)
+    matrices = [(n, w) for n, w in fused.named_parameters() if w.requires_grad]
+    for name, weight in matrices:
+        weight.data *= "lora_A" in name
+    ids = torch.arange(tokens).unsqueeze(0) % 60
+    with torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        expected = fused(input_ids=ids, use_cache=False).logits
+        for _, weight in matrices:
+            weight.data.fill_(torch.nan)
+        with adapter_disabled(fused):
+            assert torch.equal(fused(input_ids=ids, use_cache=False).logits, expected)
 
 
 def grouped(model: Any) -> int:

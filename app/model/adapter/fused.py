@@ -141,14 +141,17 @@ def _fused_output(
         return joint
     name = layer.active_adapters[0]
     weight, dequantize = layer.stored_weight(dtype)
-    bias = layer.base_layer.bias
+    bias = None if layer.base_layer.bias is None else layer.base_layer.bias.to(dtype)
     # Reshaped outside of the function, since some models add to a layer's output in place (Falcon).
     rows = x.to(dtype).flatten(0, -2)
-    output: Tensor = _LoraLinear.apply(
+    if layer.disable_adapters:
+        output = _base_output(rows, dequantize(weight), bias, linear, product or linear)
+        return output.unflatten(0, x.shape[:-1])
+    output = _LoraLinear.apply(
         rows,
         layer.lora_dropout[name](rows),
         weight,
-        None if bias is None else bias.to(dtype),
+        bias,
         layer.lora_A[name].weight.to(dtype),
         layer.lora_B[name].weight.to(dtype),
         scale_of(layer, name),
@@ -163,6 +166,16 @@ def scale_of(layer: Any, name: str) -> float:
     """Return the scale of B A; 0 without the adapter, so that W x rounds as in training."""
     scale: float = layer.scaling[name]
     return 0.0 if layer.disable_adapters else scale
+
+
+def _base_output(
+    x: Tensor, matrix: Any, bias: Tensor | None, linear: Linear, product: Linear
+) -> Tensor:
+    """Return W x + bias, rounded as `_LoraLinear` does while B is 0: by the same product of W."""
+    if not lora_comes_first(x) or product is not linear:
+        return product(x, matrix, bias)
+    start = x.new_zeros(()) if bias is None else bias
+    return start.expand(len(x), len(matrix)).clone().addmm_(x, matrix.T)
 
 
 def lora_comes_first(x: Tensor) -> bool:
