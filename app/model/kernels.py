@@ -355,9 +355,7 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     What is measured so differs from a training step's results by the weights alone: in bf16, two
     kernels' roundings add up to more than a nat over the tokens of a long answer.
     """
-    forwards = [
-        m for m in model.modules() if isinstance(vars(m).get("forward"), Fused) or is_fused(m)
-    ]
+    forwards = [m for m in model.modules() if isinstance(_forward_of(m), Fused) or is_fused(m)]
     ropes = [vars(source)[ROPE] for source in _rope_sources(model)]
     ropes = [rope for rope in ropes if isinstance(rope, FusedRope)]
     is_training = model.training
@@ -367,6 +365,12 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
         replaced((rope, "runs_without_gradients", is_training) for rope in ropes),
     ):
         yield
+
+
+def _forward_of(module: Any) -> Any:
+    """Return what replaces a module's forward, for each chunk of a feed-forward; None if nothing."""
+    forward = vars(module).get("forward")
+    return forward.whole if isinstance(forward, ChunkedFeedForward) else forward
 
 
 def _rope_sources(model: torch.nn.Module) -> list[ModuleType]:

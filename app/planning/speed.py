@@ -58,6 +58,8 @@ parallelism gathers keys: of repeated heads, and of their gradients, which piece
 Counted in simulated steps of Qwen2.5 1.5B and 7B (rows of 128k tokens on 8 H100)"""
 _LOSS_TRAFFIC = 6.8
 """bytes of memory traffic per token and logit, same source"""
+_LOGITS_TRAFFIC = 2.1
+"""the same of a pass whose gradients come later or never, counted for dpo and kto on an 8B"""
 _FORWARD_TRAFFIC = 0.38
 """share of the forward pass in a layer's memory traffic, which recomputing it adds, same source"""
 _DEQUANTIZED = {"nf4": 0.53 + 2.0, "int8": 1.0 + 2.0}
@@ -301,7 +303,10 @@ def _traffic(run: PlannedRun) -> float:
     forwards = 1 + run.runs_base + again * reached
     layer *= _FORWARD_TRAFFIC * forwards + (1 - _FORWARD_TRAFFIC) * reached
     layers = model.num_layers / (2 if model.is_pair else 1)
-    return layer * layers + _LOSS_TRAFFIC * widths.vocabulary * model.has_head / split
+    logit = _LOSS_TRAFFIC
+    if run.recomputes_head:
+        logit = run.trained_share * _LOSS_TRAFFIC + (1 + run.runs_base) * _LOGITS_TRAFFIC
+    return layer * layers + logit * widths.vocabulary * model.has_head / split
 
 
 def _dequantized(run: PlannedRun) -> float:

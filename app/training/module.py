@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -209,10 +209,15 @@ class FinetuneModule(L.LightningModule):
                 3 + 2 * len(self.metrics.figures), self.strategy.root_device
             )
             self.step_losses = [torch.zeros((), device=self.strategy.root_device)] * len(batches)
-        self.objective.begin(
-            self.model, batches, self.backend, self.strategy.root_device, self.sum_over_ranks
-        )
+        self._begin_objective(batches)
         return self.strategy.run_micro_batches(batches, self.micro_batch_loss)
+
+    def _begin_objective(self, batches: Iterable[Batch]) -> None:
+        """Measure what the losses of these batches need, in the autocast of a step."""
+        with self.trainer.precision_plugin.forward_context():
+            self.objective.begin(
+                self.model, batches, self.backend, self.strategy.root_device, self.sum_over_ranks
+            )
 
     def run_layers(self, batch: Batch) -> None:
         """Run the model on a micro-batch, for a stage that has no head and so no loss."""
@@ -303,15 +308,8 @@ class FinetuneModule(L.LightningModule):
         self.metrics.flush(self.sum_over_ranks, pause=True)
         self.strategy.load_averaged_weights()
         data: Any = self.trainer.datamodule
-        with self.trainer.precision_plugin.forward_context():
-            # A loader of its own: Lightning has begun to iterate over that of the validation.
-            self.objective.begin(
-                self.model,
-                data.val_dataloader(),
-                self.backend,
-                self.strategy.root_device,
-                self.sum_over_ranks,
-            )
+        # A loader of its own: Lightning has begun to iterate over that of the validation.
+        self._begin_objective(data.val_dataloader())
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         rows = None if self._row_losses_index is None else self.val_rows

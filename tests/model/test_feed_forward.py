@@ -11,7 +11,13 @@ from torch import Tensor
 from app.model import kernels
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
-from app.model.kernels import ChunkedFeedForward, chunk_feed_forwards, unfuse_layers
+from app.model.kernels import (
+    ChunkedFeedForward,
+    FusedGate,
+    chunk_feed_forwards,
+    unfuse_layers,
+    without_dropout,
+)
 from app.model.layers import repeated_layers
 from tests.strategy.context_training import LLAMA
 from tests.tiny import built
@@ -99,6 +105,17 @@ def test_restored_layers_still_compute_in_chunks(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(kernels, "FEED_FORWARD_TOKENS", CHUNK)
         assert torch.allclose(module(hidden), whole, atol=1e-6) and whole.abs().max() > 0
     assert tokens == [64, *[CHUNK] * 5, 128 - 5 * CHUNK]
+
+
+def test_a_pass_without_dropout_keeps_the_kernel_of_chunks() -> None:
+    model = build(LLAMA, FullConfig())
+    module = model.get_submodule(repeated_layers(model)[0]).mlp
+    module.forward = FusedGate(lambda gate, up: 2 * gate * up, module)
+    chunk_feed_forwards(model)
+    hidden = torch.randn(2, 64, 64)
+    trained = module(hidden)
+    with without_dropout(model):
+        assert torch.equal(module(hidden), trained)
 
 
 def test_dropout_of_chunks_is_drawn_again_in_the_backward_pass(

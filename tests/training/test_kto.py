@@ -236,6 +236,15 @@ def test_rows_of_one_verdict_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_in_bf16_the_drift_is_measured_as_a_step_computes(shell: Shell, tmp_path: Path) -> None:
+    data = f"data.datasets=[{{path: {kto_file(tmp_path)}}}]"
+    words = ["trainer.precision=bf16", "recompute=full", "trainer.max_steps=1"]
+    shell.train_into(tmp_path / "run", *RUN, data, *STEP, *words)
+    for column, expected in {"kl": 0.0, "loss": 0.5, "desirable_reward": 0.0}.items():
+        assert read_column(tmp_path / "run", f"train/{column}")[1] == expected, column
+
+
+@pytest.mark.slow
 def test_runs_learn_and_are_the_same_however_they_are_split(shell: Shell, tmp_path: Path) -> None:
     data = f"data.datasets=[{{path: {kto_file(tmp_path)}}}]"
     whole = tmp_path / "whole"

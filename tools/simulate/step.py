@@ -302,7 +302,8 @@ def _take_step(
     optimizer.zero_grad()
     batches = [batch] * number
     live.phase = "forward"
-    module.objective.begin(module.model, batches, module.backend, DEVICE)
+    with module.trainer.precision_plugin.forward_context():
+        module.objective.begin(module.model, batches, module.backend, DEVICE)
     strategy.run_micro_batches(batches, loss)
     live.assign((weight.grad for weight in weights), "gradients")
     live.phase = "step"

@@ -174,8 +174,9 @@ def _base_output(
     """Return W x + bias, rounded as `_LoraLinear` does while B is 0: by the same product of W."""
     if not lora_comes_first(x) or product is not linear:
         return product(x, matrix, bias)
-    start = x.new_zeros(()) if bias is None else bias
-    return start.expand(len(x), len(matrix)).clone().addmm_(x, matrix.T)
+    shape = len(x), len(matrix)
+    start = x.new_zeros(shape) if bias is None else bias.expand(shape).clone()
+    return start.addmm_(x, matrix.T)
 
 
 def lora_comes_first(x: Tensor) -> bool:
