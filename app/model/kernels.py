@@ -368,7 +368,7 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _forward_of(module: Any) -> Any:
-    """Return what replaces a module's forward, for each chunk of a feed-forward; None if nothing."""
+    """Return what replaces a module's forward, or that of a chunk of it; None if nothing does."""
     forward = vars(module).get("forward")
     return forward.whole if isinstance(forward, ChunkedFeedForward) else forward
 
