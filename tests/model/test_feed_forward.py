@@ -110,7 +110,7 @@ def test_restored_layers_still_compute_in_chunks(monkeypatch: pytest.MonkeyPatch
 def test_a_pass_without_dropout_keeps_the_kernel_of_chunks() -> None:
     model = build(LLAMA, FullConfig())
     module = model.get_submodule(repeated_layers(model)[0]).mlp
-    module.forward = FusedGate(lambda gate, up: 2 * gate * up, module)
+    module.forward = FusedGate(lambda gate, up: 2 * gate * up, module, "silu")
     chunk_feed_forwards(model)
     hidden = torch.randn(2, 64, 64)
     trained = module(hidden)
