@@ -580,6 +580,22 @@ def test_a_run_restores_the_layers_after_training(
 
 
 @pytest.mark.gpu
+def test_products_add_gradients_on_a_gpu() -> None:
+    weight = torch.nn.Parameter(torch.randn(256, 128, device="cuda", dtype=torch.bfloat16))
+    exact = torch.zeros(256, 128, device="cuda")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        rows = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        outer = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+        exact += outer.float().T @ rows.detach().float()
+        with accumulating_in_products():
+            accumulated_linear(rows, weight, None).backward(outer)
+        assert rows.grad is not None and weight.grad is not None
+        assert (rows.grad - outer @ weight).norm() <= 1e-2 * rows.grad.norm()
+    assert (weight.grad.float() - exact).norm() <= 1e-2 * exact.norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_liger_kernels_are_used_and_equal_in_training(dtype: torch.dtype, adapter: str) -> None:
