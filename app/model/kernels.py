@@ -1,8 +1,9 @@
 """Replace a model's norms, gated MLPs, rope, linear layers and loss by equivalent fused kernels.
 
-Liger's kernels on a GPU; our own RMS norm and oneDNN's matrix products on a CPU. A kernel is used
-only if it gives the same results and gradients as the module on random inputs, and only in
-training, and for what a training step compares itself with: evaluation runs the original forward.
+Liger's kernels on a GPU, and our own for rope; our own RMS norm and oneDNN's matrix products on a
+CPU. A kernel is used only if it gives the same results and gradients as the module on random
+inputs, and only in training, and for what a training step compares itself with: evaluation runs the
+original forward.
 The `forward` of a module is replaced, and restored after the fit; its parameters stay, so that
 adapters, sharding and saving are not affected.
 
@@ -58,6 +59,8 @@ _NORM_VARIANTS = ((0.0, "llama"), (1.0, "gemma"))
 _TIMED_RUNS, _TIMED_TOKENS, _MAX_SLOWDOWN = 10, 4096, 1.1
 FEED_FORWARD, EXPERTS = "mlp", "experts"
 """names of the feed-forward in a layer, and of the experts in one that has some"""
+NORMED = "normed"
+"""attribute of a residual sum that was normed with it: the `FusedNorm`, and its output"""
 
 
 @dataclass(slots=True)
@@ -85,8 +88,23 @@ class FusedNorm(Fused):
     eps: float
     offset: float
     casting: str
+    adds: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    """the kernel that adds to a residual first, with one argument more"""
+
+    def add(
+        self, hidden: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of residual + hidden, and the sum."""
+        if self.adds is None or hidden.dtype != residual.dtype:
+            total = residual + hidden
+            return self.compute(total), total
+        weight = self.module.weight
+        return self.adds(hidden, residual, weight, self.eps, self.offset, self.casting, False)
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        norm, normed = vars(hidden).pop(NORMED, (None, None))
+        if norm is self:
+            return normed
         # Not in place: it would overwrite a gradient that another branch still reads.
         weight = self.module.weight
         return self.kernel(hidden, weight, self.eps, self.offset, self.casting, False)
@@ -145,8 +163,7 @@ class FusedRope:
     def compute(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The kernel overwrites its inputs, which selective recompute may have saved.
-        return self.kernel(query.clone(), key.clone(), cos, sin)
+        return self.kernel(query, key, cos, sin)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,6 +171,7 @@ class Kernels:
     """The kernels of a device; None if the device has no better one than the model's own."""
 
     norm: Callable[..., torch.Tensor]
+    norm_of_sum: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     gates: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
     """by activation: part of its class's name in transformers"""
     linear: Callable[..., torch.Tensor] | None = None
@@ -192,21 +210,24 @@ def fuse_layers(
         return
     try:
         from liger_kernel.transformers.functional import (
+            liger_fused_add_rms_norm,
             liger_geglu,
             liger_rms_norm,
-            liger_rope,
             liger_swiglu,
         )
 
+        from app.model.rope_kernel import rotate
+
         kernels = Kernels(
             norm=liger_rms_norm,
+            norm_of_sum=liger_fused_add_rms_norm,
             gates={"silu": liger_swiglu, "gelutanh": liger_geglu},
             linear=accumulated_linear if accumulates else None,
         )
         fused, differing = _find_equal_forwards(model, kernels, gathered, device)
         ropes: list[FusedRope] = []
         if run is not None:
-            ropes, is_rope_different = _find_equal_ropes(model, liger_rope, run)
+            ropes, is_rope_different = _find_equal_ropes(model, rotate, run)
             differing |= {"rope"} if is_rope_different else set()
     except Exception as error:  # noqa: BLE001  kernel compilers raise any type
         reason = reason_of(error)
@@ -424,7 +445,7 @@ def _is_equal_rope(
         for tensor in (query, key)
     ]
     rotations: tuple[Rotation, ...] = (rope.original, rope.compute)
-    return _agree([partial(rotate, *inputs, cos, sin) for rotate in rotations], inputs)
+    return agree([partial(rotate, *inputs, cos, sin) for rotate in rotations], inputs)
 
 
 def _is_on_gpu(device: torch.device) -> bool:
@@ -470,7 +491,8 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
             and module._parameters.get("weight") is not None
         ):
             variants = (
-                FusedNorm(kernels.norm, module, eps, *variant) for variant in _NORM_VARIANTS
+                FusedNorm(kernels.norm, module, eps, *variant, kernels.norm_of_sum)
+                for variant in _NORM_VARIANTS
             )
             yield len(module.weight), list(variants)
         elif kernels.gates and {"gate_proj", "up_proj", "down_proj"} <= children.keys():
@@ -489,10 +511,10 @@ def is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.devic
     hidden = torch.randn(1, _PROBE_TOKENS, width, generator=random, device=device) * sizes
     hidden = hidden.to(dtype).requires_grad_()
     forwards = (module.forward, forward.compute)
-    return _agree([partial(compute, hidden) for compute in forwards], [hidden, *trained])
+    return agree([partial(compute, hidden) for compute in forwards], [hidden, *trained])
 
 
-def _agree(functions: Sequence[Callable[[], Any]], inputs: Sequence[torch.Tensor]) -> bool:
+def agree(functions: Sequence[Callable[[], Any]], inputs: Sequence[torch.Tensor]) -> bool:
     """Return whether two functions have equal outputs and gradients of `inputs`, up to rounding."""
     results = []
     with torch.enable_grad():

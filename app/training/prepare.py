@@ -39,6 +39,7 @@ from app.model.fp8 import (
 from app.model.head import check_head_loss, run_probe
 from app.model.kernels import chunk_feed_forwards, fuse_layers, join_adapters, seconds_of
 from app.model.quantization import quantize_tokens_independently
+from app.model.residuals import fuse_sums
 from app.process.launch import is_first_rank
 from app.process.logs import laid_out, show, text_table
 from app.training.optimizers import format_lr
@@ -93,6 +94,8 @@ def prepare_model(module: FinetuneModule) -> None:
             accumulates = strategy.accumulates_in_products and kinds <= {"weight", "bias"}
             fuse_layers(model, strategy.gathered, device, run, accumulates=accumulates)
             if device.type == "cuda":  # results on a CPU must not change
+                joins_layers = not strategy.shards_weights
+                fuse_sums(model, strategy.gathered, run, joins_layers=joins_layers)
                 group_adapters(model, run)
                 join_adapters(model, strategy.gathered, device)
             if module.recomputes_layers:

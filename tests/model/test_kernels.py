@@ -55,6 +55,12 @@ def rms_norm(
     return (hidden.float() * scale).to(hidden.dtype) * weight
 
 
+def add_rms_norm(hidden: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Reference of Liger's norm of a sum."""
+    total = residual + hidden
+    return rms_norm(total, *rest), total
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Reference of Liger's SwiGLU."""
     return silu(gate) * up
@@ -66,11 +72,8 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """Reference of Liger's rope, which overwrites its inputs as well."""
-    turned = tuple(Turn.apply(each, cos, sin) for each in (query, key))
-    for each, result in zip((query, key), turned, strict=True):
-        each.data.copy_(result.data)
-    return turned
+    """Reference of our kernel."""
+    return tuple(Turn.apply(each, cos, sin) for each in (query, key))
 
 
 class Turn(torch.autograd.Function):
@@ -114,11 +117,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         package.__spec__ = importlib.util.spec_from_loader("liger_kernel", None)
         functional = types.ModuleType("liger_kernel.transformers.functional")
         functional.liger_rms_norm, functional.liger_swiglu = rms_norm, swiglu  # type: ignore[attr-defined]
-        functional.liger_rope, functional.liger_geglu = rope, geglu  # type: ignore[attr-defined]
+        functional.liger_fused_add_rms_norm = add_rms_norm  # type: ignore[attr-defined]
+        functional.liger_geglu = geglu  # type: ignore[attr-defined]
+        own = types.ModuleType("app.model.rope_kernel")
+        own.rotate = rope  # type: ignore[attr-defined]
         for name, module in (
             ("liger_kernel", package),
             ("liger_kernel.transformers", types.ModuleType("liger_kernel.transformers")),
             ("liger_kernel.transformers.functional", functional),
+            ("app.model.rope_kernel", own),
         ):
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(kernels, "_is_on_gpu", lambda model: True)

@@ -292,6 +292,8 @@ class OperatorCounter(TorchDispatchMode):
             return "dropout"
         if name == "rope":
             return "rope"
+        if name.startswith("add_rms_norm"):
+            return "norm"
         if "mm" in name:
             sides = {side for tensor in (*given, *returned) for side in tensor.shape[-2:]}
             return "lora" if min(sides) <= RANK_LIMIT else "product"

@@ -30,6 +30,19 @@ def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, scales: Tens
     return torch.empty_like(hidden)
 
 
+@custom_op("standin::add_rms_norm", mutates_args=())
+def add_rms_norm(hidden: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scales = hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(hidden), torch.empty_like(hidden), scales
+
+
+@custom_op("standin::add_rms_norm_backward", mutates_args=())
+def add_rms_norm_backward(
+    grad: Tensor, of_sum: Tensor, total: Tensor, weight: Tensor, scales: Tensor
+) -> Tensor:
+    return torch.empty_like(total)
+
+
 @custom_op("standin::gate", mutates_args=())
 def gate(gate: Tensor, up: Tensor) -> Tensor:
     return torch.empty_like(gate)
@@ -67,9 +80,10 @@ def lora_gate_backward(
     return low_sums, gate.new_empty(3, chunks, rank, width, dtype=torch.float32)
 
 
-@custom_op("standin::rope", mutates_args={"query", "key"})
-def rope(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> None:
-    """Rotates queries and keys in place."""
+@custom_op("standin::rope", mutates_args=())
+def rope(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    new_query, new_key = (torch.empty_like(part.transpose(1, 2)) for part in (query, key))
+    return new_query.transpose(1, 2), new_key.transpose(1, 2)
 
 
 @custom_op("standin::cross_entropy", mutates_args={"losses"})
@@ -102,11 +116,11 @@ def adamw8bit(weight: Tensor, grad: Tensor, state1: Tensor, state2: Tensor) -> N
 
 
 for _operator in (
-    rms_norm, rms_norm_backward, gate, lora_gate, lora_gate_backward, quantize_rows,
-    quantize_columns,
+    rms_norm, rms_norm_backward, add_rms_norm, add_rms_norm_backward, gate, rope, lora_gate,
+    lora_gate_backward, quantize_rows, quantize_columns,
 ):  # fmt: skip
     _operator.register_fake(_operator._init_fn)
-for _operator in (gate_backward, rope, cross_entropy, cross_entropy_gradient, adamw8bit):
+for _operator in (gate_backward, cross_entropy, cross_entropy_gradient, adamw8bit):
     _operator.register_fake(lambda *_: None)
 
 
@@ -124,6 +138,24 @@ class RmsNorm(torch.autograd.Function):
         hidden, weight, scales = ctx.saved_tensors
         grad = torch.ops.standin.rms_norm_backward(outer[0], hidden, weight, scales)
         return grad, torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+class AddRmsNorm(torch.autograd.Function):
+    """Saves the sum and one scale per token; both inputs have the same gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, residual: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        normed, total, scales = torch.ops.standin.add_rms_norm(hidden, residual, weight)
+        ctx.save_for_backward(total, weight, scales)
+        return normed, total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight, scales = ctx.saved_tensors
+        grad = torch.ops.standin.add_rms_norm_backward(*outer, total, weight, scales)
+        return grad, grad, torch.empty_like(weight) if ctx.needs_input_grad[2] else None
 
 
 class Gate(torch.autograd.Function):
@@ -150,23 +182,24 @@ class Rope(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cosine, sine)
-        return _rotate(query, key, cosine, sine)
+        rotated: tuple[Tensor, Tensor] = torch.ops.standin.rope(query, key, cosine, sine)
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        return *_rotate(*outer, *ctx.saved_tensors), None, None
-
-
-def _rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    # In token order, as the kernel needs them; no copy if heads were only transposed.
-    query, key = (part.transpose(1, 2).contiguous().detach() for part in (query, key))
-    torch.ops.standin.rope(query, key, cosine, sine)
-    return query.transpose(1, 2), key.transpose(1, 2)
+        return *torch.ops.standin.rope(*outer, *ctx.saved_tensors), None, None
 
 
 def liger_rms_norm(hidden: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
     normed: Tensor = RmsNorm.apply(hidden, weight)
     return normed
+
+
+def liger_fused_add_rms_norm(
+    hidden: Tensor, residual: Tensor, weight: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    both: tuple[Tensor, Tensor] = AddRmsNorm.apply(hidden, residual, weight)
+    return both
 
 
 def liger_swiglu(gate: Tensor, up: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -178,9 +211,7 @@ def liger_geglu(gate: Tensor, up: Tensor, *_: Any, **__: Any) -> Tensor:
     return liger_swiglu(gate, up)
 
 
-def liger_rope(
-    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, Tensor]:
+def rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
     rotated: tuple[Tensor, Tensor] = Rope.apply(query, key, cosine, sine)
     return rotated
 
@@ -218,7 +249,9 @@ def install_kernels() -> None:
     step.step = lambda weight, grad, state, *_: adamw8bit(
         weight.detach(), grad, state["state1"], state["state2"]
     )
-    sys.modules.update({module.__name__: module for module in (loss, fp8, gates, step)})
+    ropes: Any = types.ModuleType("app.model.rope_kernel")
+    ropes.rotate = rotate
+    sys.modules.update({module.__name__: module for module in (loss, fp8, gates, ropes, step)})
     _install_flash4()
     for name in ("", ".transformers", ".transformers.functional"):
         module = types.ModuleType(f"liger_kernel{name}")
@@ -227,8 +260,8 @@ def install_kernels() -> None:
         sys.modules[module.__name__] = module
     functional: Any = sys.modules["liger_kernel.transformers.functional"]
     functional.liger_rms_norm = liger_rms_norm
+    functional.liger_fused_add_rms_norm = liger_fused_add_rms_norm
     functional.liger_swiglu, functional.liger_geglu = liger_swiglu, liger_geglu
-    functional.liger_rope = liger_rope
 
 
 class Flash4:

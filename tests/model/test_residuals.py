@@ -1,0 +1,137 @@
+"""Residual sums in a norm's kernel give the same values and gradients, in layers like Llama's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.model.head import run_probe
+from app.model.kernels import NORMED, fuse_layers, unfuse_layers, without_dropout
+from app.model.recompute import RecomputeConfig, apply_recompute
+from app.model.residuals import FusedLayer, fuse_sums
+from tests.families import tiny_family
+from tests.model.test_kernels import add_rms_norm, install, packed_losses
+from tests.tiny import tiny_llama
+
+__all__ = ["install"]
+CPU = torch.device("cpu")
+
+
+def with_sums(model: Any, *, joins_layers: bool = True) -> list[FusedLayer]:
+    """Fuse a model's layers and their sums; the layers that have fused sums."""
+    run = partial(run_probe, model, "sdpa", CPU)
+    fuse_layers(model.train(), run=run)
+    fuse_sums(model, lambda module: nullcontext(), run, joins_layers=joins_layers)
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return [each for each in forwards if isinstance(each, FusedLayer)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "olmoe"])
+def test_values_and_gradients_are_the_same(install: Callable[..., None], family: str) -> None:
+    install()
+    model: Any = tiny_family(family)
+    expected, truths = packed_losses(model.train())
+    fused = with_sums(model)
+    assert len(fused) == model.config.num_hidden_layers
+    assert [each.following is None for each in fused] == [False] * (len(fused) - 1) + [True]
+    loss, grads = packed_losses(model)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, grad in truths.items():
+        assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+    unfuse_layers(model)
+    assert packed_losses(model)[0].item() == expected.item()
+
+
+@pytest.mark.parametrize(("every", "number"), [(1, 0), (2, 1)])
+def test_recomputed_layers_are_left_alone(
+    install: Callable[..., None], every: int, number: int
+) -> None:
+    install()
+    model: Any = tiny_llama()
+    apply_recompute(model, RecomputeConfig(mode="full", every=every))
+    expected, _ = packed_losses(model.train())
+    fused = with_sums(model)
+    assert len(fused) == number and all(each.following is None for each in fused)
+    assert packed_losses(model)[0].item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_layer_norms_for_the_next_one_only_what_it_hands_on(install: Callable[..., None]) -> None:
+    install()
+    model: Any = tiny_llama()
+    with_sums(model)
+    first, second = model.model.layers
+    handed: list[Any] = []
+    second.register_forward_pre_hook(lambda _, args: handed.append(vars(args[0]).get(NORMED)))
+    packed_losses(model)
+    assert handed[0][0] is second.input_layernorm.forward
+    hidden = torch.randn(1, 4, 32)
+    vars(hidden)[NORMED] = first.input_layernorm.forward, torch.zeros(1, 4, 32)
+    expected = type(second.input_layernorm).forward(second.input_layernorm, hidden)
+    assert torch.allclose(second.input_layernorm(hidden), expected)
+    assert not vars(hidden)
+
+
+def test_sharded_layers_are_not_joined(install: Callable[..., None]) -> None:
+    install()
+    fused = with_sums(tiny_llama(), joins_layers=False)
+    assert len(fused) == 2 and all(each.following is None for each in fused)
+
+
+def test_evaluation_runs_the_models_own_layers_but_not_a_reference(
+    install: Callable[..., None],
+) -> None:
+    install()
+    model: Any = tiny_llama()
+    ids = torch.arange(9)[None]
+    expected = model.eval()(ids).logits
+    fused = with_sums(model)
+    calls: list[FusedLayer] = []
+    original = FusedLayer.run
+    for each in fused:
+        each.following = None
+
+    def run(self: FusedLayer, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(self)
+        return original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedLayer, "run", run)
+        assert torch.equal(model.eval()(ids).logits, expected) and not calls
+        with without_dropout(model.train()):
+            assert torch.allclose(model(ids).logits, expected, atol=1e-5)
+    assert calls == fused
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "cohere"])
+def test_layers_of_another_form_are_left_alone(install: Callable[..., None], family: str) -> None:
+    install()
+    assert with_sums(tiny_family(family)) == []
+
+
+@pytest.mark.parametrize("way", ["wrong value", "wrong gradient", "broken"])
+def test_a_kernel_that_differs_is_left_out(
+    way: str,
+    install: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    install()
+
+    def differing(hidden: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        if way == "broken":
+            raise RuntimeError("no such block")
+        normed, total = add_rms_norm(hidden, residual, *rest)
+        return (1.1 * normed, total) if way == "wrong value" else (normed, total.detach())
+
+    functional = sys.modules["liger_kernel.transformers.functional"]
+    monkeypatch.setattr(functional, "liger_fused_add_rms_norm", differing)
+    assert with_sums(tiny_llama()) == []
+    reason = "no such block" if way == "broken" else "the results differ"
+    assert f"residual sums by PyTorch's operators ({reason})" in caplog.text
