@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.config import EvaluateConfig, TrainConfig, TunedConfig, load_run_config
 from app.model.adapter import (
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from app.run import Run
+    from app.strategy.mixin import Placement
 
 log = logging.getLogger(__name__)
 
@@ -236,19 +238,27 @@ def _open_teacher(
     check_same_vocabulary(tokenizer, build_tokenizer(model), name)
     backend = choose_backend(config.attention, architecture, env.accelerator, env.precision).backend
 
-    def load(device: torch.device) -> tuple[PreTrainedModel, str]:
+    def build(*, on_meta: bool = False, **where: Any) -> PreTrainedModel:
+        import torch
+
+        with torch.device("meta") if on_meta else nullcontext():
+            teacher = load_base(
+                model,
+                attention_implementation(backend),
+                weight_dtype(env.precision, LoraConfig()),
+                QuantizationConfig(method=objective.teacher_quantization),
+                on_meta=on_meta,
+                **where,
+            )
+        return teacher.requires_grad_(False)
+
+    def load(device: torch.device, placement: Placement | None) -> tuple[PreTrainedModel, str]:
         from app.model.attention.probes import check_isolation
 
-        teacher = load_base(
-            model,
-            attention_implementation(backend),
-            weight_dtype(env.precision, LoraConfig()),
-            QuantizationConfig(method=objective.teacher_quantization),
-            device=device,
-        )
+        teacher = placement.build_frozen(build) if placement else build(device=device)
         if not architecture.is_encoder_decoder:
             check_isolation(teacher, backend, device)
-        return teacher.requires_grad_(False), backend
+        return teacher, backend
 
     parts = [sorted(describe_base(model).items()), model.rope_len, objective.teacher_quantization]
     identity = repr([*parts, backend, env.precision])

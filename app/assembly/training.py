@@ -204,7 +204,9 @@ def build_module(
     log.info("steps: %s; %s", data.plan.summary(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
-    objective = build_objective(config.objective, config.model, base.teacher)
+    strategy: Any = trainer.strategy
+    teacher = base.teacher and replace(base.teacher, placement=strategy)
+    objective = build_objective(config.objective, config.model, teacher)
     evaluation = build_training_evaluation(
         config, base, data, objective, Path(trainer.default_root_dir), signals_of(trainer).poll
     )

@@ -330,7 +330,20 @@ def _of_shards(
         in_forward=0.0,
         exposed_share=(ends.trained - ends.experts_trained) / max(1.0, trained),
     )
-    return [weights, gradients, *_of_split_experts(run, whole, weights, gradients)]
+    found = [weights, gradients, *_of_split_experts(run, whole, weights, gradients)]
+    if run.teacher is not None:
+        units = run.teacher.num_layers + 2
+        of_teacher = replace(
+            weights,
+            what="weights of the teacher",
+            num_bytes=run.teacher_size.whole.frozen,
+            times=run.accumulation,
+            messages=units,
+            in_forward=1.0,
+            exposed_share=1 / units,
+        )
+        found.append(of_teacher)
+    return found
 
 
 def _of_split_experts(

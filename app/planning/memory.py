@@ -95,7 +95,7 @@ class PlannedRun:
     recomputes_head: bool = False
     """whether the backward pass computes logits again, as a loss of whole answers needs"""
     teacher: PlannedModel | None = None
-    """the model that runs forward on each micro-batch, too, whole on each rank"""
+    """the model that runs forward on each micro-batch, too"""
     teacher_quantization: str = "none"
     num_checkpoints: int = 2
     """number of checkpoints that are kept on disk"""
@@ -199,6 +199,20 @@ class PlannedRun:
             self.strategy,
             num_ranks=self.num_ranks,
             num_nodes=self.num_nodes,
+        )
+
+    @cached_property
+    def teacher_size(self) -> ModelSize:
+        """The sizes of the teacher's weights on one rank, which FSDP shards and others do not."""
+        assert self.teacher is not None
+        is_sharded = isinstance(self.strategy, FsdpConfig)
+        return size_for(
+            self.teacher,
+            self.precision,
+            QuantizationConfig(method=self.teacher_quantization),
+            self.strategy if is_sharded else StrategyConfig(name="single"),
+            num_ranks=self.num_ranks if is_sharded else 1,
+            num_nodes=self.num_nodes if is_sharded else 1,
         )
 
     @property
@@ -408,13 +422,15 @@ def _received_bytes(run: PlannedRun) -> float:
 
 
 def _teacher_bytes(run: PlannedRun) -> float:
-    """Return the bytes of the weights of a teacher, which are not sharded."""
+    """Return the bytes of a teacher's weights: with FSDP a shard, and the head during the loss."""
     if run.teacher is None:
         return 0.0
-    quantization = QuantizationConfig(method=run.teacher_quantization)
-    alone = StrategyConfig(name="single")
-    size = size_for(run.teacher, run.precision, quantization, alone, num_ranks=1, num_nodes=1)
-    return size.whole.frozen
+    size, strategy = run.teacher_size, run.strategy
+    shards, _, _ = num_shards(strategy, run.num_ranks, run.num_nodes)
+    if not isinstance(strategy, FsdpConfig) or shards == 1:
+        return size.whole.frozen
+    own = size.whole.held - size.whole.held_trained
+    return own + (size.head.gathered or size.embedding.gathered)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

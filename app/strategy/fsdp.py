@@ -162,12 +162,32 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     def build_model(self, build: BuildModel) -> Any:
         """Build the model; ranks that read weights broadcast them, sharded layer by layer."""
         self._init_mesh()
+        model = self._load(build, splits=True)
+        # Counted only now: all ranks must agree, and quantized weights have the same packed size on
+        # every rank only after loading.
+        num_trained = sum(w.numel() for w in model.parameters() if w.requires_grad)
+        num_weights = sum(w.numel() for w in model.parameters())
+        self._accumulates_unsharded = num_trained <= MAX_UNSHARDED_SHARE * num_weights
+        self.model_root = model
+        return model
+
+    def build_frozen(self, build: BuildModel) -> Any:
+        """Build another model, which nothing trains, sharded as the trained one."""
+        return self._load(build, splits=False)
+
+    def release(self, model: Any) -> None:
+        """Forget a model of `build_frozen`."""
+        for module in model.modules():
+            self._owners.pop(module, None)
+
+    def _load(self, build: BuildModel, *, splits: bool) -> Any:
+        """Build and shard a model; `splits`: its layers or experts also by matrix or number."""
         before = peak_host_bytes()
         broadcaster = Broadcaster(self.root_device, self.world_size, self.num_processes)
         model = build(on_meta=not broadcaster.reads_here, on_host=True, device=self.root_device)
         broadcaster.check_same(model)
         names = decoder_layers(model, "model.wrap_class=NAME")
-        parallel = self._parallel(model, names)
+        parallel = self._parallel(model, names) if splits else None
         for layer in [model.get_submodule(name) for name in names]:
             broadcaster.broadcast_quantization(layer)
             broadcaster.broadcast(layer.modules())
@@ -195,12 +215,6 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         if parallel:
             self._splits = {getattr(split.module, split.name): split for split in parallel.splits}
             self._partial_grads = {w for m in parallel.partial_grads for w in m.parameters()}
-        # Counted only now: all ranks must agree, and quantized weights have the same packed size on
-        # every rank only after loading.
-        num_trained = sum(w.numel() for w in model.parameters() if w.requires_grad)
-        num_weights = sum(w.numel() for w in model.parameters())
-        self._accumulates_unsharded = num_trained <= MAX_UNSHARDED_SHARE * num_weights
-        self.model_root = model
         log_host_memory(before, reads_here=broadcaster.reads_here)
         return model
 

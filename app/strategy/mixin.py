@@ -83,6 +83,13 @@ class Placement:
         device = self.root_device
         return build(device=None if device.type == "cpu" else device)
 
+    def build_frozen(self, build: BuildModel) -> Any:
+        """Build another model, which nothing trains: whole on each rank, unless this shards it."""
+        return Placement.build_model(self, build)
+
+    def release(self, model: Any) -> None:
+        """Forget a model of `build_frozen`, which nothing else may hold then."""
+
     def gathered(self, module: torch.nn.Module) -> AbstractContextManager[None]:
         """Gather a module's own weights, as its forward does; all ranks enter this together."""
         return nullcontext()

@@ -168,6 +168,17 @@ def test_a_teacher_adds_its_weights_and_a_forward_pass() -> None:
     assert estimate_gpu_memory(packed).teacher < 0.4 * more
 
 
+def test_fsdp_shards_a_teacher_and_gathers_its_head_and_layers() -> None:
+    alone = run_of("llama1b", strategy=FsdpConfig(name="fsdp"), gpus=8, accumulation=2)
+    run = replace(alone, teacher=run_of("llama8b").model)
+    assert estimate_gpu_memory(run).teacher == pytest.approx(2 * (8.03e9 / 8 + 0.525e9), rel=0.01)
+    (added,) = (each for each in list_collectives(run) if each.what == "weights of the teacher")
+    assert (added.times, added.num_ranks) == (2, 8)
+    assert added.num_bytes == pytest.approx(2 * 8.03e9, rel=0.01)
+    whole = replace(run, strategy=settings_of("strategy", "zero3"))
+    assert estimate_gpu_memory(whole).teacher == pytest.approx(2 * 8.03e9, rel=0.01)
+
+
 def streamed_70b(**hardware: float) -> tuple[PlannedRun, PlannedRun]:
     """Return QLoRA on 70B for a card of 24 GB, with its layers on the card and from the host."""
     how = {"recompute": "full", "sequence_len": 1024, "accumulation": 4}

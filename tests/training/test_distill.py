@@ -61,7 +61,7 @@ def build(make: Any, *, fuses: bool = True, seed: int = 0) -> Any:
 
 
 def source_of(teacher: Any) -> Teacher:
-    return Teacher(lambda device: (teacher, "eager"), teacher.config.get_text_config().vocab_size)
+    return Teacher(lambda *_: (teacher, "eager"), teacher.config.get_text_config().vocab_size)
 
 
 def batch_of() -> Batch:

@@ -49,8 +49,15 @@ def test_the_student_comes_closer_to_its_teacher(whole: Path) -> None:
             ["trainer.gradient_accumulation_steps=1", "trainer.devices=2", f"strategy={name}"]
             for name in ("fsdp", "zero3")
         ),
+        [
+            "trainer.gradient_accumulation_steps=1",
+            "trainer.devices=2",
+            "strategy=fsdp",
+            "objective.teacher_logits=cached",
+            "objective.teacher_top_k=100000",
+        ],
     ],
-    ids=["one micro-batch", "fsdp", "zero3"],
+    ids=["one micro-batch", "fsdp", "zero3", "fsdp, cached"],
 )
 def test_a_step_is_the_same_however_it_is_split(
     words: list[str], whole: Path, shell: Shell, tmp_path: Path

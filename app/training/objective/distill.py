@@ -10,6 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from app.assembly.base import Base
+    from app.strategy.mixin import Placement
     from app.training.module import FinetuneModule
     from app.training.objective.settings import ObjectiveConfig
     from data_modules import FinetuneDataModule
@@ -45,12 +47,14 @@ log = logging.getLogger(__name__)
 class Teacher:
     """A model to learn from, whose weights are not loaded yet."""
 
-    load: Callable[[torch.device], tuple[Any, str]]
-    """loads it to a device; returns it, frozen, and its attention backend"""
+    load: Callable[[torch.device, Placement | None], tuple[Any, str]]
+    """loads it by a placement, or to a device; returns it, frozen, and its attention backend"""
     num_tokens: int
     """rows of its head"""
     identity: str = ""
     """everything besides the tokens that determines what it says"""
+    placement: Placement | None = None
+    """the strategy, which may shard it over its ranks"""
 
 
 class Distill(Objective):
@@ -95,16 +99,30 @@ class Distill(Objective):
         """
         hidden, is_trained = self._hidden(batch)
         rows, found = hidden[is_trained], []
-        for chunk in rows.split(rows_per_chunk(self.source.num_tokens, rows.device.type)):
-            log_probs = head_logits(self.teacher, chunk).log_softmax(1)
-            best = log_probs.topk(min(self.config.teacher_top_k, log_probs.shape[1]))
-            found.append(torch.stack([best.indices.float(), best.values], dim=1))
+        with self._head_gathered():
+            for chunk in rows.split(rows_per_chunk(self.source.num_tokens, rows.device.type)):
+                log_probs = head_logits(self.teacher, chunk).log_softmax(1)
+                best = log_probs.topk(min(self.config.teacher_top_k, log_probs.shape[1]))
+                found.append(torch.stack([best.indices.float(), best.values], dim=1))
         return torch.cat(found)
+
+    def release(self) -> None:
+        """Free the memory of the teacher."""
+        if self.source.placement is not None:
+            self.source.placement.release(self.teacher)
+        self.teacher = None
+
+    def _head_gathered(self) -> AbstractContextManager[None]:
+        """Gather the teacher's head, if sharded: ranks compute different numbers of chunks."""
+        if self.teacher is None or self.source.placement is None:
+            return nullcontext()
+        return self.source.placement.gathered(self.teacher.get_output_embeddings())
 
     def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return hidden states of the teacher [positions, width], and which are trained on."""
         if self.teacher is None:
-            self.teacher, self.backend = self.source.load(batch.input_ids.device)
+            source = self.source
+            self.teacher, self.backend = source.load(batch.input_ids.device, source.placement)
         head = head_inputs(self.teacher, batch, self.backend)
         with eval_mode(self.teacher):
             hidden = head_hidden(self.teacher, head.inputs, head.labels)
@@ -125,7 +143,8 @@ class Distill(Objective):
         assert reference is not None
         head = head_inputs(model, batch, backend)
         divergence = Divergence(self.config, self._logits, reference)
-        total, losses = head_loss(model, head.inputs, head.labels, head.weights, divergence)
+        with self._head_gathered():
+            total, losses = head_loss(model, head.inputs, head.labels, head.weights, divergence)
         return Losses(
             total,
             losses,
@@ -251,7 +270,7 @@ def store_references(module: FinetuneModule) -> None:
     seconds = time.monotonic() - began
     log.info("%s: computed for %s %s in %.1f s, now cached", key, f"{len(rows):,}", what, seconds)
     if teacher is not None:
-        teacher.teacher = None  # its memory is free for the training
+        teacher.release()
         held = np.exp(values[:, 1]).sum(1)
         log.info(
             "%s: the %d likeliest tokens hold %.2f %% of the teacher's probability (of the worst "
