@@ -123,6 +123,8 @@ class _UploadProcess:
 
     def _log_messages(self, messages: IO[bytes]) -> None:
         for line in messages:
+            if not line.endswith(b"\n"):  # killed while it wrote
+                continue
             message = json.loads(line)
             if "level" in message:
                 log.log(message["level"], "%s", message["text"])

@@ -291,7 +291,10 @@ def test_a_process_uploads_and_what_it_says_is_logged(
     ("code", "said"),
     [
         ('print(\'{"failure": "no bucket"}\')', r"no bucket; type resume=.* to upload it"),
-        ("import os; os.kill(os.getpid(), 9)", "the process that uploads ended with -9"),
+        (
+            "import os; os.write(1, b'{\"failure\": '); os.kill(os.getpid(), 9)",
+            "the process that uploads ended with -9",
+        ),
         ("", "the process that uploads ended with 0"),
         ("import time; time.sleep(9999)", "the process that uploads said nothing for 0.5 s"),
         ("import os, time; os.close(1); time.sleep(9999)", "said nothing for 0.5 s"),
