@@ -132,9 +132,9 @@ class TrainerConfig:
     without liger-kernel (with it, LoRA was 9 % slower on an H100); no gain on a CPU"""
     kernels: str = setting("auto", choices=("auto", "torch"), resume="rounding")
     """auto = fused kernels, each checked against the model's own layers at the start (faster, less
-    memory): on a GPU Liger's for norms, gates and rope, a fused loss, and FlashAttention 4 for
-    attention=varlen, as far as installed; on a CPU ours for norms. With `compile` the compiler
-    fuses layers instead. torch = the model's own layers"""
+    memory): on a GPU Liger's for norms and gates, ours for rope, adapters and loss, FlashAttention
+    4 for attention=varlen, as far as installed; on a CPU ours for norms. With `compile` the
+    compiler fuses layers instead. torch = the model's own layers"""
     accelerator: str = setting("auto", choices=ACCELERATORS, resume="rounding")
     """device to train on: auto (a GPU if available), cpu or gpu"""
     devices: int | str = setting(
