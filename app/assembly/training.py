@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 
@@ -192,7 +192,6 @@ def build_module(
 
     The model itself is built in `configure_model`, where a strategy shards it while it is loaded.
     """
-    settings = config.trainer
     lr = resolve_lr(
         config.optimizer,
         config.adapter,
@@ -204,8 +203,7 @@ def build_module(
     log.info("steps: %s; %s", data.plan.summary(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
-    strategy: Any = trainer.strategy
-    teacher = base.teacher and replace(base.teacher, placement=strategy)
+    teacher = base.teacher and replace(base.teacher, placement=cast("Any", trainer.strategy))
     objective = build_objective(config.objective, config.model, teacher)
     evaluation = build_training_evaluation(
         config, base, data, objective, Path(trainer.default_root_dir), signals_of(trainer).poll
@@ -228,8 +226,8 @@ def build_module(
         total_steps=data.total_steps,
         is_packed=data.is_packed,
         metrics=_build_metrics(config, base, data, env, trainer, objective, evaluation),
-        trains_in_fp8=settings.precision == "fp8",
-        uses_fused_kernels=settings.kernels == "auto" and not settings.compile,
+        trains_in_fp8=config.trainer.precision == "fp8",
+        uses_fused_kernels=config.trainer.kernels == "auto" and not config.trainer.compile,
         recomputes_layers=config.recompute.mode in WHOLE_LAYERS,
         router_aux_loss=choose_router_aux_loss(
             base.architecture, config.adapter, config.model.router_aux_loss
@@ -241,7 +239,7 @@ def build_module(
         else None,
         store_references=open_references(config.objective, data, base, env.precision),
         measure=None if evaluation is None else evaluation.measure,
-        patience=settings.early_stopping_patience,
+        patience=config.trainer.early_stopping_patience,
     )
 
 

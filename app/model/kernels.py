@@ -30,6 +30,7 @@ from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -41,6 +42,7 @@ from app.model.chunks import FEED_FORWARD_TOKENS
 from app.model.contexts import eval_mode, replaced
 from app.model.head import LossHead, linear_cross_entropy
 from app.model.layers import repeated_layers
+from app.process.collectives import all_gather
 from common.text import reason_of
 
 if TYPE_CHECKING:
@@ -192,9 +194,8 @@ def fuse_layers(
     """Replace the forward of each module for which a kernel gives the same results.
 
     Each module is compared with its kernel on random tokens, with gradients, on `device` or the
-    model's device. `run` runs the model once, to observe the inputs of its rope; without it the
-    rope is not replaced. `accumulates`: whether trained layers on a GPU may add their gradients to
-    those of earlier micro-batches. Logs one line on a GPU.
+    model's. `run` runs the model once, to observe the inputs of its rope, which otherwise stays.
+    `accumulates`: whether trained layers on a GPU may add gradients to earlier ones. Logs a line.
     """
     device = device or model.device
     _fuse_loss(model, device)
@@ -244,14 +245,17 @@ def fuse_layers(
     log.info("kernels: Liger's for %s, proven equal%s", fused_names, own)
 
 
-def join_adapters(model: Any, gathered: Gathered, device: torch.device) -> None:
+def join_adapters(
+    model: Any, gathered: Gathered, device: torch.device, decided: Mapping[str, bool]
+) -> dict[str, bool]:
     """Compute gated MLPs together with their adapters where that is faster; logs it.
 
-    Call it after `fuse_layers` and `group_adapters`.
+    Returns by widths whether it is, on all ranks; a resumed run computes what its checkpoint has
+    `decided`. Call it after `fuse_layers` and `group_adapters`.
     """
     from app.model.adapter.gated import join_gate  # imports peft
 
-    are_faster: dict[tuple[int, int], bool] = {}
+    are_faster: dict[str, bool] = {}
     count, dtype = 0, model.get_input_embeddings().weight.dtype
     for module in model.modules():
         forward = vars(module).get("forward")
@@ -260,15 +264,20 @@ def join_adapters(model: Any, gathered: Gathered, device: torch.device) -> None:
         with gathered(module):
             if (joined := join_gate(module, forward.activation, device)) is None:
                 continue
-            shape = module.up_proj.in_features, module.up_proj.out_features
-            if shape not in are_faster:
-                are_faster[shape] = is_faster(forward, joined, shape[0], dtype, device)
-        if are_faster[shape]:
+            width = module.up_proj.in_features
+            widths = f"{width}x{module.up_proj.out_features}"
+            if widths in decided:
+                are_faster[widths] = decided[widths]
+            elif widths not in are_faster:
+                own = is_faster(forward, joined, width, dtype, device)
+                are_faster[widths] = all(all_gather(own)) if dist.is_initialized() else own
+        if are_faster[widths]:
             forward.joined = joined
             count += 1
     if are_faster:
         others = "" if all(are_faster.values()) else " (others would be slower)"
         log.info("kernels: adapters of %d gated MLPs run in the gate's kernel%s", count, others)
+    return are_faster
 
 
 def is_faster(
@@ -276,7 +285,7 @@ def is_faster(
 ) -> bool:
     """Return whether an MLP takes less time with its adapters in the gate's kernel than without.
 
-    Or little more, so that a resumed run decides alike.
+    Or little more, since less memory is saved.
     """
     random = torch.Generator(device).manual_seed(0)
     shape = 1, _TIMED_TOKENS, width
@@ -360,10 +369,8 @@ def unfuse_layers(model: torch.nn.Module) -> None:
         forward = vars(module).get("forward")
         if isinstance(forward, Fused):
             del module.forward
-        elif isinstance(
-            forward, ChunkedFeedForward
-        ):  # stays: rows are as long where they are tested
-            forward.restore()
+        elif isinstance(forward, ChunkedFeedForward):
+            forward.restore()  # stays: rows are as long where they are tested
     for source in _rope_sources(model):
         if isinstance(rope := vars(source)[ROPE], FusedRope):
             setattr(source, ROPE, rope.original)

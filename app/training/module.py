@@ -109,6 +109,8 @@ class FinetuneModule(L.LightningModule):
         self.grad_norm: Tensor | None = None
         self.resume: Resume | None = None
         """restores a checkpoint; None once the first batch has started"""
+        self.joined_gates: dict[str, bool] = {}
+        """by widths of a gated MLP, whether its adapters run in the gate's kernel"""
         self.has_pending_validation = False
         """whether a signal has interrupted the validation of the last step"""
 
@@ -396,6 +398,7 @@ class FinetuneModule(L.LightningModule):
             "optimizer": numbers,
             "curves": self.metrics.state_dict(),
             "owes_validation": self.has_pending_validation,
+            "joined_gates": self.joined_gates,
         }
         checkpoint["metric"] = self.metrics.monitored_at(step)
         checkpoint["details"] = {

@@ -97,7 +97,8 @@ def prepare_model(module: FinetuneModule) -> None:
                 joins_layers = not strategy.shards_weights
                 fuse_sums(model, strategy.gathered, run, joins_layers=joins_layers)
                 group_adapters(model, run)
-                join_adapters(model, strategy.gathered, device)
+                decided = module.resume.state.get("joined_gates", {}) if module.resume else {}
+                module.joined_gates = join_adapters(model, strategy.gathered, device, decided)
             if module.recomputes_layers:
                 chunk_feed_forwards(model)
     # 4. The base's log-probabilities, by the layers that will train.

@@ -119,7 +119,8 @@ def test_commands_of_blocks_exist_and_compose(block: Block) -> None:
             assert command.split()[1] in targets, command
         elif command.split()[0] in SCHEDULERS:
             files = [word for word in command.split() if word.startswith("docs/")]
-            assert files and all((ROOT / file).is_file() for file in files), command
+            assert files or command.startswith("kubectl create secret"), command
+            assert all((ROOT / file).is_file() for file in files), command
         else:
             first = command.split()[0]
             assert "=" in first or Path(first).name in OTHERS, command

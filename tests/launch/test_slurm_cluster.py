@@ -321,12 +321,15 @@ def test_a_sweep_that_is_interrupted_finds_its_jobs(cluster: Cluster, tmp_path: 
     )
     words += ["launcher=slurm", "launcher.cpus=2", "sweep.parallel=2", f"output.dir={sweep}"]
     command = [cluster.python, "-m", "app.train", "-m"]
+    held = ["scontrol", "update", "PartitionName=all"]
+    cluster.type(*held, "State=DOWN")  # no job ends before the sweep is interrupted
     started = cluster.pair[0].start(
         *command, *small_run(*RUN, *words), environment=cluster.environment
     )
     wait_for(lambda: len([*sweep.glob("slurm/*.id")]) == 2)
     started.send_signal(signal.SIGINT)
     said, _ = started.communicate(timeout=LONGEST)
+    cluster.type(*held, "State=UP")
     assert started.returncode == 128 + signal.SIGINT and "scancel " in said, said
     ids = {file.read_text() for file in sweep.glob("slurm/*.id")}
     cluster.type(*command, f"resume={sweep}")

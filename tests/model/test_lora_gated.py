@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def joined(model: Any) -> int:
+def joined(model: Any, decided: Mapping[str, bool] | None = None) -> int:
     """Fuse gates, group adapters and join both; the number of joined MLPs."""
     gates = []
     for module in model.modules():
@@ -65,7 +66,8 @@ def joined(model: Any) -> int:
             gates.append(kernels.FusedGate(_swiglu, module, "silu"))
             module.forward = gates[-1]
     grouped(model)
-    kernels.join_adapters(model, lambda module: nullcontext(), CPU)
+    found = kernels.join_adapters(model, lambda module: nullcontext(), CPU, decided or {})
+    assert found == (decided or found)
     return sum(gate.joined is not None for gate in gates)
 
 
@@ -176,6 +178,18 @@ def test_the_kernel_is_left_out_where_it_is_slower(
     assert not any("forward" in vars(module) for module in fused.modules() if "MLP" in str(module))
 
 
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("decided", [True, False])
+def test_a_resumed_run_takes_the_kernel_that_its_checkpoint_names(
+    decided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "is_faster", lambda *_: not decided)
+    _, fused = pair(tiny_llama())
+    mlp = fused.base_model.model.model.layers[0].mlp
+    widths = f"{mlp.up_proj.in_features}x{mlp.up_proj.out_features}"
+    assert joined(fused, {widths: decided}) == 2 * decided
+
+
 @pytest.mark.parametrize("is_gelu", [False, True])
 def test_kernels_that_compute_something_else_are_found(is_gelu: bool) -> None:
     assert gated._are_equal(STANDIN, CPU, is_gelu)
@@ -210,7 +224,7 @@ def test_on_a_gpu_the_kernels_give_what_the_layers_give(base: str, rank: int) ->
     assert found is not None and found.__name__.endswith("gate_kernel")
     kernels.fuse_layers(fused, device=device)
     grouped(fused)
-    kernels.join_adapters(fused, lambda module: nullcontext(), device)
+    kernels.join_adapters(fused, lambda module: nullcontext(), device, {})
     (expected, truths), (logits, grads) = (outcome(each, torch.bfloat16) for each in (plain, fused))
     assert (logits - expected).norm() < 0.02 * expected.norm()
     assert distance(grads, truths) < (0.2 if base == "fp8" else 0.05)

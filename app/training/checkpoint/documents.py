@@ -149,7 +149,7 @@ _TRAINING_STATE = Keys(
         "lightning": Keys({"callbacks": NOTHING}, {"MixedPrecision": _SCALER}),
         "owes_validation": FLAG,
     },
-    {},
+    {"joined_gates": MapOf(FLAG)},
 )
 
 
