@@ -250,7 +250,8 @@ def _split_prompt(
     if not shared:
         raise RowError(
             f"chosen begins with '{_short(chosen[0])}' and rejected with '{_short(rejected[0])}': "
-            "the answers of a pair need the same prompt before them"
+            "the answers of a pair need the same prompt before them; make these turns the same, or "
+            "set data.on_bad_row=quarantine to leave such rows out"
         )
     if prompt and prompt[-1].content.strip() != chosen[shared - 1].content.strip():
         raise RowError(

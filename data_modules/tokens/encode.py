@@ -144,7 +144,7 @@ def check_dropped(counts: Counts, path: str, data: DataConfig, sequence_len: int
     detail += f", {counts.empty:,} have nothing to train on"
     if counts.empty:
         detail += f" ({', '.join(counts.empty_origins)}: no answer, weight 0, cut away, or a pair "
-        detail += "of equal answers)"
+        detail += "of equal answers: give such rows an answer to train on, or another one)"
     if counts.truncated and counts.empty:
         detail += f"; {counts.truncated:,} were cut ({longest}; set data.sequence_len={tokens})"
     if counts.rejected:

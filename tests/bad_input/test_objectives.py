@@ -28,12 +28,16 @@ CASES: dict[str, tuple[list[str], Rows, list[str]]] = {
     "a pair without a difference": (
         ["objective=dpo"],
         [{"prompt": f"Say {n}.", "chosen": f"{n}", "rejected": f"{n}"} for n in range(3)],
-        ["no row of 3 is left", "rows.jsonl:1", "a pair of equal answers"],
+        ["no row of 3 is left", "rows.jsonl:1", "equal answers: give such rows an answer"],
     ),
     "different prompts": (
         ["objective=dpo"],
         [{"chosen": chat("Say 1.", "1"), "rejected": chat("Say 2.", "2")}],
-        ["rows.jsonl:1 chosen begins with 'Say 1.'", "need the same prompt before them"],
+        [
+            "rows.jsonl:1 chosen begins with 'Say 1.'",
+            "need the same prompt before them; make",
+            "data.on_bad_row=quarantine",
+        ],
     ),
     "answers without a shared beginning": (
         ["objective=dpo"],
