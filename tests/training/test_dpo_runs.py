@@ -266,3 +266,28 @@ def test_what_was_fine_tuned_before_is_kept(
         assert measured[f"base/exact_match/{name}"] > 0.8
         # Of 200 rows; at a rate of 1e-3, 41 % of the orders are lost.
         assert measured[f"change/exact_match/{name}"] > -0.05, name
+
+
+IN_BF16 = {
+    "ipo": ["bf16-pure"],
+    "orpo": ["bf16"],
+    "simpo": ["bf16-pure"],
+    "reward": ["bf16"],
+    "distill": [
+        "bf16",
+        f"data.datasets=[{SAMPLES / 'lists.json'}]",
+        f"objective.teacher={SAMPLES / 'tiny_base'}",
+        "objective.sft_weight=1",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", IN_BF16)
+def test_other_objectives_train_in_bf16(objective: str, shell: Shell, tmp_path: Path) -> None:
+    """The first loss is checked against its known value at the start."""
+    precision, *words = IN_BF16[objective]
+    words += [f"objective={objective}", f"trainer.precision={precision}", "trainer.max_steps=2"]
+    shell.train_into(tmp_path / "run", *RUN, *ONE, *words)
+    losses = read_column(tmp_path / "run", "train/loss")
+    assert len(losses) == 2 and all(map(math.isfinite, losses.values()))
