@@ -79,6 +79,7 @@ def test_a_fit_tries_its_model_where_it_computes(
         root_device=HERE,
         gathered=keep_elsewhere(model),
         fuses_adapters=True,
+        accumulates_in_products=False,
         random_rank=0,
         context_ranks=None,
     )
