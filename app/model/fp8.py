@@ -55,6 +55,7 @@ class Matrix(NamedTuple):
     scales: Tensor
     """fp32 [features]"""
     is_transposed: bool = False
+    columns: Tensor | None = None  # of its layer, in e4m3
 
     @property
     def T(self) -> Matrix:
@@ -72,6 +73,8 @@ class Fp8Linear(torch.nn.Linear):
     """uint8 [features, width]"""
     scales: torch.nn.Parameter
     """int32 [features]"""
+    columns: Tensor | None = None
+    """if held: uint8 [width, features], followed by those of other layers that read its input"""
 
     def __init__(self, layer: torch.nn.Linear, matrix: Matrix, dtype: torch.dtype) -> None:
         torch.nn.Module.__init__(self)
@@ -85,7 +88,7 @@ class Fp8Linear(torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return x W^T + bias for x [..., width], in autocast's dtype or else in that of x."""
         rows = _rows_of(input)
-        output: Tensor = _Fp8Product.apply(rows, self.weight, self.scales, self.bias)
+        output: Tensor = _Fp8Product.apply(rows, self.weight, self.scales, self.bias, self.columns)
         return output.unflatten(0, input.shape[:-1])
 
 
@@ -97,26 +100,26 @@ def _rows_of(input: Tensor) -> Tensor:
     return input.flatten(0, -2)
 
 
-def matrix_of(weight: Tensor, scales: Tensor) -> Matrix:
-    """Return the matrix of an `Fp8Linear`'s two parameters."""
-    return Matrix(weight.view(_E4M3), scales.view(torch.float32))
+def matrix_of(weight: Tensor, scales: Tensor, columns: Tensor | None = None) -> Matrix:
+    """Return the matrix of an `Fp8Linear`'s two parameters, and its columns if it holds them."""
+    columns = None if columns is None else columns.view(_E4M3)
+    return Matrix(weight.view(_E4M3), scales.view(torch.float32), columns=columns)
 
 
 class _Fp8Product(torch.autograd.Function):
     """rows W^T + bias of a frozen W and bias."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, scales: Tensor, *others: Any) -> Tensor:
+        bias, ctx.columns = others
         ctx.save_for_backward(weight, scales)
         return linear(rows, matrix_of(weight, scales), bias)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the rows."""
-        matrix = matrix_of(*ctx.saved_tensors)
-        return linear(outer[0], matrix.T) if ctx.needs_input_grad[0] else None, None, None, None
+        weight, scales = ctx.saved_tensors
+        return linear(outer[0], matrix_of(weight, scales, ctx.columns).T), *[None] * 4
 
 
 class Fp8TrainedLinear(torch.nn.Linear):
@@ -198,14 +201,27 @@ def input_gradient(grads: Sequence[Tensor], matrices: Sequence[Matrix]) -> Tenso
     The gradients of a token share a scale: what that rounds away of small ones is small in the sum.
     """
     quantized = quantize_rows(*grads, factors=[matrix.scales for matrix in matrices])
-    width = matrices[0].values.shape[1]
-    # Hopper's kernels want the summed dimension contiguous in both matrices.
-    columns = matrices[0].values.new_empty(width, quantized.values.shape[1])
-    parts = columns.split([len(matrix.values) for matrix in matrices], dim=1)
-    for part, matrix in zip(parts, matrices, strict=True):
-        part.copy_(matrix.values.T)
-    scales = matrices[0].scales.new_ones(width)
+    columns = matrices[0].columns
+    if columns is None or columns.shape[1] != quantized.values.shape[1]:
+        columns = transpose([matrix.values for matrix in matrices])
+    scales = matrices[0].scales.new_ones(len(columns))
     return product(quantized, Matrix(columns, scales), None, grads[0].dtype)
+
+
+def transpose(values: Sequence[Tensor]) -> Tensor:
+    """Return the transposes of [features, width] side by side, as Hopper's kernels want them."""
+    sizes = [len(each) for each in values]
+    columns = values[0].new_empty(values[0].shape[1], sum(sizes))
+    for part, each in zip(columns.split(sizes, dim=1), values, strict=True):
+        part.copy_(each.T)
+    return columns
+
+
+def release_columns(model: torch.nn.Module) -> None:
+    """Undo `hold_transposed`."""
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            module.columns = None
 
 
 def product(rows: Rows, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

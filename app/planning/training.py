@@ -213,7 +213,8 @@ class Estimate:
         from app.model.attention.mixers import mixers_run_by_document
 
         peak_gib = _peak_bytes(module.strategy.root_device) / GIB
-        figures = {"memory/peak_gib": peak_gib, "memory/planned_peak_gib": self.peak_gib}
+        planned_gib = self.peak_gib + (module.transposed_bytes or 0) / GIB  # which no plan counts
+        figures = {"memory/peak_gib": peak_gib, "memory/planned_peak_gib": planned_gib}
         speed = "no step"
         if seconds := module.metrics.train_seconds:
             figures["speed/steps_per_second"] = module.trainer.global_step / seconds
@@ -229,8 +230,8 @@ class Estimate:
         log.info(
             "memory: peak %.2f GiB measured, %.2f planned (%+.0f %%); %s",
             peak_gib,
-            self.peak_gib,
-            100 * (self.peak_gib / max(peak_gib, 1e-9) - 1),
+            planned_gib,
+            100 * (planned_gib / max(peak_gib, 1e-9) - 1),
             speed,
         )
         return figures

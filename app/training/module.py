@@ -13,9 +13,9 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from app.model.adapter import drop_pending_outputs, ungroup_adapters
+from app.model.adapter import drop_pending_outputs, hold_transposed, ungroup_adapters
 from app.model.attention import restore_kernel
-from app.model.fp8 import restore_trained_layers
+from app.model.fp8 import release_columns, restore_trained_layers
 from app.model.kernels import unfuse_layers
 from app.process import faults
 from app.strategy.disk_states import AdamWOnDisk
@@ -42,7 +42,7 @@ from app.training.objective.objective import (
     head_inputs,
 )
 from app.training.optimizers import ScheduleConfig, base_lr, build_schedule
-from app.training.prepare import prepare_model, print_parameter_table
+from app.training.prepare import prepare_model, print_parameter_table, room_for_transposed
 from app.training.resume import Resume
 from app.training.routing import ExpertLoad, RouterBalance
 from data_modules import Batch
@@ -111,6 +111,8 @@ class FinetuneModule(L.LightningModule):
         """restores a checkpoint; None once the first batch has started"""
         self.joined_gates: dict[str, bool] = {}
         """by widths of a gated MLP, whether its adapters run in the gate's kernel"""
+        self.transposed_bytes: int | None = None
+        """of transposed copies of frozen FP8 weights, held between validations; None: undecided"""
         self.has_pending_validation = False
         """whether a signal has interrupted the validation of the last step"""
 
@@ -166,6 +168,8 @@ class FinetuneModule(L.LightningModule):
                 if self.trainer.should_stop:
                     return -1
         use_training_weights(self.optimizer)
+        if self.transposed_bytes:
+            hold_transposed(self.model)
         return None
 
     def on_fit_end(self) -> None:
@@ -180,6 +184,7 @@ class FinetuneModule(L.LightningModule):
         restore_kernel(self.backend)
         unfuse_layers(self.model)
         restore_trained_layers(self.model)
+        release_columns(self.model)
         ungroup_adapters(self.model)
 
     def _validate_pending(self) -> None:
@@ -301,12 +306,15 @@ class FinetuneModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batches: Sequence[Batch], batch_idx: int) -> None:
         """Stop at the last step, which makes Lightning run the last validation."""
+        if self.transposed_bytes is None:
+            self.transposed_bytes = room_for_transposed(self, batches)
         if self.trainer.global_step >= self.total_steps:
             self.trainer.should_stop = True
 
     def on_validation_start(self) -> None:
         """Write the pending steps; the validation does not count as training time."""
         use_averaged_weights(self.optimizer)
+        release_columns(self.model)  # generations may need their memory
         self.metrics.flush(self.sum_over_ranks, pause=True)
         self.strategy.load_averaged_weights()
         data: Any = self.trainer.datamodule

@@ -61,6 +61,8 @@ MAX_LOSS_CHANGE, MIN_COSINE = 0.005, 0.99
 """largest relative change of the loss, and smallest cosine of all gradients, by rounding to FP8"""
 _MIN_TOKENS = 4096
 """tokens from which on the limits decide: the errors of single tokens average out over many"""
+_SPARE, _FULL = 0.1, 0.9
+"""shares: of a GPU, left free beside copies of weights; of a full micro-batch, to tell its peak"""
 MAX_ROWS = 20
 MAX_BRIEF_ROWS = 5
 _MAX_SHAPES = 4
@@ -192,6 +194,33 @@ def check_fp8(module: FinetuneModule) -> None:
             log.info("%s%s", compared, faster)
         else:
             log.warning("%s %s, but so few tokens do not decide%s", compared, limits, faster)
+
+
+def room_for_transposed(module: FinetuneModule, batches: Sequence[Batch]) -> int | None:
+    """Return the bytes of transposed copies of a frozen FP8 base, 0 if they are not to be held.
+
+    Call it after a step of `batches`: its peak decides; None if they were too small for that.
+    Ranks, and a resumed run, may decide otherwise: results have the same bits.
+    """
+    device = module.strategy.root_device
+    layers = [each for each in module.model.modules() if isinstance(each, Fp8Linear)]
+    is_there = device.type == "cuda" and all(each.weight.device == device for each in layers)
+    is_left_out = module.model.config.is_encoder_decoder or not module.uses_fused_kernels
+    if is_left_out or module.strategy.shards_weights or not (layers and is_there):
+        return 0
+    data: Any = module.trainer.datamodule
+    inputs, packs = [batch.input_ids for batch in batches], data.batching.micro_batch_size
+    if all(ids.numel() < _FULL * data.sequence_len * max(packs, len(ids)) for ids in inputs):
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    num_bytes = sum(each.weight.nbytes for each in layers)
+    left = free + unused - num_bytes
+    holds = "holds" if left >= _SPARE * total else "does not hold"
+    if is_first_rank():
+        text = "fp8: %s transposed copies of the weights: %.2f GiB, which leave %.1f of %.1f GiB"
+        log.info(text, holds, *(size / 2**30 for size in (num_bytes, left, total)))
+    return num_bytes if left >= _SPARE * total else 0
 
 
 def compare_passes(module: FinetuneModule, batch: Batch) -> Tensor:

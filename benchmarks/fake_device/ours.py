@@ -130,6 +130,7 @@ def open_run(
     empty.
     """
     from app.config import load_config
+    from app.model.adapter import hold_transposed
 
     base_folder, data_file = folder / "base", folder / "rows.jsonl"
     base_folder.mkdir()
@@ -163,6 +164,7 @@ def open_run(
     with fakes, OperatorCounter(num_pairs=0):  # answers queries of device values
         place(model)
         start_fit(module, joins_adapters=True)
+        hold_transposed(model)
         optimizer = module.build_optimizer(model)
     return Traced(config, module, data, module.trainer, optimizer, fakes)
 

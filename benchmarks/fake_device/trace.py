@@ -84,6 +84,7 @@ def summarize(counted: Counted) -> Numbers:
         if kernel.kind in CLASSES:
             found[f"bytes/{kernel.kind}"] += times * kernel.num_bytes
     weights = list(counted.model.parameters())
+    held = [vars(module).get("columns") for module in counted.model.modules()]
     states = [value for state in counted.optimizer.state.values() for value in state.values()]
     return found | {
         "tokens": counted.num_tokens,
@@ -93,7 +94,7 @@ def summarize(counted: Counted) -> Numbers:
         "to_host": sum(tally.to_host.values()),
         "pageable": sum(tally.pageable.values()),
         "peak_bytes": tally.peak_bytes,
-        "weights_bytes": _bytes_of(weights),
+        "weights_bytes": _bytes_of(weights + [one for one in held if one is not None]),
         "gradients_bytes": _bytes_of([one for one in weights if one.requires_grad]),
         "states_bytes": _bytes_of([one for one in states if hasattr(one, "element_size")]),
     }

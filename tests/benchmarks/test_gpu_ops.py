@@ -138,6 +138,13 @@ def test_no_product_is_computed_twice(found: Any, method: str) -> None:
 
 @pytest.mark.versions
 @pytest.mark.slow
+def test_transposed_copies_of_weights_in_fp8_are_counted(found: Any) -> None:
+    in_fp8, in_bf16 = (found["traced"][method]["weights_bytes"] for method in ("lora fp8", "lora"))
+    assert in_fp8 == pytest.approx(in_bf16, rel=1e-3)  # twice one byte, and scales
+
+
+@pytest.mark.versions
+@pytest.mark.slow
 def test_two_depths_tell_a_third_exactly(found: Any) -> None:
     shallow, deep = (
         {**found["traced"][f"full {depth}"], "num_layers": float(depth)} for depth in DEPTHS

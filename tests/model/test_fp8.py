@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from app.model import fp8
+from app.model.adapter import hold_transposed
 from app.model.quantization import (
     QuantizationConfig,
     quantize_on_meta,
@@ -152,6 +153,32 @@ def test_a_fused_adapter_gives_what_peft_gives(mode: str) -> None:
     assert distance(grads, single) < 0.1 and distance(grads, exact) < 1.02 * distance(single, exact)
     with fp8.without_rounding():
         assert distance(outcome(fused)[1], exact) < 1e-4
+
+
+def test_held_copies_are_used_change_no_bit_and_are_not_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fused = pair(_base())[1]
+    plain = fused.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    x = torch.randn(3, 64, requires_grad=True)
+    for is_grouped in (False, True):
+        if is_grouped:
+            grouped(fused)
+        expected = outcome(fused), torch.autograd.grad(plain(x).sum(), x)
+        names = list(fused.state_dict())
+        hold_transposed(fused)
+        with monkeypatch.context() as patch:
+            if not is_grouped:  # otherwise the copy is that of q, k and v
+                patch.setattr(fp8, "transpose", None)
+            alone = torch.autograd.grad(plain(x).sum(), x)
+            patch.setattr(fp8, "transpose", None)
+            torch.testing.assert_close((outcome(fused), alone), expected, rtol=0, atol=0)
+        assert list(fused.state_dict()) == names
+        held = [each.columns for each in fused.modules() if isinstance(each, fp8.Fp8Linear)]
+        # q, k and v, o, gate and up, and down of two layers
+        assert sum(each is not None for each in held) == (8 if is_grouped else 14)
+        fp8.release_columns(fused)
+        assert plain.columns is None
 
 
 def test_the_gradient_of_a_shared_input_is_one_product_whatever_the_parts_magnitudes() -> None:

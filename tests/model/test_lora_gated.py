@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from app.model import fp8, kernels
-from app.model.adapter import gated
+from app.model.adapter import gated, hold_transposed
 from app.model.adapter.gated import by_operators
 from app.model.recompute import RecomputeConfig, apply_recompute
 from tests.model.test_lora_fused import distance, grouped, in_4_bits, inputs_of, outcome, pair
@@ -85,7 +85,7 @@ def test_values_and_gradients_equal_peft(make: Any, mode: str) -> None:
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_on_an_fp8_base_the_result_is_as_exact() -> None:
+def test_on_an_fp8_base_the_result_is_as_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny_llama(hidden_size=64, intermediate_size=128)
     fp8.quantize_to_fp8(base, torch.float32)
     plain, fused = pair(base)
@@ -97,6 +97,10 @@ def test_on_an_fp8_base_the_result_is_as_exact() -> None:
     (expected, theirs), (logits, grads) = outcome(plain), outcome(fused)
     assert (logits - expected).norm() < 2e-3 * expected.norm()
     assert distance(grads, exact) < 1.02 * distance(theirs, exact)
+    hold_transposed(fused)
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8, "transpose", None)
+        torch.testing.assert_close(outcome(fused), (logits, grads), rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("on_a_gpu")

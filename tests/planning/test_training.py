@@ -102,7 +102,8 @@ def test_planned_and_measured_figures_are_logged(
 ) -> None:
     run = planned("model=llama8b hardware=h100 strategy=single recompute=none")
     estimate = estimate_training(run)
-    measured = estimate.peak_gib * GIB / 1.25
+    copies = 2 * GIB
+    measured = (estimate.peak_gib * GIB + copies) / 1.25
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: measured)
     model: Any = torch.nn.Linear(1, 1)
     if idle == "mixers":
@@ -112,6 +113,7 @@ def test_planned_and_measured_figures_are_logged(
         strategy=SimpleNamespace(root_device=torch.device("cuda")),
         metrics=SimpleNamespace(train_seconds=50.0, summary=lambda: MEASURED),
         trainer=SimpleNamespace(global_step=100),
+        transposed_bytes=copies,
     )
     with caplog.at_level(logging.INFO):
         figures = estimate.compare(module)

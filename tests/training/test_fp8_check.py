@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from app.model.adapter import hold_transposed
 from app.model.fp8 import Fp8Linear, Fp8TrainedLinear, quantize_weight
+from app.training import module as modules
 from app.training import prepare
-from app.training.prepare import check_fp8, time_products
+from app.training.prepare import check_fp8, room_for_transposed, time_products
 from common.errors import UserError
 from tests.runs import check_same_run
 from tests.tiny import TINY_BASE, train_into
 
+GIB = 2**30
 LAYER = torch.nn.Linear(64, 32)
 FROZEN = Fp8Linear(LAYER, quantize_weight(LAYER.weight.data), torch.bfloat16)
 TRAINED = Fp8TrainedLinear(64, 32)
@@ -105,6 +109,74 @@ def test_products_of_both_kinds_are_timed() -> None:
         seconds = time_products([layer, layer], 32, torch.device("cpu"))
         assert len(seconds) == 2 and min(seconds) > 0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("peak_gib", "found", "said"),
+    [
+        (
+            65.9,
+            6 * GIB,
+            "fp8: holds transposed copies of the weights: 6.00 GiB, which leave 8.1 of 80.0 GiB",
+        ),
+        (
+            66.1,
+            0,
+            "does not hold transposed copies of the weights: 6.00 GiB, which leave 7.9 of 80.0 GiB",
+        ),
+    ],
+)
+def test_transposed_copies_are_held_where_memory_is_left(
+    peak_gib: float,
+    found: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gpu = torch.device("cuda", 0)
+    # 70 GiB reserved by this process, 10 not used by anybody.
+    for name, value in {
+        "mem_get_info": (10 * GIB, 80 * GIB),
+        "memory_reserved": 70 * GIB,
+        "max_memory_allocated": int(peak_gib * GIB),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    layer = Fp8Linear(LAYER, quantize_weight(LAYER.weight.data), torch.bfloat16)
+    layer._parameters["weight"] = SimpleNamespace(device=gpu, nbytes=6 * GIB)  # type: ignore
+    model: Any = torch.nn.Sequential(layer)
+    model.config = SimpleNamespace(is_encoder_decoder=False)
+    data = SimpleNamespace(sequence_len=8, batching=SimpleNamespace(micro_batch_size=2))
+
+    def decided(num_tokens: int = 16, **others: Any) -> int | None:
+        facts = {"root_device": gpu, "shards_weights": False} | others
+        module: Any = SimpleNamespace(
+            model=model,
+            strategy=SimpleNamespace(**facts),
+            trainer=SimpleNamespace(datamodule=data),
+            uses_fused_kernels=True,
+        )
+        batches: Any = [SimpleNamespace(input_ids=torch.zeros(1, n)) for n in (3, num_tokens)]
+        return room_for_transposed(module, batches)
+
+    with caplog.at_level(logging.INFO):
+        assert decided() == found and said in caplog.text
+    assert decided(num_tokens=14) is None  # so small a step does not tell
+    assert decided(shards_weights=True) == decided(root_device=torch.device("cpu")) == 0
+    model.config.is_encoder_decoder = True
+    assert decided() == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_holds_copies_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("quantization=fp8", f"model.path={TINY_BASE}", "logger=csv", "trainer.max_steps=3")
+    plain = train_into(tmp_path / "plain", *words)
+    held: list[int] = []
+    monkeypatch.setattr(modules, "room_for_transposed", lambda *_: 1)
+    monkeypatch.setattr(modules, "hold_transposed", lambda m: (held.append(1), hold_transposed(m)))
+    check_same_run(train_into(tmp_path / "held", *words), plain)
+    assert len(held) == 2  # from the second step on
 
 
 @pytest.mark.slow

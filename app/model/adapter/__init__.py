@@ -44,6 +44,7 @@ from app.model.adapter.wrap import (
     expert_matrices,
     external_parameters,
     group_adapters,
+    hold_transposed,
     is_fused,
     report_trainable,
     skip_redundant_casts,

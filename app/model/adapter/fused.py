@@ -61,8 +61,8 @@ class FusedLoraFp8(FusedLoraLinear):
 
     def stored_weight(self, dtype: torch.dtype) -> tuple[Tensor, Dequantize]:
         """Return the quantized values, and the function that adds their scales."""
-        scales = self.base_layer.scales
-        return self.base_layer.weight, lambda weight: fp8.matrix_of(weight, scales)
+        scales, columns = self.base_layer.scales, self.base_layer.columns
+        return self.base_layer.weight, lambda weight: fp8.matrix_of(weight, scales, columns)
 
 
 @cache

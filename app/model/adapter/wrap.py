@@ -225,6 +225,21 @@ def _record_inputs(model: torch.nn.Module, run: Callable[[], Any]) -> dict[Any, 
     return {layer: given for layer, given in inputs.items() if layer not in excluded}
 
 
+def hold_transposed(model: PreTrainedModel) -> None:
+    """Hold transposed copies of frozen FP8 weights, those of a group's layers side by side."""
+    from app.model.adapter.fused import FusedLoraFp8
+    from app.model.fp8 import Fp8Linear, transpose
+
+    groups = {layer: [layer] for layer in model.modules() if isinstance(layer, Fp8Linear)}
+    for module in model.modules():
+        if isinstance(module, FusedLoraFp8) and module.group is not None:
+            layers = [each.base_layer for each in module.group.layers]
+            groups |= dict.fromkeys(layers, layers)
+    for layer, layers in groups.items():
+        if layer is layers[0] and layer.columns is None:
+            layer.columns = transpose([each.weight for each in layers])
+
+
 def ungroup_adapters(model: torch.nn.Module) -> None:
     """Compute every layer by itself again."""
     for layer in model.modules():
