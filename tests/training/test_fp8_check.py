@@ -16,6 +16,7 @@ from app.training import module as modules
 from app.training import prepare
 from app.training.prepare import check_fp8, room_for_transposed, time_products
 from common.errors import UserError
+from tests.resumed import go_on
 from tests.runs import check_same_run
 from tests.tiny import TINY_BASE, train_into
 
@@ -167,16 +168,27 @@ def test_transposed_copies_are_held_where_memory_is_left(
 
 
 @pytest.mark.slow
-def test_a_run_that_holds_copies_gives_the_same_bits(
+def test_a_run_that_holds_copies_and_is_resumed_without_gives_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("quantization=fp8", f"model.path={TINY_BASE}", "logger=csv", "trainer.max_steps=3")
+    words = ("quantization=fp8", f"model.path={TINY_BASE}", "logger=csv", "trainer.max_steps=4")
+    words += ("trainer.checkpoint.every_steps=1",)
     plain = train_into(tmp_path / "plain", *words)
-    held: list[int] = []
-    monkeypatch.setattr(modules, "room_for_transposed", lambda *_: 1)
-    monkeypatch.setattr(modules, "hold_transposed", lambda m: (held.append(1), hold_transposed(m)))
-    check_same_run(train_into(tmp_path / "held", *words), plain)
-    assert len(held) == 2  # from the second step on
+    held: list[Any] = []
+
+    def hold(model: Any) -> None:
+        if held:
+            raise RuntimeError("the third step")
+        hold_transposed(model)
+        held.extend(each.columns for each in model.modules() if isinstance(each, Fp8Linear))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modules, "room_for_transposed", lambda *_: 1)
+        patch.setattr(modules, "hold_transposed", hold)
+        with pytest.raises(RuntimeError, match="the third step"):
+            train_into(tmp_path / "held", *words)
+    assert held and None not in held
+    check_same_run(go_on(tmp_path / "held"), plain)
 
 
 @pytest.mark.slow
