@@ -7,7 +7,7 @@ import logging
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -109,8 +109,11 @@ class Wrong(torch.autograd.Function):
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replace Liger's package by the references above, and pretend to be on a GPU."""
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Replace Liger's package by the references above, and pretend to be on a GPU.
+
+    A rope that a test has replaced in a module of transformers is restored after it.
+    """
 
     def installed(rms_norm: Any = rms_norm, swiglu: Any = swiglu, rope: Any = rope) -> None:
         package = types.ModuleType("liger_kernel")
@@ -130,7 +133,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(kernels, "_is_on_gpu", lambda model: True)
 
-    return installed
+    yield installed
+    for source in list(sys.modules.values()):
+        if isinstance(replaced := vars(source).get(ROPE), FusedRope):
+            setattr(source, ROPE, replaced.original)
 
 
 def fused_of(model: torch.nn.Module) -> list[str]:
