@@ -287,6 +287,7 @@ def test_a_process_uploads_and_what_it_says_is_logged(
     assert f"uploaded: {URL}/checkpoints/step-4" in caplog.text
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("code", "said"),
     [
