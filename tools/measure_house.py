@@ -41,10 +41,10 @@ AIMS = {
     "files of a row to its batch": 18,
 }
 MOST = {
-    "modules": 239,
-    "lines that are not blank": 68_600,
+    "modules": 250,
+    "lines that are not blank": 70_500,
     LONG_FUNCTIONS: 0,
-    "modules with one importer": 44,
+    "modules with one importer": 60,
 }
 """what no change may exceed: lower these after a cut, raise them only for a capability"""
 
