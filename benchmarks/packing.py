@@ -106,7 +106,7 @@ def measure() -> list[Figure]:
 
 def make_plan(lengths: Any, accumulation_steps: int) -> Any:
     """Plan one epoch of one data set for RANKS ranks."""
-    from data_modules.packing.plan import StepPlan
+    from data_modules.packing import StepPlan
 
     rows = np.arange(len(lengths))
     return StepPlan(
@@ -127,8 +127,8 @@ def plan_seconds(lengths: Any) -> float:
 
     Shares are those of the data sets' sizes, so that an epoch has each document once.
     """
-    from data_modules.packing.mixture import Mixture, MixtureConfig
-    from data_modules.packing.plan import StepPlan
+    from data_modules.packing import Mixture, StepPlan
+    from data_modules.settings import MixtureConfig
 
     datasets = np.random.default_rng(1).choice(len(SHARES), len(lengths), p=SHARES)
     groups = [np.flatnonzero(datasets == index) for index in range(len(SHARES))]
@@ -154,7 +154,7 @@ def plan_seconds(lengths: Any) -> float:
 
 def seek_seconds(lengths: Any, plan: Any) -> tuple[float, float]:
     """Return the longest time to a new sampler's first micro-batch, in seconds."""
-    from data_modules.packing.plan import StepSampler
+    from data_modules.packing import StepSampler
 
     warm = []
     for step in np.linspace(0, plan.num_steps - 1, SEEKS).astype(int).tolist():

@@ -43,7 +43,8 @@ OURS = """
 import sys, time
 from pathlib import Path
 import transformers
-from data_modules.tokens.prepare import TokenSpec, hash_of, prepare_dataset
+from data_modules.tokens.encode import TokenSpec
+from data_modules.tokens.prepare import hash_of, prepare_dataset
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.template import ChatTemplate, MaskConfig
 rows, tokenizer, template, cache, num_proc = sys.argv[1:]

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from data_modules.collator import deal_columns as deal_columns
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
     from data_modules.datamodule import StepRow as StepRow
-    from data_modules.packing import PackingConfig as PackingConfig
-    from data_modules.packing.plan import fit_accumulation as fit_accumulation
+    from data_modules.packing import fit_accumulation as fit_accumulation
     from data_modules.settings import DEFAULT_SEQUENCE_LEN as DEFAULT_SEQUENCE_LEN
     from data_modules.settings import DataConfig as DataConfig
     from data_modules.settings import DatasetConfig as DatasetConfig
+    from data_modules.settings import PackingConfig as PackingConfig
     from data_modules.settings import check_datasets as check_datasets
     from data_modules.settings import dataset_names as dataset_names
     from data_modules.settings import found_labels as found_labels
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from data_modules.template.named_templates import OWN_TEMPLATE as OWN_TEMPLATE
     from data_modules.template.named_templates import find_syntax_error as find_syntax_error
     from data_modules.tokens.datasets import DataSpec as DataSpec
-    from data_modules.tokens.estimate import EpochTokens as EpochTokens
-    from data_modules.tokens.estimate import estimate_epoch as estimate_epoch
+    from data_modules.tokens.prepare import EpochTokens as EpochTokens
+    from data_modules.tokens.prepare import estimate_epoch as estimate_epoch
     from data_modules.tokens.store import padding_id as padding_id
     from data_modules.types import BatchSpec as BatchSpec
     from data_modules.types import Conversation as Conversation
@@ -49,17 +49,16 @@ _NAMES = {
     "audit.figures": ("Audit",),
     "collator": ("Batch", "DecoderInputs", "SequenceSlice", "deal_columns"),
     "datamodule": ("FinetuneDataModule", "StepRow"),
-    "packing": ("PackingConfig",),
-    "packing.plan": ("fit_accumulation",),
+    "packing": ("fit_accumulation",),
     "settings": (
-        *("DEFAULT_SEQUENCE_LEN", "DataConfig", "DatasetConfig", "check_datasets"),
-        *("dataset_names", "found_labels", "with_format"),
+        *("DEFAULT_SEQUENCE_LEN", "DataConfig", "DatasetConfig", "PackingConfig"),
+        *("check_datasets", "dataset_names", "found_labels", "with_format"),
     ),
     "source": ("explain_refusal", "is_hub_id", "open_regular", "read_rows"),
     "template": ("ChatTemplate", "Prompt", "TEMPLATE_NAMES"),
     "template.named_templates": ("OWN_TEMPLATE", "find_syntax_error"),
     "tokens.datasets": ("DataSpec",),
-    "tokens.estimate": ("EpochTokens", "estimate_epoch"),
+    "tokens.prepare": ("EpochTokens", "estimate_epoch"),
     "tokens.store": ("padding_id",),
     "types": ("BatchSpec", "Conversation", "Example", "ModelSpec", "Turn"),
 }

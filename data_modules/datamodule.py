@@ -35,11 +35,13 @@ from common.text import percent
 from data_modules.audit.figures import Audit
 from data_modules.collator import Batch, Collator
 from data_modules.format import KTO, label_text
-from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
-from data_modules.packing.plan import (
+from data_modules.packing import (
     MicroBatch,
+    Mixture,
+    MixtureRow,
     StepPlan,
     StepSampler,
+    describe_mixture,
     pack_documents,
     shard_packs,
 )
@@ -48,7 +50,7 @@ from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
 from data_modules.template import ChatTemplate, MaskConfig, Prompt
 from data_modules.tokens.datasets import DataSpec, PreparedData, ReferenceStore, Values, token_spec
 from data_modules.tokens.encode import PAIRED, ChunkEncoder, chunks_of, find_format
-from data_modules.tokens.prepare import encoder_of, hash_of
+from data_modules.tokens.prepare import hash_of
 from data_modules.tokens.store import Examples, TokenValues
 from data_modules.types import BatchSpec
 
@@ -516,7 +518,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """The encoder of each data set of a stream; all ranks detect the same format."""
         spec = token_spec(self._spec, self.template)
         return [
-            encoder_of(dataset, find_format(dataset, chunks_of(dataset, spec.config))[0], spec)
+            ChunkEncoder(
+                dataset, find_format(dataset, chunks_of(dataset, spec.config))[0] or "", spec
+            )
             for dataset in spec.config.datasets
         ]
 

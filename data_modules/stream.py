@@ -25,8 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from common.errors import DataError
 from common.text import counted
 from data_modules.collator import Batch, Collator
-from data_modules.packing.mixture import seeded_generator
-from data_modules.packing.plan import pack_documents
+from data_modules.packing import pack_documents, seeded_generator
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.tokens.encode import BadRows, ChunkEncoder, EncodedChunk, chunks_of
 from data_modules.types import Example

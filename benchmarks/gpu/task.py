@@ -74,7 +74,7 @@ def batches_of(task: Task, part: Part) -> list[Batch]:
     from common.errors import Origin
     from data_modules import Example
     from data_modules.collator import Collator
-    from data_modules.packing.plan import StepPlan
+    from data_modules.packing import StepPlan
 
     random = np.random.default_rng(0)
     packs = task.tokens_per_step // task.sequence_len

@@ -26,17 +26,19 @@ from data_modules.audit.audit import audit_documents
 from data_modules.audit.figures import Audit
 from data_modules.audit.rules import DatasetFacts, RunSettings
 from data_modules.format import PREFERENCE, sort_unread
-from data_modules.packing.mixture import Split, hold_out, only_validation
+from data_modules.packing import Indices, seeded_generator
 from data_modules.settings import (
     DEFAULT_SEQUENCE_LEN,
     DataConfig,
     DatasetConfig,
+    PackingConfig,
     dataset_names,
 )
 from data_modules.stream import validation_slice
 from data_modules.template import ChatTemplate
 from data_modules.tokens.encode import (
     Rejected,
+    TokenSpec,
     chunks_of,
     convert,
     find_format,
@@ -46,23 +48,21 @@ from data_modules.tokens.prepare import (
     REJECTED_FILE,
     Key,
     Prepared,
-    TokenSpec,
     hash_of,
     is_whole,
     open_or_make,
     prepare_dataset,
 )
-from data_modules.tokens.store import Examples, TokenValues
+from data_modules.tokens.store import Examples, TokenStore, TokenValues
 from data_modules.types import BatchSpec, Item, ModelSpec, Tokens
 
 if TYPE_CHECKING:
     import transformers
 
-    from data_modules.packing import PackingConfig
-
 
 _REFERENCE_FILE = "reference.npy"
 _VAL_KEY = "data.val_datasets"
+Mask = npt.NDArray[np.bool_]
 Values = npt.NDArray[np.float64]
 """log-probabilities of a base for the answers of pairs [n, 2]"""
 
@@ -375,36 +375,26 @@ class PreparedData:
         ]
 
     def _split(self, prepared: dict[str, Prepared], seed: int) -> list[ReadyDataset]:
-        config, read = self._config, self._datasets_to_read()
-        num_trained = sum(not key.startswith(_VAL_KEY) for key, _ in read)
-        datasets = [dataset for _, dataset in read]
-        stores = [data.store for data in prepared.values()]
-        if config.streaming:
-            splits = [
-                only_validation(store, None, seed, name)
-                for store, name in zip(stores[:num_trained], prepared, strict=False)
-            ]
-        else:
-            splits = hold_out(
-                stores[:num_trained],
-                list(prepared)[:num_trained],
-                [dataset.path for dataset in datasets[:num_trained]],
-                [dataset.max_rows for dataset in datasets[:num_trained]],
-                config.held_out,
-                seed,
-            )
-        splits += [
-            only_validation(store, dataset.max_rows, seed, str(dataset.name))
-            for store, dataset in zip(stores[num_trained:], datasets[num_trained:], strict=True)
+        read = self._datasets_to_read()
+        is_trained = [not key.startswith(_VAL_KEY) for key, _ in read]
+        sources = [
+            (data.store, dataset)
+            for data, (_, dataset) in zip(prepared.values(), read, strict=True)
         ]
+        splits = []
+        if not self._config.streaming:
+            splits = hold_out(sources[: sum(is_trained)], self._config.held_out, seed)
+        for number, (store, dataset) in list(enumerate(sources))[len(splits) :]:
+            cap = None if is_trained[number] else dataset.max_rows
+            splits.append(only_validation(store, cap, seed, str(dataset.name)))
         return [
-            ReadyDataset(name, dataset, data, split, key, not key.startswith(_VAL_KEY))
-            for (name, data), (key, dataset), split in zip(
-                prepared.items(), read, splits, strict=True
+            ReadyDataset(name, dataset, data, split, key, trained)
+            for (name, data), (key, dataset), split, trained in zip(
+                prepared.items(), read, splits, is_trained, strict=True
             )
         ]
 
-    def _examples(self, masks: list[np.ndarray[tuple[int], np.dtype[np.bool_]]]) -> Examples:
+    def _examples(self, masks: list[Mask]) -> Examples:
         """Return the documents of masks, with the data sets' numbers among all with a loss."""
         stores = [ready.data.store for ready in self.datasets]
         chosen = [np.flatnonzero(mask) for mask in masks]
@@ -418,6 +408,97 @@ class PreparedData:
         """Return the documents of a stream that were read, with the numbers of `datasets`."""
         stores = [ready.data.store for ready in self.datasets]
         return Examples(stores, [np.flatnonzero(ready.split.validation) for ready in self.datasets])
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The training and the validation documents of a data set, as masks, bool [documents].
+
+    A document may be in neither. `repeated_rows` counts the rows that are left out of training
+    because validation has an identical one.
+    """
+
+    training: Mask
+    validation: Mask
+    repeated_rows: int = 0
+
+
+def hold_out(
+    sources: Sequence[tuple[TokenStore, DatasetConfig]], val_set_size: float, seed: int
+) -> list[Split]:
+    """Split each data set into training and validation.
+
+    `val_set_size` is a share of the rows if below 1, else a number of rows; a data set of one row
+    has no validation rows. Identical rows stay on the same side, so there may be fewer validation
+    rows than requested. A data set's `max_rows` limits its training rows. Raises DataError if no
+    row is left to train on.
+    """
+    validation = [
+        _choose_rows(store, val_set_size, dataset.path, seed, str(dataset.name))
+        for store, dataset in sources
+    ]
+    held_out = [store.digests[mask] for (store, _), mask in zip(sources, validation, strict=True)]
+    digests = np.unique(np.concatenate([np.zeros(0, np.uint64), *held_out]))
+    splits = []
+    for (store, dataset), mask in zip(sources, validation, strict=True):
+        repeated = np.unique(store.rows[np.isin(store.digests, digests) & ~mask])
+        training = ~mask & ~np.isin(store.rows, repeated)
+        training = _capped(store, training, dataset.max_rows, seed, str(dataset.name))
+        splits.append(Split(training, mask, len(repeated)))
+    return splits
+
+
+def only_validation(store: TokenStore, cap: int | None, seed: int, name: str) -> Split:
+    """Return a data set's split if all of it, or a seeded choice of `cap` rows, is validation."""
+    mask = np.ones(len(store), dtype=np.bool_)
+    return Split(~mask, _capped(store, mask, cap, seed, name))
+
+
+def _choose_rows(store: TokenStore, size: float, path: str, seed: int, name: str) -> Mask:
+    """Return a seeded choice of rows, with all identical rows or none, as bool [documents]."""
+    _, firsts, of_document = np.unique(store.rows, return_index=True, return_inverse=True)
+    num_rows = len(firsts)
+    if size >= max(2, num_rows):
+        raise DataError(
+            f"{path}: data.val_set_size={size:g} leaves none of its {num_rows:,} rows to train on; "
+            "set fewer, or a share below 1"
+        )
+    chosen = np.zeros(num_rows, dtype=np.bool_)
+    if size > 0 and num_rows > 1:
+        wanted = size if size >= 1 else round(size * num_rows)
+        count = min(max(1, int(wanted)), num_rows - 1)
+        content = np.add.reduceat(store.digests, firsts)
+        _, first_rows, kinds, sizes = np.unique(
+            content, return_index=True, return_inverse=True, return_counts=True
+        )
+        # In order of first occurrence, so that without duplicates rows themselves are chosen.
+        in_order = np.argsort(first_rows)
+        order = in_order[seeded_generator(seed, "split", name).permutation(len(sizes))]
+        taken = np.zeros(len(sizes), dtype=np.bool_)
+        taken[_fill(order, sizes, count)] = True
+        chosen = taken[kinds]
+    return chosen[of_document]
+
+
+def _fill(order: Indices, sizes: Indices, count: int) -> Indices:
+    """Return the kinds that together have `count` rows, in their order; what is too large waits."""
+    chosen: list[Indices] = []
+    while count and len(order):
+        ends = np.cumsum(sizes[order])
+        fitting = int(ends.searchsorted(count, side="right"))
+        chosen.append(order[:fitting])
+        count -= int(ends[fitting - 1]) if fitting else 0
+        order = order[fitting:]
+        order = order[sizes[order] <= count]
+    return np.concatenate([order[:0], *chosen])
+
+
+def _capped(store: TokenStore, mask: Mask, cap: int | None, seed: int, name: str) -> Mask:
+    """Return a mask with at most `cap` of its rows, a seeded choice."""
+    rows = np.unique(store.rows[mask])
+    if cap is None or cap >= len(rows):
+        return mask
+    return mask & np.isin(store.rows, seeded_generator(seed, "cap", name).permutation(rows)[:cap])
 
 
 class ReferenceStore:
@@ -475,14 +556,14 @@ class ReferenceStore:
             open_or_make(self._root, key, make)
 
 
-def _places(ready: ReadyDataset) -> npt.NDArray[np.int64]:
+def _places(ready: ReadyDataset) -> Indices:
     """Return the documents whose values are stored: all, whatever a seed holds out of them."""
     if ready.config.max_rows is None:
         return np.arange(len(ready.data.store))
     return np.flatnonzero(ready.split.training | ready.split.validation)
 
 
-def _key(ready: ReadyDataset, places: npt.NDArray[np.int64], identity: str) -> Key:
+def _key(ready: ReadyDataset, places: Indices, identity: str) -> Key:
     import torch
     import transformers
 

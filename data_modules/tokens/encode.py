@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter, itemgetter
@@ -171,18 +171,30 @@ class EncodedChunk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkEncoder:
-    """Encode chunks of rows, in this process or in a worker."""
+class TokenSpec:
+    """Everything besides the rows that determines the tokens of a data set."""
 
-    dataset: DatasetConfig
-    format: str
+    config: DataConfig
     template: ChatTemplate
-    characters: CharacterCheck
     sequence_len: int
-    on_long: str
-    labels: Sequence[str] = ()
+    tokenizer_hash: str
+    tokenizer: str = ""
+    """path or hub id of the tokenizer, by which a plan finds the tokens"""
+    labels: tuple[str, ...] = ()
     """names of the classes of rows with a label"""
     is_multi_label: bool = False
+    """whether a row may have several of them"""
+    first_rows: int | None = None
+    """read only this many rows; None: all"""
+
+
+class ChunkEncoder:
+    """Encode chunks of rows, in this process or in a worker; `format` is "" without a good row."""
+
+    def __init__(self, dataset: DatasetConfig, format: str, spec: TokenSpec) -> None:
+        self.dataset, self.format, self.spec = dataset, format, spec
+        self.template = spec.template
+        self.characters = CharacterCheck(spec.template.tokenizer)
 
     def __call__(self, chunk: source.Chunk) -> EncodedChunk:
         """Return the documents of the rows of `chunk`, the counts, and the rejected rows."""
@@ -200,7 +212,7 @@ class ChunkEncoder:
         encoded = iter(self.template.encode([item for items in rows.values() for item in items]))
         refused: dict[int, RowProblem] = {}
         builder = DocumentBuilder(
-            *(chunk.file, self.template, self.sequence_len, self.on_long),
+            *(chunk.file, self.template, self.spec.sequence_len, self.spec.config.on_long, counts),
             has_verdicts=self.format == KTO,
         )
         for number, items in rows.items():
@@ -211,7 +223,7 @@ class ChunkEncoder:
                 continue
             good = [found for found in results if not isinstance(found, RowProblem)]
             try:
-                self._add(builder, good, number, items[0], counts)
+                self._add(builder, good, number, items[0])
             except formats.RowError as error:
                 refused[number] = RowProblem(items[0].origin, str(error))
                 continue
@@ -232,16 +244,12 @@ class ChunkEncoder:
         return EncodedChunk(documents, counts, rejected, num_rows, chunk.num_bytes)
 
     def _add(
-        self,
-        builder: DocumentBuilder,
-        encoded: Sequence[Encoded],
-        number: int,
-        item: Item,
-        counts: Counts,
+        self, builder: DocumentBuilder, encoded: Sequence[Encoded], number: int, item: Item
     ) -> None:
-        """Add a row by its format; RowError if its label is none of `labels`."""
+        """Add a row by its format; RowError if its label is not a class of the model."""
         label = None if isinstance(item, Tokens) else item.label
-        if self.labels:
+        labels, several = self.spec.labels, self.spec.is_multi_label
+        if labels:
             # As transformers rates a text: at its last token that is no padding. Nobody would write
             # an EOS behind a text to classify.
             ends = {padding_id(self.template.tokenizer)}
@@ -249,13 +257,12 @@ class ChunkEncoder:
                 ends.add(self.template.tokenizer.eos_token_id)
             encoded = [without_ends(each, ends) for each in encoded]
         if isinstance(label, (str, tuple)):
-            several = self.is_multi_label
-            value = (formats.labels_of if several else formats.label_of)(label, self.labels)
-            builder.add_labelled(encoded[0], number, item.origin, counts, value)
+            value = (formats.labels_of if several else formats.label_of)(label, labels)
+            builder.add_labelled(encoded[0], number, item.origin, value)
         elif self.format in PAIRED:
-            builder.add_pair(encoded, number, item.origin, counts, label)
+            builder.add_pair(encoded, number, item.origin, label)
         else:
-            builder.add(encoded, number, item.origin, counts)
+            builder.add(encoded, number, item.origin)
 
 
 def _texts_of(items: Iterable[Item]) -> Iterator[str]:
@@ -472,6 +479,13 @@ class FirstRows:
             yield chunk
 
 
+@dataclass(slots=True)
+class _Group:
+    first: Rejected
+    last: Rejected
+    count: int = 0
+
+
 class BadRows:
     """Collect the rows that cannot be used, and decide whether they stop the run.
 
@@ -484,11 +498,8 @@ class BadRows:
         self._quarantines = data.on_bad_row == "quarantine"
         self._drops_empty = data.drop_empty
         self._problems = Problems()
-        self._lacking: dict[tuple[str, ...], str] = {}
-        self._num_lacking: Counter[tuple[str, ...]] = Counter()
+        self._groups: dict[str | tuple[str, ...], _Group] = {}
         self._num_good, self._first_good = 0, ""
-        self._refused: dict[str, list[Rejected]] = {}
-        self._num_refused: Counter[str] = Counter()
         self._file = file
         self.first_kept: list[str] = []
         """problems of the first quarantined rows"""
@@ -507,24 +518,20 @@ class BadRows:
             if self._file is not None:
                 line = {"origin": str(row.origin), "problem": row.problem, "row": row.raw}
                 self._file.write(json.dumps(line) + "\n")
-        elif row.is_of_template and self._add_refused(row):
-            pass
-        elif row.columns is None or (
-            row.columns not in self._lacking and len(self._lacking) >= MAX_PROBLEMS
-        ):
-            self._problems.add(row.problem)
         else:
-            self._lacking.setdefault(row.columns, row.problem)
-            self._num_lacking[row.columns] += 1
+            self._hold(row)
 
-    def _add_refused(self, row: Rejected) -> bool:
-        """Count a row that the chat template refuses; False if there are too many reasons."""
-        reason = _OF_ONE_ROW.sub("", row.problem.removeprefix(str(row.origin)))
-        if reason not in self._refused and len(self._refused) >= MAX_PROBLEMS:
-            return False
-        self._refused[reason] = [*self._refused.get(reason, [])[:1], row]
-        self._num_refused[reason] += 1
-        return True
+    def _hold(self, row: Rejected) -> None:
+        """Count a row with those of the same columns, or that the template refuses alike."""
+        key: str | tuple[str, ...] | None = row.columns
+        if row.is_of_template:
+            key = _OF_ONE_ROW.sub("", row.problem.removeprefix(str(row.origin)))
+        if key is None or (key not in self._groups and len(self._groups) >= MAX_PROBLEMS):
+            self._problems.add(row.problem)
+            return
+        group = self._groups.setdefault(key, _Group(row, row))
+        group.last = row
+        group.count += 1
 
     def add_good(self, format_name: str, origin: Origin) -> None:
         """Count a good row."""
@@ -541,21 +548,19 @@ class BadRows:
 
         What the template refuses in every row is its own fault.
         """
-        is_template = len(self._refused) == 1 and not (num_good or self._lacking or self._problems)
-        for reason, rows in self._refused.items():
-            problem, count = rows[0].problem, self._num_refused[reason]
-            if count > 1 and is_template:
+        is_template = len(self._groups) == 1 and not (num_good or self._problems)
+        for group in self._groups.values():
+            problem, count = group.first.problem, group.count
+            if not group.first.is_of_template:
+                notes = [f"{count - 1:,} more rows have these columns"] if count > 1 else []
+                if self._num_good:
+                    notes.append(f"{self._num_good:,} rows are {self._first_good}")
+                problem += f" ({'; '.join(notes)})" if notes else ""
+            elif count > 1 and is_template:
                 problem = problem.replace("change the row", "fix the template")
                 problem = f"the chat template fits none of the {count:,} rows, first {problem}"
             elif count > 1:
-                problem += f" ({count:,} rows for this reason, the last {rows[-1].origin})"
+                problem += f" ({count:,} rows for this reason, the last {group.last.origin})"
             self._problems.add(problem)
-        self._refused.clear()
-        for columns, first in self._lacking.items():
-            more = self._num_lacking[columns] - 1
-            notes = [f"{more:,} more rows have these columns"] if more else []
-            if self._num_good:
-                notes.append(f"{self._num_good:,} rows are {self._first_good}")
-            self._problems.add(f"{first} ({'; '.join(notes)})" if notes else first)
-        self._lacking.clear()
+        self._groups.clear()
         self._problems.raise_if_any()

@@ -4,7 +4,8 @@ Composes source -> format -> template for one data set, in several processes if 
 plans a step and never splits off validation rows.
 
 The cache has a folder for each data set, keyed by everything that determines the tokens. Entries
-are atomic: each is written to a temporary folder, sealed and renamed.
+are atomic: each is written to a temporary folder, sealed and renamed. The tokens of an epoch are
+estimated within a second, from the cache or from the first rows.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import itertools
 import json
 import logging
 import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import DataError, DiskError, RemoteError
 from common.files import sync, write_atomically
@@ -30,19 +32,22 @@ from common.redaction import redact
 from common.text import counted, printable, reason_of
 from data_modules import source
 from data_modules.settings import DataConfig, DatasetConfig
-from data_modules.template import CharacterCheck, ChatTemplate
 from data_modules.tokens.encode import (
     BadRows,
     ChunkEncoder,
     Counts,
     EncodedChunk,
     FirstRows,
+    Rejected,
+    TokenSpec,
     check_dropped,
     chunks_of,
     encode_chunks,
     find_format,
+    read_chunk,
 )
 from data_modules.tokens.store import StoreWriter, TokenStore
+from data_modules.types import Conversation, Document, Item, Tokens
 
 if TYPE_CHECKING:
     import transformers
@@ -53,16 +58,11 @@ KEY_FILE = "key.json"
 _BLOCK_BYTES = 1 << 20
 _NAME_BYTES = 64
 _DISK_FULL = {errno.EDQUOT, errno.ENOSPC}
-_NO_ROOM = {
-    *_DISK_FULL,
-    errno.EACCES,
-    errno.EEXIST,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-}
+_NO_ROOM = _DISK_FULL | {errno.EACCES, errno.EEXIST, errno.ENOTDIR, errno.EPERM, errno.EROFS}
 _NO_LOCK = {errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV}
 """errors of opening a lock file if something else is in its place"""
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""errors of reading a note that a damaged entry holds"""
 _LABELS = {
     "data": "the data changed",
     "tokenizer": "the tokenizer changed",
@@ -79,6 +79,12 @@ TOKEN_SETTINGS = (
     "max_row_bytes",
 )
 """fields of DataConfig that affect the tokens"""
+SAMPLE_BYTES = 512 << 10
+"""bytes read of all data sets together"""
+_TURN_TOKENS = 5
+"""tokens that a chat template adds to a turn, as ChatML and Llama 3's do"""
+
+CountTokens = Callable[[Sequence[str]], Sequence[int]]
 _ROW_LIMITS = ("columns", "key_chars", "nesting")
 """fields of `data.limits` that affect which rows on_bad_row=quarantine leaves out"""
 
@@ -99,24 +105,6 @@ class Prepared:
     """whether there are more rows than `first_rows`"""
     notes: list[str]
     """in words, which files of a folder were left out"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenSpec:
-    """Everything besides the rows that determines the tokens of a data set."""
-
-    config: DataConfig
-    template: ChatTemplate
-    sequence_len: int
-    tokenizer_hash: str
-    tokenizer: str = ""
-    """path or hub id of the tokenizer, by which a plan finds the tokens"""
-    labels: tuple[str, ...] = ()
-    """names of the classes of rows with a label"""
-    is_multi_label: bool = False
-    """whether a row may have several of them"""
-    first_rows: int | None = None
-    """read only this many rows; None: all"""
 
 
 def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
@@ -153,7 +141,7 @@ def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
     try:
         note, store = read_note(folder / COUNTS_FILE), TokenStore(folder)
         counts = Counts(**note["counts"])
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise DataError(
             f"{folder}: this entry of the cache cannot be read: {reason_of(error)}; remove it, and "
             "the data set is tokenized again"
@@ -169,20 +157,6 @@ def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
         how=how,
         is_cut=note["is_cut"],
         notes=source.notes_on_files(dataset.path, dataset.split, data.limits, dataset.name),
-    )
-
-
-def encoder_of(dataset: DatasetConfig, format_name: str | None, spec: TokenSpec) -> ChunkEncoder:
-    """Return what encodes the rows of a data set of this format, None if it has no good row."""
-    return ChunkEncoder(
-        dataset=dataset,
-        format=format_name or "",
-        template=spec.template,
-        characters=CharacterCheck(spec.template.tokenizer),
-        sequence_len=spec.sequence_len,
-        on_long=spec.config.on_long,
-        labels=spec.labels,
-        is_multi_label=spec.is_multi_label,
     )
 
 
@@ -231,7 +205,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
     data = spec.config
     first_rows = FirstRows(chunks_of(dataset, data), spec.first_rows)
     format_name, chunks = find_format(dataset, iter(first_rows))
-    encoder = encoder_of(dataset, format_name, spec)
+    encoder = ChunkEncoder(dataset, format_name or "", spec)
     counts, writer = Counts(), StoreWriter(folder)
     num_proc = data.num_proc or len(os.sched_getaffinity(0))
     num_rows = num_tokens = 0
@@ -317,14 +291,16 @@ class Key:
     @property
     def name(self) -> str:
         """Return the name of the entry's folder."""
-        text = json.dumps([self.path, self.split, self.parts], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return _hashed(json.dumps([self.path, self.split, self.parts], sort_keys=True))
 
     @property
     def newest(self) -> str:
         """Return the name of the file that names the newest entry of the same data."""
-        text = json.dumps([self.path, self.split])
-        return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.newest"
+        return _hashed(json.dumps([self.path, self.split])) + ".newest"
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def code_version() -> str:
@@ -420,7 +396,7 @@ def is_whole(folder: Path, names: Iterable[str] | None = None) -> bool:
             return False
         read = digests if names is None else names
         return all(_digest_of(folder / name) == digests[name] for name in read)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, *_MALFORMED):
         return False
 
 
@@ -488,7 +464,7 @@ def _describe_change(root: Path, key: Key) -> str:
     try:
         # Looked up by name: scanning all entries would take longer with each one.
         before = dict(read_note(root / read_newest(root, key) / KEY_FILE)["parts"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, *_MALFORMED):
         return "now cached"  # it was removed
     changed = [part for part in key.parts if before.get(part) != key.parts[part]]
     reasons = []
@@ -500,3 +476,152 @@ def _describe_change(root: Path, key: Key) -> str:
         else:
             reasons.append(_LABELS[part])
     return ", ".join(reasons)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochTokens:
+    """The estimated tokens of an epoch, and in words what the estimate is based on."""
+
+    tokens: int
+    how: str
+
+
+class _Size(NamedTuple):
+    tokens: float
+    rows: float
+    rows_read: int
+    is_cached: bool = False
+
+
+def estimate_epoch(
+    config: DataConfig, *, sequence_len: int, tokenizer: str, count_tokens: CountTokens
+) -> EpochTokens:
+    """Estimate the tokens of an epoch; DataError with a short phrase if it cannot be estimated.
+
+    `tokenizer` is the path or hub id with which cached tokens must have been made. `count_tokens`
+    returns the number of tokens of each text.
+    """
+    datasets = config.datasets
+    if not datasets:
+        raise DataError("no data set is named")
+    if config.streaming:
+        raise DataError("the length of a stream is unknown")
+    if config.mixture.weights != "epochs" and len(datasets) > 1:
+        raise DataError(f"data.mixture.weights={config.mixture.weights} mixes data sets by shares")
+    tokens, sizes = 0.0, list[_Size]()
+    for dataset in datasets:
+        size = _find_cached(dataset, config, sequence_len, tokenizer)
+        if size is None:
+            budget = source.Budget(SAMPLE_BYTES // len(datasets))
+            size = _sample(dataset, config, sequence_len, count_tokens, budget)
+        held_out = config.held_out
+        left = 1 - (held_out if held_out < 1 else min(1.0, held_out / max(1.0, size.rows)))
+        if dataset.max_rows is not None:
+            left = min(left, dataset.max_rows / max(1.0, size.rows))
+        weight = dataset.weight if config.mixture.weights == "epochs" else 1.0
+        tokens += size.tokens * left * weight
+        sizes.append(size)
+    rows, read = round(sum(size.rows for size in sizes)), sum(size.rows_read for size in sizes)
+    how = f"all {rows:,} rows" if read == rows else f"the first {read:,} of about {rows:,} rows"
+    if all(size.is_cached for size in sizes):
+        how = f"{counted(rows, 'row')} tokenized in the cache"
+    return EpochTokens(tokens=round(tokens), how=how)
+
+
+def _find_cached(
+    dataset: DatasetConfig, data: DataConfig, sequence_len: int, tokenizer: str
+) -> _Size | None:
+    """Return the size in the newest entry of the cache, if its settings and files are the same."""
+    root = Path(data.cache_dir).expanduser()
+    try:
+        folder = root / read_newest(root, Key(redact(dataset.path), dataset.split, {}))
+        settings = read_note(folder / KEY_FILE)["parts"]["settings"]
+        note = read_note(folder / COUNTS_FILE)
+        rows, tokens = int(note["counts"]["rows"]), int(note["tokens"])
+        size = _Size(tokens, rows, rows, is_cached=True)
+        requested: dict[str, Any] = {name: getattr(data, name) for name in TOKEN_SETTINGS}
+        requested |= {"format": dataset.format, "columns": dataset.columns}
+        requested |= {"sequence_len": sequence_len}
+        is_same = note["tokenizer"] == tokenizer and all(
+            settings[name] == value for name, value in requested.items()
+        )
+        is_current = _is_unchanged_since(dataset, (folder / KEY_FILE).stat().st_mtime)
+    except (OSError, *_MALFORMED):
+        return None
+    return size if is_same and is_current and is_whole(folder, [COUNTS_FILE]) else None
+
+
+def _is_unchanged_since(dataset: DatasetConfig, seconds: float) -> bool:
+    """Return whether no file of a data set changed since a time; remote files are not checked."""
+    if source.is_remote(dataset.path):
+        return True
+    files = source.find_files(dataset.path, dataset.split, name=dataset.name)
+    return all(file.stat().st_mtime <= seconds for file in files if isinstance(file, Path))
+
+
+def _sample(
+    dataset: DatasetConfig,
+    data: DataConfig,
+    sequence_len: int,
+    count_tokens: CountTokens,
+    budget: source.Budget,
+) -> _Size:
+    """Count the tokens of the first rows, and extrapolate by bytes."""
+    if source.is_remote(dataset.path):
+        raise DataError(f"{redact(dataset.path)} is not in the cache of tokenized data")
+    limit, num_bytes, num_rows = budget.left, 0, 0
+    items: list[Item] = []
+    name, chunks = find_format(dataset, chunks_of(dataset, data, budget))
+    is_cut = False
+    for chunk in chunks:
+        for row in read_chunk(chunk, name or "", dataset):
+            items += [] if isinstance(row, Rejected) else row
+        num_bytes, num_rows = num_bytes + chunk.num_bytes, num_rows + chunk.count()
+        if is_cut := num_bytes >= limit:
+            break
+    if not items:
+        raise DataError(f"{dataset.path}: its first {limit >> 10} KiB hold no row that can be read")
+    lengths = _lengths(items, count_tokens)
+    tokens = sum(_kept(length, sequence_len, data.on_long) for length in lengths)
+    if not (is_cut or budget.spent):
+        return _Size(tokens, num_rows, num_rows)
+    total = source.num_bytes(dataset.path, dataset.split, dataset.name)
+    if total is None:
+        raise DataError(f"{dataset.path}: the size of its rows is unknown until they are read")
+    factor = max(1.0, total / num_bytes)  # not the budget, which may end within a row
+    return _Size(tokens * factor, num_rows * factor, num_rows)
+
+
+def _lengths(items: Sequence[Item], count_tokens: CountTokens) -> list[int]:
+    counted = iter(count_tokens([text for item in items for text in _texts(item)]))
+    lengths = []
+    for item in items:
+        length = sum(itertools.islice(counted, len(_texts(item))))
+        if isinstance(item, Tokens):
+            length += len(item.input_ids)
+        else:
+            length += 1 + (_TURN_TOKENS * len(item.turns) if isinstance(item, Conversation) else 0)
+        lengths.append(length)
+    return lengths
+
+
+def _texts(item: Item) -> list[str]:
+    """Return the texts of an item that are tokenized."""
+    if isinstance(item, Tokens):
+        return []
+    if isinstance(item, Document):
+        return [item.text]
+    texts = [turn.content + (turn.reasoning or "") for turn in item.turns]
+    calls = [
+        json.dumps({"name": call.name, "arguments": call.arguments}, default=dict)
+        for turn in item.turns
+        for call in turn.tool_calls
+    ]
+    return texts + calls + [json.dumps(tool, default=dict) for tool in item.tools]
+
+
+def _kept(length: int, sequence_len: int, on_long: str) -> int:
+    """Return the tokens of a row that are left after `on_long` is applied."""
+    if length <= sequence_len or on_long == "split":
+        return length
+    return sequence_len if on_long.startswith("truncate") else 0

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any
 
 from common.errors import Origin
 from data_modules.types import Encoded, Example
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from data_modules.template import ChatTemplate
     from data_modules.tokens.encode import Counts
 
 _TOKENS_FILE = "tokens.arrow"
@@ -288,7 +289,7 @@ class TokenValues:
         return np.array(self._values[end - self._trained[document] : end])
 
 
-class Examples(Sequence[Example]):
+class Examples:
     """Selected documents of several data sets as one sequence, with their columns.
 
     `lengths` int64 [n], tokens in a pack; `trained` int64 [n], trained labels; `label_weights`
@@ -343,13 +344,7 @@ class Examples(Sequence[Example]):
             own = self.datasets == number
             self.references[own] = of_store[self._places[own]]
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Example:
         place, dataset = int(self._places[index]), int(self.datasets[index])
         example = self._stores[dataset].example(place, dataset)
         if self._of_tokens is not None:
@@ -413,47 +408,36 @@ def _to_numpy(column: Any) -> Any:
     return values[column.offset : column.offset + len(column)]
 
 
-class TokenizerFacts(Protocol):
-    """The part of the chat template that a DocumentBuilder needs."""
-
-    bos_token_id: int | None
-
-    @property
-    def stop_token_ids(self) -> set[int]:
-        """Return the tokens that end an answer."""
-
-    @property
-    def tail_ids(self) -> list[int]:
-        """Return the tokens that the template writes after the last stop token."""
-
-
 class DocumentBuilder:
-    """Build the documents of one chunk of a file, and count rows that are cut or dropped."""
+    """Build the documents of one chunk of a file; `counts` gets the rows that are cut or dropped.
+
+    With `has_verdicts`, the second answer of a pair is that of another row.
+    """
 
     def __init__(
         self,
         file: str,
-        template: TokenizerFacts,
+        template: ChatTemplate,
         sequence_len: int,
         on_long: str,
+        counts: Counts,
         *,
         has_verdicts: bool = False,
     ) -> None:
+        self._file, self._template, self._counts = file, template, counts
+        self._sequence_len, self._on_long = sequence_len, on_long
         self._has_verdicts = has_verdicts
-        self._file, self._sequence_len, self._on_long = file, sequence_len, on_long
-        self._template = template
         self._pieces: list[Encoded] = []
         self._rows: list[int] = []
         self._lines: list[int] = []
         self._labels: list[float] = []
         self.num_rows = 0
 
-    def add(self, encoded: Sequence[Encoded], number: int, origin: Origin, counts: Counts) -> None:
+    def add(self, encoded: Sequence[Encoded], number: int, origin: Origin) -> None:
         """Add row `number` of the chunk, with one `Encoded` per item."""
-        longest = max((_num_tokens(item) for item in encoded), default=0)
+        counts, longest = self._counts, max(map(_num_tokens, encoded), default=0)
         counts.add_length(longest, str(origin))
-        how = self._sequence_len, self._on_long, self._template.bos_token_id
-        fitting = [piece for item in encoded for piece in fit(item, *how)]
+        fitting = [piece for item in encoded for piece in self._fit(item)]
         useful = [piece for piece in fitting if is_trained(piece)]
         if longest > self._sequence_len:
             if not fitting or self._on_long == "error":
@@ -467,79 +451,86 @@ class DocumentBuilder:
             if self._on_long != "split":
                 kept = sum(map(_num_tokens, fitting))
                 counts.lost_tokens += sum(map(_num_tokens, encoded)) - kept
-        if not useful:
-            if fitting or longest <= self._sequence_len:
-                counts.add_empty(str(origin))
-            return
-        self._store(useful, encoded, number, origin, counts)
+        if useful:
+            self._store(useful, encoded, number, origin)
+        elif fitting or longest <= self._sequence_len:
+            counts.add_empty(str(origin))
 
     def add_pair(
-        self,
-        pair: Sequence[Encoded],
-        number: int,
-        origin: Origin,
-        counts: Counts,
-        label: float | None = None,
+        self, pair: Sequence[Encoded], number: int, origin: Origin, label: float | None = None
     ) -> None:
         """Add row `number` of the chunk, two answers to a prompt, as one document.
 
-        They are a chosen and a rejected answer, and `label` is their margin; or with verdicts, the
-        second is that of another row. A pair is too long if both answers together are; what is cut
-        is the end, or the beginning, of the longer one first.
+        `label` is the margin of the pair, or with verdicts that on the first answer. A pair is too
+        long if both answers together are; what is cut is the end, or the beginning, of the longer
+        one first.
         """
-        lengths = [_num_tokens(answer) for answer in pair]
+        counts, lengths = self._counts, [_num_tokens(answer) for answer in pair]
         counts.add_length(sum(lengths), str(origin))
         if sum(lengths) > self._sequence_len and self._on_long in ("drop", "error"):
             counts.dropped += 1
             counts.lost_tokens += sum(lengths)
             return
-        cut = [
-            fit(answer, limit, self._on_long, self._template.bos_token_id)[0]
-            for answer, limit in zip(pair, _shared_out(lengths, self._sequence_len), strict=True)
-        ]
-        if lost := sum(lengths) - sum(map(_num_tokens, cut)):
-            counts.truncated += 1
-            counts.lost_tokens += lost
+        shares = _shared_out(lengths, self._sequence_len)
+        cut = [self._fit(answer, most)[0] for answer, most in zip(pair, shares, strict=True)]
+        lost = self._count_cut(sum(lengths) - sum(map(_num_tokens, cut)))
         is_same = not self._has_verdicts and cut[0].input_ids.tolist() == cut[1].input_ids.tolist()
         if is_same:
             counts.add_note("cut_to_the_same" if lost else "same_answers", str(origin))
         if is_same or not all(map(is_trained, cut)):
             counts.add_empty(str(origin))
-            return
-        self._store([_joined(*cut)], pair, number, origin, counts, label)
+        else:
+            self._store([_joined(*cut)], pair, number, origin, label)
 
-    def add_labelled(
-        self,
-        encoded: Encoded,
-        number: int,
-        origin: Origin,
-        counts: Counts,
-        label: float,
-    ) -> None:
+    def add_labelled(self, encoded: Encoded, number: int, origin: Origin, label: float) -> None:
         """Add row `number` of the chunk, a text whose last token is rated: its class or number."""
         import numpy as np
 
-        ids, weight = encoded.input_ids, float(encoded.weights.max())
-        weights = np.zeros(len(ids), np.float32)
-        counts.add_length(len(ids), str(origin))
-        pieces = fit(
-            Encoded(ids, weights), self._sequence_len, self._on_long, self._template.bos_token_id
-        )
+        counts, length = self._counts, len(encoded.input_ids)
+        weight = float(encoded.weights.max())
+        counts.add_length(length, str(origin))
+        pieces = self._fit(replace(encoded, target_ids=None))
         if not pieces:
             counts.dropped += 1
-            counts.lost_tokens += len(ids)
+            counts.lost_tokens += length
             return
-        (cut,) = pieces
-        if len(cut.input_ids) < 2 or not weight:
+        ids = pieces[0].input_ids
+        if len(ids) < 2 or not weight:
             counts.add_empty(str(origin))
             return
-        if lost := len(ids) - len(cut.input_ids):
-            counts.truncated += 1
-            counts.lost_tokens += lost
-        weights = np.zeros(len(cut.input_ids), np.float32)
+        self._count_cut(length - len(ids))
+        weights = np.zeros(len(ids), np.float32)
         weights[-1] = weight
-        whole = Encoded(cut.input_ids, weights, notes=encoded.notes)
-        self._store([whole], [encoded], number, origin, counts, label)
+        whole = Encoded(ids, weights, notes=encoded.notes)
+        self._store([whole], [encoded], number, origin, label)
+
+    def _fit(self, item: Encoded, most: int | None = None) -> list[Encoded]:
+        """Return the documents of at most `most` tokens that an item is cut into.
+
+        Truncation on the left keeps the BOS; encoder-decoder items are not split.
+        """
+        sequence_len = self._sequence_len if most is None else most
+        if _num_tokens(item) <= sequence_len:
+            return [item]
+        if self._on_long in ("drop", "error"):
+            return []
+        keeps_end = self._on_long == "truncate_left"
+        cut = slice(-sequence_len, None) if keeps_end else slice(sequence_len)
+        if item.target_ids is not None:
+            return [Encoded(item.input_ids[cut], item.weights[cut], item.target_ids[cut])]
+        bos = self._template.bos_token_id
+        starts_with_bos = bos is not None and int(item.input_ids[0]) == bos
+        if self._on_long == "split":
+            return _split(item, sequence_len, int(starts_with_bos))
+        ids, weights = item.input_ids[cut].copy(), item.weights[cut].copy()
+        if keeps_end and starts_with_bos:
+            ids[0], weights[0] = item.input_ids[0], 0.0
+        return [Encoded(ids, weights)]
+
+    def _count_cut(self, num_lost: int) -> int:
+        self._counts.truncated += num_lost > 0
+        self._counts.lost_tokens += num_lost
+        return num_lost
 
     def _store(
         self,
@@ -547,13 +538,12 @@ class DocumentBuilder:
         encoded: Sequence[Encoded],
         number: int,
         origin: Origin,
-        counts: Counts,
         label: float | None = None,
     ) -> None:
         """Keep the documents of a row, and count the notes on what they were made of."""
         notes = {note.kind: note.seen for item in encoded for note in item.notes}
         for kind, seen in notes.items():
-            counts.add_note(kind, f"{origin} {seen}".rstrip())
+            self._counts.add_note(kind, f"{origin} {seen}".rstrip())
         self._pieces += useful
         self._rows += [number] * len(useful)
         self._lines += [origin.line] * len(useful)
@@ -618,30 +608,6 @@ def without_ends(document: Encoded, ends: Collection[int]) -> Encoded:
     while size > 2 and int(document.input_ids[size - 1]) in ends:
         size -= 1
     return replace(document, input_ids=document.input_ids[:size], weights=document.weights[:size])
-
-
-def fit(
-    document: Encoded, sequence_len: int, on_long: str, bos_token_id: int | None
-) -> list[Encoded]:
-    """Return the documents of at most `sequence_len` tokens that an encoded item is cut into.
-
-    Truncation on the left keeps the BOS; encoder-decoder items are not split.
-    """
-    if _num_tokens(document) <= sequence_len:
-        return [document]
-    if on_long in ("drop", "error"):
-        return []
-    keeps_end = on_long == "truncate_left"
-    cut = slice(-sequence_len, None) if keeps_end else slice(sequence_len)
-    if document.target_ids is not None:
-        return [Encoded(document.input_ids[cut], document.weights[cut], document.target_ids[cut])]
-    bos = int(bos_token_id is not None and int(document.input_ids[0]) == bos_token_id)
-    if on_long == "split":
-        return _split(document, sequence_len, bos)
-    ids, weights = document.input_ids[cut].copy(), document.weights[cut].copy()
-    if keeps_end and bos:
-        ids[0], weights[0] = document.input_ids[0], 0.0
-    return [Encoded(ids, weights)]
 
 
 def _split(document: Encoded, sequence_len: int, bos: int) -> list[Encoded]:

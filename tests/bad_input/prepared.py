@@ -11,7 +11,8 @@ import pytest
 from common.errors import DataError
 from data_modules import DataConfig, DatasetConfig, check_datasets
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.tokens.prepare import Prepared, TokenSpec, hash_of, prepare_dataset
+from data_modules.tokens.encode import TokenSpec
+from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
 
 
 def chat(question: str, answer: str, **columns: Any) -> dict[str, Any]:

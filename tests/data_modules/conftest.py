@@ -14,7 +14,8 @@ from common.errors import DataError, Problems
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.source import MAX_ROW_BYTES, BadRow, Budget, read_chunks
 from data_modules.template import ChatTemplate, MaskConfig, template
-from data_modules.tokens.prepare import Prepared, TokenSpec, hash_of, prepare_dataset
+from data_modules.tokens.encode import TokenSpec
+from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
 from data_modules.types import Row
 
 # The same examples in every run and no folder of them in the tree: what fails here fails anywhere.

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 from common.errors import DataError
 from data_modules import Batch, DataConfig, DatasetConfig, DataSpec, PackingConfig
 from data_modules.datamodule import FinetuneDataModule
-from data_modules.packing.mixture import MixtureConfig
+from data_modules.settings import MixtureConfig
 from data_modules.types import BatchSpec, ModelSpec
 from tests.batches import micro_batches
 

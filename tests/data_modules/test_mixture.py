@@ -11,15 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from data_modules.packing.mixture import (
-    Mixture,
-    MixtureConfig,
-    Split,
-    describe_mixture,
-    hold_out,
-)
-from data_modules.settings import DataConfig, DatasetConfig, check_datasets
+from data_modules.packing import Mixture, describe_mixture
+from data_modules.settings import DataConfig, DatasetConfig, MixtureConfig, check_datasets
+from data_modules.tokens.datasets import Split, hold_out
 
+EPOCHS = MixtureConfig()
 GROUPS = [np.arange(10), np.arange(10, 31)]
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)
 
@@ -38,7 +34,7 @@ def count_seen(mixture: Mixture, epochs: int, num_rows: int) -> Any:
 
 @pytest.mark.parametrize(("weight", "seen"), [(1.0, {1}), (2.0, {2}), (2.5, {2, 3}), (0.5, {0, 1})])
 def test_weight_is_the_number_of_times_a_row_is_seen(weight: float, seen: set[int]) -> None:
-    rows = Mixture(GROUPS, [weight, 1.0], 0).epoch(0)
+    rows = Mixture(GROUPS, [weight, 1.0], 0, EPOCHS).epoch(0)
     counts = np.bincount(rows, minlength=31)
     assert set(counts[:10].tolist()) == seen
     assert counts[:10].sum() == weight * 10
@@ -46,7 +42,7 @@ def test_weight_is_the_number_of_times_a_row_is_seen(weight: float, seen: set[in
 
 
 def test_a_fractional_weight_continues_in_the_next_epoch() -> None:
-    mixture = Mixture(GROUPS, [0.3, 1.0], 0)
+    mixture = Mixture(GROUPS, [0.3, 1.0], 0, EPOCHS)
     parts = [mixture.epoch(epoch) for epoch in range(10)]
     counts = np.bincount(np.concatenate(parts), minlength=31)
     assert set(counts[:10].tolist()) == {3}
@@ -54,9 +50,9 @@ def test_a_fractional_weight_continues_in_the_next_epoch() -> None:
 
 
 def test_epochs_depend_on_the_seed_only() -> None:
-    first = Mixture(GROUPS, [0.5, 1.0], 0).epoch(3)
-    assert np.array_equal(first, Mixture(GROUPS, [0.5, 1.0], 0).epoch(3))
-    assert not np.array_equal(first, Mixture(GROUPS, [0.5, 1.0], 1).epoch(3))
+    first = Mixture(GROUPS, [0.5, 1.0], 0, EPOCHS).epoch(3)
+    assert np.array_equal(first, Mixture(GROUPS, [0.5, 1.0], 0, EPOCHS).epoch(3))
+    assert not np.array_equal(first, Mixture(GROUPS, [0.5, 1.0], 1, EPOCHS).epoch(3))
 
 
 @settings(max_examples=60, deadline=None)
@@ -123,7 +119,7 @@ def test_shares_of_tokens_account_for_row_length() -> None:
 
 
 def test_small_weight_is_seen_in_the_first_epoch() -> None:
-    mixture = Mixture(GROUPS, [0.01, 1.0], 0)
+    mixture = Mixture(GROUPS, [0.01, 1.0], 0, EPOCHS)
     assert [sum(mixture.epoch(epoch) < 10) for epoch in range(11)] == [1, *[0] * 9, 1]
 
 
@@ -134,7 +130,7 @@ def test_the_smallest_weight_gives_one_row(kind: str, weight: float) -> None:
     config = MixtureConfig(weights=kind, stop="all" if kind == "epochs" else "first")
     mixture = Mixture(GROUPS, [weight, 1.0], 0, config, lengths=np.full(31, 7))
     assert [sum(mixture.epoch(epoch) < 10) for epoch in range(4)] == [1, 0, 0, 0]
-    alone = Mixture(GROUPS[:1], [weight], 0, lengths=np.full(31, 7))
+    alone = Mixture(GROUPS[:1], [weight], 0, EPOCHS, lengths=np.full(31, 7))
     assert [len(alone.epoch(epoch)) for epoch in range(3)] == [1, 0, 0]
 
 
@@ -209,8 +205,11 @@ def store(contents: list[int], documents_per_row: int = 1) -> Any:
 
 
 def sides_of(*stores: Any, size: float, max_rows: int | None = None, seed: int = 0) -> list[Split]:
-    names = [f"set{number}" for number in range(len(stores))]
-    return hold_out(stores, names, names, [max_rows] * len(stores), size, seed)
+    sources = [
+        (one, DatasetConfig(path=f"set{number}", name=f"set{number}", max_rows=max_rows))
+        for number, one in enumerate(stores)
+    ]
+    return hold_out(sources, size, seed)
 
 
 contents = st.lists(st.integers(0, 30), min_size=1, max_size=40)

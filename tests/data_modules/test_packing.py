@@ -10,19 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_modules.packing.mixture import Mixture, MixtureConfig, seeded_generator
-from data_modules.packing.plan import (
+from data_modules.packing import (
     WORTH_IT,
     MicroBatch,
+    Mixture,
     StepPlan,
     StepSampler,
     best_fit,
     next_fit,
     pack_documents,
+    seeded_generator,
     shard_packs,
     share_out,
     sort_order,
 )
+from data_modules.settings import MixtureConfig
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=120)
 
@@ -287,7 +289,7 @@ def test_plan_is_the_same_at_every_world_size(
     datasets = np.arange(len(lengths)) % 3 if is_mixed else None
     options = {"method": method, "seed": seed, "window": window, "datasets": datasets}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data_modules.packing.plan.BLOCK_PACKS", 4)
+        patch.setattr("data_modules.packing.BLOCK_PACKS", 4)
         plans = [plan_of(lengths, world, micro, **options) for world in WORLD_SIZES]
     assert len({plan.num_steps for plan in plans}) == 1
     seen: list[int] = []
@@ -426,7 +428,7 @@ def test_every_document_is_equally_likely_in_every_step(
     method: str, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chi-squared test of the steps of the longest, a median and the shortest document."""
-    monkeypatch.setattr("data_modules.packing.plan.BLOCK_PACKS", 16)
+    monkeypatch.setattr("data_modules.packing.BLOCK_PACKS", 16)
     lengths = np.sort(lognormal(500))
     datasets = np.arange(len(lengths)) // 100 if is_mixed else None
     seeds, parts = 300, 5

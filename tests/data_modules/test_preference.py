@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,13 +98,8 @@ def test_pairs_that_are_none_are_refused(values: dict[str, Any], message: str) -
         convert(values)
 
 
-class Facts:
-    """What the builder asks a template."""
-
-    def __init__(self) -> None:
-        self.bos_token_id = None
-        self.stop_token_ids = {2}
-        self.tail_ids: list[int] = []
+# What the builder asks a template.
+FACTS: Any = SimpleNamespace(bos_token_id=None, stop_token_ids={2}, tail_ids=[])
 
 
 def encoded(prompt: list[int], answer: list[int], weight: float = 1.0) -> Encoded:
@@ -115,9 +111,9 @@ def build(
     *pairs: tuple[Encoded, Encoded], sequence_len: int = 20, on_long: str = "drop"
 ) -> tuple[Any, Counts]:
     counts = Counts()
-    builder = DocumentBuilder("pairs.jsonl", Facts(), sequence_len, on_long)
+    builder = DocumentBuilder("pairs.jsonl", FACTS, sequence_len, on_long, counts)
     for number, pair in enumerate(pairs):
-        builder.add_pair(pair, number, Origin("pairs.jsonl", number + 1), counts)
+        builder.add_pair(pair, number, Origin("pairs.jsonl", number + 1))
     return builder.build(), counts
 
 

@@ -15,8 +15,8 @@ import pytest
 from common.errors import DataError
 from data_modules import DataConfig, DatasetConfig, EpochTokens, estimate_epoch
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.tokens.estimate import SAMPLE_BYTES
-from data_modules.tokens.prepare import TokenSpec, hash_of, prepare_dataset
+from data_modules.tokens.encode import TokenSpec
+from data_modules.tokens.prepare import SAMPLE_BYTES, hash_of, prepare_dataset
 
 LENGTH = 1024
 

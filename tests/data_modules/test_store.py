@@ -119,7 +119,7 @@ def test_examples_choose_from_several_stores(tmp_path: Path) -> None:
     assert [e.input_ids[0] for e in examples] == [3, 1, 5]
     assert examples.lengths.tolist() == [3, 1, 5]
     assert examples.datasets.tolist() == [0, 0, 1]
-    assert [e.dataset for e in examples[1:]] == [0, 1]
+    assert [e.dataset for e in examples] == [0, 0, 1]
     assert str(examples.origin(2)) == "b.jsonl:2"
     assert str(examples[-1].origin) == "b.jsonl:2"
     assert not Examples([], [])

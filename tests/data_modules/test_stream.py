@@ -18,8 +18,7 @@ import torch
 from common.errors import DataError
 from data_modules import Batch, DataConfig, DatasetConfig, Example, PackingConfig
 from data_modules.datamodule import FinetuneDataModule
-from data_modules.packing.mixture import MixtureConfig
-from data_modules.settings import check_datasets
+from data_modules.settings import MixtureConfig, check_datasets
 from data_modules.stream import StreamPlan, TokenStream
 from data_modules.tokens.datasets import DataSpec
 from data_modules.types import BatchSpec, ModelSpec

@@ -80,14 +80,14 @@ BUGS = [
     ),
     Bug(
         name="resumed data skips one step",
-        file="data_modules/packing/plan.py",
+        file="data_modules/packing.py",
         right="range(self._first_step, self._plan.num_steps)",
         wrong="range(self._first_step + (self._first_step > 0), self._plan.num_steps)",
         test=RESUMED_RUN,
     ),
     Bug(
         name="resumed data skips one micro-batch of an accumulation",
-        file="data_modules/packing/plan.py",
+        file="data_modules/packing.py",
         right="self._plan.micro_batches(step, self._rank)\n",
         wrong="self._plan.micro_batches(step, self._rank)[0 < step == self._first_step :]\n",
         test=RESUMED_RUN,
@@ -340,7 +340,7 @@ BUGS = [
     ),
     Bug(
         name="a copy of a held-out row is trained on",
-        file="data_modules/packing/mixture.py",
+        file="data_modules/tokens/datasets.py",
         right="training = ~mask & ~np.isin(store.rows, repeated)",
         wrong="training = ~mask",
         test="tests/data_modules/test_mixture.py::test_no_content_is_on_both_sides",
@@ -375,7 +375,7 @@ BUGS = [
     ),
     Bug(
         name="data sets of a mixture are seen equally often",
-        file="data_modules/packing/mixture.py",
+        file="data_modules/packing.py",
         right="[float(weight) for weight in weights]",
         wrong="[float(weights[0]) for _ in weights]",
         test="tests/data_modules/test_mixture.py::test_weight_is_the_number_of_times_a_row_is_seen",
