@@ -273,7 +273,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(st.sampled_from(list(FORMATS)), st.data())
 def test_any_row_is_converted_or_raises_row_error(name: str, data: st.DataObject) -> None:
     """Any other error would end a run without naming the row."""

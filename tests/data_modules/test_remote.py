@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -11,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from app.process.reporting import report
 from common.errors import ENVIRONMENT_ERROR, DataError, RemoteError, exit_code
 from data_modules.source import Limits, fingerprint, read_chunks
 from tests.processes import LONGEST
@@ -93,14 +94,6 @@ def endless(connection: socket.socket, request: bytes) -> None:
     connection.shutdown(socket.SHUT_RDWR)
 
 
-def endless_row(connection: socket.socket, request: bytes) -> None:
-    """Send one endless row."""
-    connection.sendall(OK + b"Connection: close\r\n\r\n")
-    while not request.startswith(b"HEAD"):
-        connection.sendall(b"a" * 100_000)
-    connection.shutdown(socket.SHUT_RDWR)
-
-
 def break_off(connection: socket.socket, request: bytes) -> None:
     """Send less than the content length."""
     connection.sendall(OK + b"Content-Length: 9000\r\n\r\n")
@@ -131,7 +124,6 @@ CASES: dict[str, tuple[Serve, str]] = {
     "drips": (drip, TOO_SLOW),
     "drips unsized": (drip_unsized, TOO_SLOW),
     "endless": (endless, "sends more than 3,145,728 bytes; data.limits.remote_bytes is 3,145,728"),
-    "endless row": (endless_row, "sends more than 3,145,728 bytes; data.limits.remote_bytes"),
     "breaks off": (break_off, "cannot be read"),
     "redirects": (redirect, "cannot be read"),
 }
@@ -152,26 +144,32 @@ def test_a_misbehaving_server_is_given_up(name: str) -> None:
     assert "word" not in message and "secret" not in message
 
 
-def test_problems_are_reported_in_one_message(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert report(RemoteError(["a.jsonl: is slow", "b.jsonl: is silent"])) == ENVIRONMENT_ERROR
-    message = capsys.readouterr().err
-    assert message == "error (the environment): a.jsonl: is slow\n  b.jsonl: is silent\n"
-
-
 def test_a_fingerprint_times_out() -> None:
     with serving(never) as address, pytest.raises(RemoteError):
         fingerprint(address, limits=LIMITS)
 
 
-def test_a_missing_file_is_a_user_error() -> None:
-    def missing(connection: socket.socket, request: bytes) -> None:
-        connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+@pytest.mark.parametrize(
+    ("status", "said", "is_of_environment"),
+    [
+        ("404 Not Found", "no such file", False),
+        ("403 Forbidden", "cannot be read: the server returned 403 Forbidden", False),
+        ("500 Oh No", "cannot be read: the server returned 500 Oh No", True),
+    ],
+)
+def test_the_status_of_a_server_is_reported(
+    status: str, said: str, is_of_environment: bool
+) -> None:
+    def refuse(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
 
-    with serving(missing) as address, pytest.raises(DataError, match="no such file") as caught:
-        list(read_chunks(address))
-    assert not isinstance(caught.value, RemoteError)
+    with serving(refuse) as address:
+        for read in (fingerprint, lambda path: list(read_chunks(path))):
+            with pytest.raises(DataError) as caught:
+                read(address)
+            bare = address.replace("user:word@", "").removesuffix("?token=secret")
+            assert caught.value.problems == [f"{bare}: {said}"]
+            assert isinstance(caught.value, RemoteError) == is_of_environment
 
 
 @pytest.mark.parametrize("takes_ranges", [True, False])
@@ -200,80 +198,119 @@ def test_a_working_server_is_read_to_the_end(takes_ranges: bool) -> None:
 
 SHA = b"a" * 40
 HUB_FILE = b'{"type": "file", "oid": "%s", "size": 9000, "path": "train.jsonl"}' % SHA
-HUB_SET = b'{"id": "some/rows", "sha": "%s", "siblings": [{"rfilename": "train.jsonl"}]}' % SHA
+HUB_SET = b'{"id": "%s", "sha": "%s", "siblings": [{"rfilename": "train.jsonl"}]}'
+REFUSED = {
+    "org/none": "401 RepoNotFound",
+    "org/gone": "404 ",
+    "org/gated": "403 GatedRepo",
+    "org/private": "401 ",
+    "org/forbidden": "403 ",
+    "org/tagged": "404 RevisionNotFound",
+}
+"""data set -> status and code with which it is refused"""
+HIDDEN = {"": "if it is private, type hf auth login", "hf_x": "your token may not see it"}
+"""token -> what is said of a data set that the hub does not show"""
 READ_HUB = """
-import sys
-from common.errors import RemoteError
+import json, os, sys
+from common.errors import DataError, exit_code
 from data_modules.source import Limits, read_chunks
 limits = Limits(remote_seconds=1.5, remote_bytes_per_second=1 << 20)
-try:
-    for chunk in read_chunks("some/rows", streaming=sys.argv[1] == "streaming", limits=limits):
-        print(chunk.count())
-except RemoteError as error:
-    print(error)
-    sys.exit(3)
+for name, how, token in json.loads(sys.argv[1]):
+    os.environ["HF_TOKEN"] = token
+    try:
+        chunks = read_chunks(name, revision="v9", streaming=how == "streaming", limits=limits)
+        said = [0, sum(chunk.count() for chunk in chunks)]
+    except DataError as error:
+        said = [exit_code(error), str(error)]
+    print(json.dumps([name, how, token, *said]), flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("stalls", "streaming"),
-        ("drips", "downloading"),
-        ("is sound", "streaming"),
-        ("is sound", "downloading"),
-    ],
-)
-def test_a_slow_hub_is_given_up(name: str, how: str, tmp_path: Path) -> None:
-    """A hub with one data set responds at once, but sends the file slowly."""
+def hub(connection: socket.socket, request: bytes) -> None:
+    """Answer as a hub whose data sets are refused, or whose files come slowly, by their names."""
+    path = request.split(b" ")[1].split(b"?")[0]
+    name = b"/".join(path.removeprefix(b"/api").split(b"/")[2:4]).decode()
+    if b"train.jsonl" in path and name not in REFUSED:
+        head = OK + b'ETag: "%s"\r\nX-Repo-Commit: %s\r\n' % (SHA, SHA)
+        # The file is also offered by the protocol of `hf_xet`, which nothing here serves.
+        head += b"X-Xet-Hash: %s\r\nX-Xet-Refresh-Route: /none\r\n" % (SHA + SHA[:24])
+        connection.sendall(head + b"Content-Length: 9000\r\n\r\n")
+        if request.startswith(b"HEAD"):
+            return
+        connection.sendall(ROW * (1000 if name == "org/sound" else 1))
+        while name == "org/drips":
+            connection.sendall(b" ")
+            time.sleep(0.05)
+        time.sleep(60 if name == "org/stalls" else 0)
+        return
+    status, code = REFUSED.get(name, "404 EntryNotFound").split(" ")
+    body = b""
+    # A gated data set lists its files, but refuses to send them.
+    if path.startswith(b"/api/") and (name not in REFUSED or b"/revision/" in path):
+        if name not in REFUSED or code == "GatedRepo":
+            status, code, body = "200", "", HUB_SET % (name.encode(), SHA)
+        if b"/tree/" in path:
+            body = b"[]" if path.endswith(b"/data") else b"[" + HUB_FILE + b"]"
+    error = f"X-Error-Code: {code}\r\n" if code else ""
+    head = f"HTTP/1.1 {status} Said\r\n{error}Content-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
-    def serve(connection: socket.socket, request: bytes) -> None:
-        path = request.split(b" ")[1]
-        if b"train.jsonl" in path:
-            head = OK + b'ETag: "%s"\r\nX-Repo-Commit: %s\r\n' % (SHA, SHA)
-            # The file is also offered by the protocol of `hf_xet`, which nothing here serves.
-            head += b"X-Xet-Hash: %s\r\nX-Xet-Refresh-Route: /none\r\n" % (SHA + SHA[:24])
-            connection.sendall(head + b"Content-Length: 9000\r\n\r\n")
-            if request.startswith(b"HEAD"):
-                return
-            if name == "is sound":
-                connection.sendall(ROW * 1000)
-            else:
-                connection.sendall(ROW)
-                while name == "drips":
-                    connection.sendall(b" ")
-                    time.sleep(0.05)
-                time.sleep(60)
-        elif path.startswith(b"/api/"):
-            body = HUB_SET if b"/tree/" not in path else b"[" + HUB_FILE + b"]"
-            body = b"[]" if path.split(b"?")[0].endswith(b"/data") else body
-            kind = b"Content-Type: application/json\r\n"
-            connection.sendall(OK + kind + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        else:
-            why = b"X-Error-Code: EntryNotFound\r\nContent-Length: 0\r\n\r\n"
-            connection.sendall(b"HTTP/1.1 404 Not Found\r\n" + why)
 
-    with serving(serve) as address:
+@pytest.fixture(scope="module")
+def said_of_hub(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], list[Any]]:
+    """Read each data set, in one process: the hub's library reads its address when imported."""
+    asked = [(name, "downloading", token) for name in REFUSED for token in HIDDEN]
+    asked += [("org/sound", how, "") for how in ("streaming", "downloading")]
+    asked += [("org/stalls", "streaming", ""), ("org/drips", "downloading", "")]
+    with serving(hub) as address:
         place = {
             "HF_ENDPOINT": f"http://127.0.0.1:{urlsplit(address).port}",
-            "HF_HOME": str(tmp_path),
+            "HF_HOME": str(tmp_path_factory.mktemp("hub")),
             "HF_HUB_DOWNLOAD_TIMEOUT": "2",
             "HF_HUB_OFFLINE": "0",
+            "no_proxy": "127.0.0.1",
         }
         read = subprocess.run(
-            [sys.executable, "-c", READ_HUB, how],
+            [sys.executable, "-c", READ_HUB, json.dumps(asked)],
             env={**os.environ, **place},
             capture_output=True,
             text=True,
             timeout=LONGEST,
         )
-    if name == "is sound":
-        assert read.returncode == 0, read.stderr
-        assert sum(map(int, read.stdout.split())) == 1000
-        return
-    assert read.returncode == ENVIRONMENT_ERROR, read.stderr
-    expected = "no answer within" if name == "stalls" else "received "
-    assert "train.jsonl: " in read.stdout and expected in read.stdout
+    assert read.returncode == 0, read.stderr
+    said = map(json.loads, read.stdout.splitlines())
+    return {(name, how, token): [*rest] for name, how, token, *rest in said}
+
+
+def test_a_slow_hub_is_given_up(said_of_hub: dict[tuple[str, ...], list[Any]]) -> None:
+    """A hub that responds at once, but sends a file slowly."""
+    for how in ("streaming", "downloading"):
+        assert said_of_hub["org/sound", how, ""] == [0, 1000]
+    stalled = said_of_hub["org/stalls", "streaming", ""]
+    dripped = said_of_hub["org/drips", "downloading", ""]
+    for (code, message), expected in ((stalled, "no answer within"), (dripped, "received ")):
+        assert code == ENVIRONMENT_ERROR
+        assert "train.jsonl: " in message and expected in message
+
+
+@pytest.mark.parametrize("token", HIDDEN)
+def test_refusals_are_distinguished(
+    token: str, said_of_hub: dict[tuple[str, ...], list[Any]]
+) -> None:
+    messages = {name: said_of_hub[name, "downloading", token][1] for name in REFUSED}
+    assert all(messages[name].startswith(f"{name}: ") for name in REFUSED), messages
+    expected = {
+        "org/none": ("no such data set on the hub (HTTP 401)", HIDDEN[token]),
+        "org/gone": ("no such data set on the hub (HTTP 404)", HIDDEN[token]),
+        "org/gated": ("gated: its owner must grant you access", "/datasets/org/gated"),
+        "org/private": ("(HTTP 401)", "refuses your token" if token else "requires a token"),
+        "org/forbidden": ("(HTTP 403)", "use one with read access"),
+        "org/tagged": ("has no revision v9", "leave revision out"),
+    }
+    for name, words in expected.items():
+        assert all(word in messages[name] for word in words), messages[name]
+        assert "hf_x" not in messages[name]
+    assert ("hf auth login" in messages["org/gated"]) == (not token)
 
 
 READ_XET = """

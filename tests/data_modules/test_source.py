@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import http.server
 import io
 import itertools
 import json
 import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,40 +74,6 @@ def test_json_lines_with_byte_order_mark_and_blank_lines(tmp_path: Path, suffix:
 def test_csv_cells_may_contain_newlines(tmp_path: Path) -> None:
     text = 'a,b\n"x\ny",2\n\nz,3\n'
     assert places(rows_of(tmp_path / "d.csv", text)) == [(2, "x\ny"), (5, "z")]
-
-
-def test_all_broken_lines_are_reported_and_valid_ones_read(tmp_path: Path) -> None:
-    file = tmp_path / "d.jsonl"
-    text = '{"a": 1}\n{"a": }\n{"a": 3}\n[1]\n{"a": 4, "a": 5}\n'
-    assert problems_of(file, text) == [
-        'd.jsonl:2:7 invalid JSON: Expecting value, near `{"a": }`',
-        'd.jsonl:4 is a list, not an object; a row is {"column": value, ...}',
-        "d.jsonl:5 key 'a' occurs twice; keep one of them",
-    ]
-    rows = []
-    with pytest.raises(DataError):
-        for row in read_rows(str(file)):
-            rows.append(row)
-    assert places(rows) == [(1, 1), (3, 3)]
-
-
-def test_folder_and_glob(tmp_path: Path) -> None:
-    for name in ("train-1.jsonl", "train-0.jsonl", "test.jsonl", "notes.md"):
-        (tmp_path / name).write_text(json.dumps({"a": name}) + "\n")
-    names = [row.values["a"] for row in read_rows(str(tmp_path))]
-    assert names == ["train-0.jsonl", "train-1.jsonl"]
-    assert [f.name for f in find_files(str(tmp_path), "test")] == ["test.jsonl"]
-    assert [f.name for f in find_files(str(tmp_path / "t*.jsonl"))] == names
-    with pytest.raises(DataError, match=r"no data file for split 'dev'.*found notes.md"):
-        find_files(str(tmp_path), "dev")
-    with pytest.raises(DataError, match="no file matches"):
-        find_files(str(tmp_path / "*.csv"))
-
-
-def test_folder_without_split_names_is_read_whole(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.json"):
-        (tmp_path / name).write_text('{"a": 1}\n')
-    assert [f.name for f in find_files(str(tmp_path))] == ["a.json", "b.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -527,19 +490,6 @@ def test_unreadable_files_are_reported(tmp_path: Path, monkeypatch: pytest.Monke
                 read(str(file))
 
 
-def test_problems_of_all_files_are_reported_together(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(lines(1) + "broken\n" + "[]\n")
-    with pytest.raises(DataError) as caught:
-        list(read_rows(str(tmp_path)))
-    assert [problem.split("/")[-1][:9] for problem in caught.value.problems] == [
-        "a.jsonl:2",
-        "a.jsonl:3",
-        "b.jsonl:2",
-        "b.jsonl:3",
-    ]
-
-
 @pytest.fixture
 def memory() -> Any:
     """Return fsspec's in-memory file system, emptied."""
@@ -603,42 +553,6 @@ def test_url_without_its_package_names_what_to_install(monkeypatch: pytest.Monke
         numbers("s3://bucket/d.jsonl")
 
 
-@pytest.fixture
-def server() -> Iterator[str]:
-    """Return the address of a server that answers with the status in the path."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(int(self.path.split("/")[1]))
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_HEAD = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_port}"
-        listening.shutdown()
-        thread.join()
-
-
-def test_http_status_is_reported(server: str) -> None:
-    for status, message in (
-        (404, "no such file"),
-        (403, "cannot be read: the server returned 403 Forbidden"),
-        (500, "cannot be read: the server returned 500 Internal Server Error"),
-    ):
-        address = f"{server}/{status}/d.jsonl"
-        for ask in (numbers, fingerprint):
-            with pytest.raises(DataError) as caught:
-                ask(f"{address}?token=secret")
-            assert caught.value.problems == [f"{address}: {message}"]
-
-
 def test_host_that_cannot_be_reached_is_named() -> None:
     for address, host in (
         ("http://127.0.0.1:1/d.jsonl?token=secret", "127.0.0.1:1"),
@@ -660,19 +574,6 @@ def test_secrets_of_a_url_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_url(address) and is_remote(address) and not is_url("data/d.jsonl")
 
 
-def test_remote_file_that_changes_is_reported(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "CHUNK_BYTES", 1000)
-    memory.pipe("/data/d.jsonl", lines(*range(3000)).encode())
-    before = fingerprint("memory://data/d.jsonl")
-    assert before == fingerprint("memory://data/d.jsonl") and len(before) == 64
-    chunks = read_chunks("memory://data/d.jsonl")
-    next(chunks)
-    memory.pipe("/data/d.jsonl", lines(*range(3001)).encode())
-    with pytest.raises(DataError, match=r"memory://data/d\.jsonl: changed while it was being read"):
-        list(chunks)
-    assert fingerprint("memory://data/d.jsonl") != before
-
-
 def test_a_change_is_detected_despite_the_listing_cache(
     memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -685,11 +586,13 @@ def test_a_change_is_detected_despite_the_listing_cache(
     monkeypatch.setattr(type(memory), "info", remembered)
     monkeypatch.setattr(type(memory), "invalidate_cache", lambda self, path=None: seen.clear())
     memory.pipe("/data/d.jsonl", lines(0, 1).encode())
+    before = fingerprint("memory://data/d.jsonl")
     chunks = read_chunks("memory://data/d.jsonl")
     next(chunks)
     memory.pipe("/data/d.jsonl", lines(0, 1, 2).encode())
-    with pytest.raises(DataError, match="changed while it was being read"):
+    with pytest.raises(DataError, match=r"memory://data/d\.jsonl: changed while it was being read"):
         list(chunks)
+    assert fingerprint("memory://data/d.jsonl") != before
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -757,8 +660,7 @@ def origins(path: str, **settings: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("num_shards", [1, 4])
+@pytest.mark.parametrize(("streaming", "num_shards"), [(False, 1), (True, 1), (True, 4)])
 def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, streaming: bool, num_shards: int) -> None:
     hub = Hub(monkeypatch, counted(2500), num_shards)
     settings: dict[str, Any] = {"revision": "v1", "streaming": streaming}
@@ -825,16 +727,14 @@ def test_row_of_the_hub_above_the_limit_is_reported(monkeypatch: pytest.MonkeyPa
         assert f"{size}; data.max_row_bytes is 100" in bad.reason
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_an_unexpected_commit_is_reported(monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+def test_an_unexpected_commit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(monkeypatch, counted(3))
     assert resolved_revision("owner/name") == fingerprint("owner/name") == COMMIT
-    assert numbers("owner/name", streaming=streaming) == [0, 1, 2]
     # As where the network breaks off, and `datasets` takes what was downloaded before.
     hub.given = COMMIT[::-1]
     for revision in (None, "v1", COMMIT):
         with pytest.raises(DataError, match=f"received commit {COMMIT[::-1]} instead of {COMMIT}"):
-            numbers("owner/name", revision=revision, streaming=streaming)
+            numbers("owner/name", revision=revision)
 
 
 def unreachable(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
@@ -849,9 +749,8 @@ def unreachable(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None)
     monkeypatch.setattr("datasets.load_dataset_builder", lambda *_, **__: pytest.fail("called"))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 def test_hub_that_cannot_be_reached_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub.errors
 
@@ -865,7 +764,7 @@ def test_hub_that_cannot_be_reached_is_reported(
         unreachable(monkeypatch, error)
         start = r"^owner/name: no such file here, the Hugging Face hub cannot be reached .*"
         with pytest.raises(DataError, match=start + cause + r".*; give a local file.*HF_HOME"):
-            numbers("owner/name", streaming=streaming)
+            numbers("owner/name")
         assert resolved_revision("owner/name") is None
         assert fingerprint("owner/name") == ""
 
@@ -889,14 +788,12 @@ def test_a_downloaded_copy_is_read_offline(
     unreachable(monkeypatch)
     for revision in (None, "main", COMMIT):
         settings: dict[str, Any] = {"revision": revision, "streaming": streaming}
-        assert numbers("owner/name", **settings) == [0, 1, 2, 3, 4]
         assert numbers("owner/name", "train[3:]+test[:1]", **settings) == [3, 4, 0]
         assert resolved_revision("owner/name", revision) == COMMIT
     assert fingerprint("owner/name") == COMMIT
     assert resolved_revision("owner/name", "v1") is None
-    for revision in ("v1", COMMIT[::-1]):
-        with pytest.raises(DataError, match=f"is of commit {COMMIT}, revision '{revision}'"):
-            numbers("owner/name", revision=revision, streaming=streaming)
+    with pytest.raises(DataError, match=f"is of commit {COMMIT}, revision 'v1'"):
+        numbers("owner/name", revision="v1", streaming=streaming)
 
 
 def test_an_invalid_hub_name_is_reported() -> None:
