@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from data_modules.audit.figures import Audit as Audit
+    from data_modules.audit.findings import Audit as Audit
     from data_modules.collator import Batch as Batch
     from data_modules.collator import DecoderInputs as DecoderInputs
     from data_modules.collator import SequenceSlice as SequenceSlice
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from data_modules.types import Turn as Turn
 
 _NAMES = {
-    "audit.figures": ("Audit",),
+    "audit.findings": ("Audit",),
     "collator": ("Batch", "DecoderInputs", "SequenceSlice", "deal_columns"),
     "datamodule": ("FinetuneDataModule", "StepRow"),
     "packing": ("fit_accumulation",),

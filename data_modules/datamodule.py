@@ -32,7 +32,7 @@ from common.errors import DataError, Origin
 from common.limited import ProcessLimits
 from common.redaction import redacted
 from common.text import percent
-from data_modules.audit.figures import Audit
+from data_modules.audit.findings import Audit
 from data_modules.collator import Batch, Collator
 from data_modules.format import KTO, label_text
 from data_modules.packing import (

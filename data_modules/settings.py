@@ -16,7 +16,7 @@ from common.facts import check_values, setting
 from common.text import printable
 from data_modules import format as formats
 from data_modules import source
-from data_modules.audit.rules import AuditConfig
+from data_modules.audit.findings import AuditConfig
 from data_modules.tokens.encode import BadRows, Rejected, chunks_of, find_format, read_chunk
 from data_modules.types import Tokens
 

@@ -1,7 +1,7 @@
 """Audit the data before training: count each data set, and compare training with held-out rows.
 
-rules.py decides what the counts mean. Never changes a row, and never raises: `Audit.check` does, so
-that a preview can show the rows with problems.
+findings.py decides what the counts mean. Never changes a row, and never raises: `Audit.check` does,
+so that a preview can show the rows with problems.
 
 Overlap: the n-grams of `input_ids` that a held-out document shares with training documents. One
 n-gram alone means little: in unrelated real data up to nine of ten documents share one with another
@@ -22,14 +22,17 @@ import numpy as np
 import numpy.typing as npt
 
 from common.text import percent
-from data_modules.audit.figures import (
+from data_modules.audit.findings import (
     Audit,
+    AuditConfig,
     AuditWarning,
     BenchmarkAudit,
     DatasetAudit,
+    DatasetFacts,
+    RunSettings,
+    apply_rules,
     count_of,
 )
-from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, apply_rules
 
 if TYPE_CHECKING:
     from data_modules.tokens.store import Examples as Columns

@@ -13,8 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from common.text import listed
-from data_modules.format.fields import FLAGS, MASK_KEYS, RowError, is_flag, is_turns
-from data_modules.format.tokens import DOCUMENT_IDS, MASKS, PACKED
+from data_modules.format.fields import (
+    DOCUMENT_IDS,
+    FLAGS,
+    MASK_KEYS,
+    MASKS,
+    PACKED,
+    RowError,
+    is_flag,
+    is_turns,
+)
 from data_modules.format.turns import (
     CALL_ROLES,
     CONTENT_FIELDS,

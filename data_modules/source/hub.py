@@ -6,26 +6,30 @@ interprets a row.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from common.errors import DataError, Origin, RemoteError
 from common.text import reason_of
-from data_modules.source.limits import Limits
+from data_modules.source.locating import Part, rows_of, take
 from data_modules.source.opening import (
+    BLOCK_BYTES,
+    TRY_AGAIN,
     BadRow,
     Chunk,
-    Part,
+    Limits,
+    Url,
+    answer_within,
     grouped,
-    rows_of,
-    take,
     too_large,
+    too_slow,
 )
-from data_modules.source.remote import HubPace
 from data_modules.source.tables import BatchChunk, restore
 from data_modules.types import Row
 
@@ -106,10 +110,93 @@ def read_hub(
 def limit_hub(seconds: float, bytes_per_second: int) -> None:
     """Limit how slow the hub may be, once: replacing the client again would break open streams."""
     limits = Limits(remote_seconds=seconds, remote_bytes_per_second=bytes_per_second)
-    HubPace(limits).limit()
+    _HubPace(limits).limit()
     # `hf_xet` opens its own connections, and reads its limits at the first one.
     for name in ("CONNECT_TIMEOUT", "READ_TIMEOUT", "RETRY_MAX_DURATION"):
         os.environ.setdefault(f"HF_XET_CLIENT_{name}", f"{seconds * 1000:.0f}ms")
+
+
+class _HubPace:
+    """Abort downloads from the Hugging Face hub that are too slow or silent, before any retries.
+
+    Does not cover models downloaded by `hf_xet`, which has its own limit for silence but none for a
+    low rate. Data sets are downloaded without it.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._silent = 0.0
+        self._client: Any = None
+
+    def limit(self) -> None:
+        """Make huggingface_hub send its requests through this limiter from now on."""
+        import huggingface_hub
+
+        self._client = huggingface_hub.get_session()
+        huggingface_hub.set_client_factory(self._build_client)
+
+    def _build_client(self) -> Any:
+        """Return a client like the library's own, with timed responses."""
+        default = self._client
+        # httpx or httpx2, depending on the version of huggingface_hub.
+        library = importlib.import_module(type(default).__module__.partition(".")[0])
+        client = type(default)(event_hooks=default.event_hooks, follow_redirects=True, timeout=None)
+        send = client.send
+
+        class Timed(library.SyncByteStream):  # type: ignore[name-defined]
+            def __init__(self, stream: Any, url: Url, pace: _HubPace) -> None:
+                self._stream, self._url, self._pace = stream, url, pace
+
+            def __iter__(self) -> Iterator[bytes]:
+                return self._pace.timed(self._stream, self._url, library.TimeoutException)
+
+            def close(self) -> None:
+                self._stream.close()
+
+        def send_timed(request: Any, *, stream: bool = False, **options: Any) -> Any:
+            url, started = Url(str(request.url)), time.monotonic()
+            try:
+                answer = partial(send, request, stream=True, **options)
+                response = answer_within(self._limits, answer)
+            except (library.TimeoutException, TimeoutError) as error:
+                self._count_silence(url, started, error)
+                raise
+            self._silent = 0.0
+            response.stream = Timed(response.stream, url, self)
+            if not stream:
+                response.read()
+            return response
+
+        client.send = send_timed
+        return client
+
+    def timed(self, stream: Any, url: Url, timeout: type[Exception]) -> Iterator[bytes]:
+        """Yield the received bytes; raises RemoteError if they are too slow."""
+        limits = self._limits
+        allowed = limits.remote_seconds + BLOCK_BYTES / limits.remote_bytes_per_second
+        block, waited, started = 0, 0.0, time.monotonic()
+        try:
+            for data in stream:
+                self._silent = 0.0
+                block, waited = block + len(data), waited + time.monotonic() - started
+                if waited > allowed:
+                    raise RemoteError(f"{url}: {too_slow(block, waited, limits)}")
+                if block >= BLOCK_BYTES:
+                    block, waited = 0, 0.0
+                yield data
+                started = time.monotonic()  # excludes the reader's own time
+        except timeout as error:
+            self._count_silence(url, started, error)
+            raise
+
+    def _count_silence(self, url: Url, started: float, error: Exception) -> None:
+        self._silent += time.monotonic() - started
+        seconds = self._limits.remote_seconds
+        if self._silent >= seconds:
+            raise RemoteError(
+                f"{url}: no answer within {self._silent:.1f} seconds; data.limits.remote_seconds "
+                f"is {seconds:g}; {TRY_AGAIN}"
+            ) from error
 
 
 @contextmanager

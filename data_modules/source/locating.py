@@ -1,4 +1,4 @@
-"""Resolve a path to files, on disk or remote, and detect that a file has changed.
+"""Resolve a path and a split to files, on disk or remote, and to a slice of their rows.
 
 Decides, as the Hugging Face library `datasets` does, which names are not data, which split a name
 belongs to, what the card of a data set (README.md) declares, and which shards are missing. Never
@@ -13,25 +13,27 @@ import glob
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from common.errors import DataError, Problems
 from common.text import listed, reason_of, shown
-from data_modules.source.limits import Limits
 from data_modules.source.opening import (
     Chunk,
     File,
+    Limits,
     ReadOptions,
+    Url,
     open_stored,
+    query_remote,
     special_file,
     stem_of,
     suffix_of,
 )
-from data_modules.source.remote import REMOTE_MARKS, Url, fresh_info, list_urls, query_remote
 from data_modules.source.tables import read_arrow, read_csv, read_parquet
 from data_modules.source.text import read_json, read_jsonl, read_txt
 
@@ -58,6 +60,12 @@ _HUB_SHARD = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b.*")
 _SHARD = re.compile(r"(.*?)(\d+)[-_]of[-_](\d+)(.*)", re.DOTALL)
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*$", re.DOTALL | re.MULTILINE)
 _MAX_MISSING = 1000
+_BOUND = r"-?\d[\d_]*(?:\.\d+)?%?"
+_PART = re.compile(rf"([\w.-]+)(?:\[({_BOUND})?:({_BOUND})?\])?")
+_REMOTE_MARKS = (
+    *("ETag", "etag", "md5Hash", "sha256", "LastModified", "last_modified", "updated", "mtime"),
+    *("created", "blob_id", "last_commit"),
+)
 READERS: dict[str, Callable[[File, ReadOptions], Iterator[Chunk]]] = {
     ".json": read_json,
     ".jsonl": read_jsonl,
@@ -146,8 +154,14 @@ def stamp_of(file: File) -> object:
         except OSError as error:
             return str(error)
         return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+    def fresh_info(file_system: Any, place: str) -> dict[str, Any]:
+        file_system.invalidate_cache(place)
+        found: dict[str, Any] = file_system.info(place)
+        return found
+
     info = query_remote(file, fresh_info)
-    values = [str(info[key]) for key in REMOTE_MARKS if info.get(key)]
+    values = [str(info[key]) for key in _REMOTE_MARKS if info.get(key)]
     return (info.get("size"), *values) if values else None
 
 
@@ -168,8 +182,11 @@ def _check_readable(path: str, name: str) -> None:
 
 def _remote_files(url: Url, split: str, name: str | None) -> Found:
     if "*" in url.address:
-        found = query_remote(url, lambda fs, place: list_urls(url, fs, fs.glob(place)))
-        return _matching(str(url), {str(file): file for file in found}, split)
+        found = query_remote(
+            url, lambda fs, place: [*map(fs.unstrip_protocol, sorted(fs.glob(place)))]
+        )
+        files = [Url(address, url.limits) for address in found]
+        return _matching(str(url), {str(file): file for file in files}, split)
     if _is_readable(url.name):
         # Checks that its package is installed before anything is read.
         query_remote(url, lambda fs, place: None)
@@ -205,7 +222,7 @@ def _matching(path: str, matches: Mapping[str, File], split: str) -> Found:
     missing = ((n, PurePosixPath(n).name.replace("*", ".x")) for n in missing_shards(chosen))
     _check_shards(path, [n for n, name in missing if fnmatch.fnmatchcase(name, bare)])
     files = [matches[inner[n]] for n in chosen]
-    _check_regular([file for file in files if isinstance(file, Path)])
+    _check_regular(files)
     return Found(files, _notes(junk, [n for n in names if n not in chosen]))
 
 
@@ -364,7 +381,7 @@ def _checked(folder: _Folder, names: Sequence[str], split: str, notes: list[str]
         raise DataError(_no_split(folder, split, folder.names(0)))
     _check_shards(str(folder), list(missing_shards(names)))
     files = [folder.file(name) for name in names]
-    _check_regular([file for file in files if isinstance(file, Path)])
+    _check_regular(files)
     return Found(files, notes)
 
 
@@ -388,13 +405,13 @@ def _notes(junk: Sequence[str], others: Sequence[str]) -> list[str]:
     return [f"left out {len(names):,} {kind}: {listed(names)}" for kind, names in kinds if names]
 
 
-def _check_regular(files: Sequence[Path]) -> None:
+def _check_regular(files: Sequence[File]) -> None:
     """Raise DataError for entries of a folder or a pattern that are not regular files.
 
     Skipping them silently would lose a part of the data.
     """
     problems = Problems()
-    for file in files:
+    for file in (file for file in files if isinstance(file, Path)):
         problem = special_file(file)
         if problem is None and not file.exists():
             problem = f"{file}: is a link to a missing file; restore the file"
@@ -597,3 +614,97 @@ def _inside(path: Any) -> str:
     if not isinstance(path, str) or "://" in path or ".." in parts or parts[:1] == ("/",):
         raise DataError(f"its path {shown(str(path))!r} does not lead into this folder; correct it")
     return str(PurePosixPath(path)) if parts else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A split and a slice of its rows, whose ends are as typed: 10, -10 (from the end) or 10%."""
+
+    name: str
+    start: str = ""
+    stop: str = ""
+
+    @property
+    def needs_total(self) -> bool:
+        """Return whether the slice depends on the number of rows."""
+        ends = filter(None, (self.start, self.stop))
+        return any(end.endswith("%") or _value(end) < 0 for end in ends)
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.start}:{self.stop}]" if self.start or self.stop else self.name
+
+
+def check_split(split: str) -> list[Part]:
+    """Return the parts of `split`, as in `train[:90%]+validation`; raises ValueError."""
+    return [_parse_part(part) for part in split.split("+")]
+
+
+def _parse_part(text: str) -> Part:
+    match = _PART.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(
+            f"split '{text}' cannot be read; use NAME, NAME[:90%], NAME[100:200] or NAME+NAME"
+        )
+    part = Part(match[1], match[2] or "", match[3] or "")
+    for end in filter(None, (part.start, part.stop)):
+        if end.endswith("%") and abs(_value(end)) > 100:
+            raise ValueError(f"split '{text}' has {end}; use a percentage up to 100")
+        if not end.endswith("%") and _value(end).denominator != 1:
+            raise ValueError(f"split '{text}' has row {end}; use a whole number, or a percentage")
+    # -10 and 90 cannot be compared until the rows are counted.
+    kinds = {(end.endswith("%"), _value(end) < 0) for end in (part.start, part.stop) if end}
+    if part.start and part.stop and len(kinds) == 1 and _value(part.start) >= _value(part.stop):
+        raise ValueError(f"split '{text}' has no row: its end is not after its start")
+    return part
+
+
+def _value(end: str) -> Fraction:
+    return Fraction(end.removesuffix("%").replace("_", ""))
+
+
+def _row_at(end: str, total: int) -> int:
+    """Return the row number, from 0; a percentage gives the same row as start and as stop."""
+    value, is_percent = _value(end), end.endswith("%")
+    if value < 0:
+        value += 100 if is_percent else total
+    return min(total, max(0, round(value * total / 100) if is_percent else int(value)))
+
+
+def rows_of(path: str, part: Part, total: int | None) -> tuple[int, int | None]:
+    """Return the first row of the slice, from 0, and the row after the last; raises DataError."""
+    known = total if total is not None else 1 << 62
+    start = _row_at(part.start, known) if part.start else 0
+    stop = _row_at(part.stop, known) if part.stop else None
+    is_empty = start == total or (stop is not None and stop <= start)
+    if is_empty and (part.start or part.stop):
+        rows = "" if total is None else f" of {total:,} rows"
+        raise DataError(f"{path}: 0 rows in '{part}'{rows}; give another slice")
+    return start, stop
+
+
+def take(
+    chunks: Iterator[Chunk], start: int, stop: int | None, shard: tuple[int, int] = (0, 1)
+) -> Generator[Chunk, None, int]:
+    """Yield every count-th of the rows from `start` to `stop`; return the number of rows read.
+
+    Rows are not counted if all of them are taken.
+    """
+    index, count = shard
+    position = 0
+    if start == 0 and stop is None and count == 1:
+        yield from chunks
+        return position
+    for chunk in chunks:
+        num_rows = chunk.count()
+        first = max(start - position, 0)
+        last = num_rows if stop is None else min(stop - position, num_rows)
+        offset = (index - (position + first - start)) % count
+        kept = range(num_rows)[first:last][offset::count]
+        position += num_rows
+        if len(kept) == num_rows:
+            yield chunk
+        elif kept:
+            yield chunk.select(kept)
+        if stop is not None and position >= stop:
+            break
+    return position

@@ -1,8 +1,8 @@
-"""Open one file, on disk or remote, decompressed and within a budget; the chunks of its rows.
+"""Open one file, on disk or remote, decompressed and within its limits; the chunks of its rows.
 
-Decides what may be opened under which name. Rows are passed on in chunks, which are parsed when
-they are needed, in any process, with bad rows in place; also which of them a slice of a split has,
-as `train[:90%]+validation`. Never interprets a row.
+Decides what may be opened under which name, what a file or a row may take (data.limits), and when a
+server is too slow or silent for too long. Rows are passed on in chunks, which are parsed when they
+are needed, in any process, with bad rows in place. Never interprets a row.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 from common.errors import DataError, Origin, RemoteError
+from common.facts import setting
 from common.files import kind_of
-from common.text import unreadable
-from data_modules.source.limits import MAX_ROW_BYTES, Limits, too_many
-from data_modules.source.remote import BLOCK_BYTES, RemoteStream, Url
+from common.limited import LimitError, call_within
+from common.text import printable, reason_of, unreadable
 from data_modules.types import Row
 
+MAX_ROW_BYTES = 16 << 20
+"""default limit of a row"""
+_MAX_NESTING = 400
 CHUNK_BYTES = 1 << 20
 _SNIFFED_BYTES = 1 << 16
 _UTF8_MARK = b"\xef\xbb\xbf"
@@ -47,12 +51,253 @@ _NO_TEXT = {
 }
 FREE_EXPANSION = 16 << 20
 """decompressed bytes that are accepted whatever the ratio"""
-File = Path | Url
 MAX_RAW = 2000
 """characters of a bad row's text that are stored"""
 _CHUNK_ROWS = 1000
-_BOUND = r"-?\d[\d_]*(?:\.\d+)?%?"
-_PART = re.compile(rf"([\w.-]+)(?:\[({_BOUND})?:({_BOUND})?\])?")
+BLOCK_BYTES = 1 << 20
+"""bytes over which the rate of a server is measured"""
+TRY_AGAIN = "try again later, download the file and give its path, or raise the limit"
+Answer = TypeVar("Answer")
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
+"""protocol -> package with its file system; the extra `remote` has them all"""
+
+
+@dataclass(kw_only=True, slots=True)
+class Limits:
+    """Limits of what is read; a file, or a row, beyond a limit is refused."""
+
+    rows: int = setting(100_000_000, gt=0, le=1 << 40)
+    """maximum rows of a data set; each takes about 100 bytes of memory while training"""
+    columns: int = setting(10_000, gt=0)
+    """maximum columns of a file, and keys of one object in a row"""
+    key_chars: int = setting(1_000, gt=0)
+    """maximum characters of a column's name, and of a key in a row"""
+    nesting: int = setting(
+        100, gt=0, le=_MAX_NESTING, note="Python and chat templates cannot nest deeper"
+    )
+    """maximum depth of nested lists and objects in a row"""
+    expansion: int = setting(200, gt=0)
+    """maximum ratio of decompressed to compressed size (gz, zst, parquet, arrow); files of less
+    than 16 MiB decompressed are always accepted"""
+    remote_seconds: float = setting(30.0, gt=0)
+    """time-out of a URL's server, to answer and between two pieces of data, in seconds"""
+    remote_bytes_per_second: int = setting(20_000, gt=0)
+    """minimum rate of a download in bytes a second, over each MiB after remote_seconds; slower ones
+    are aborted"""
+    remote_bytes: int = setting(1 << 40, gt=0, le=1 << 60)
+    """maximum bytes downloaded from one URL"""
+
+
+def too_many(what: str, seen: str, name: str, limit: float) -> str:
+    """Return the message that limit `name` is exceeded, with what to type if the data is right."""
+    return f"{what} {seen}; data.limits.{name} is {limit:,}; raise it if the data is right"
+
+
+def nesting_error(values: Any, limits: Limits) -> str | None:
+    """Return why nested values are refused; None if they are not."""
+    level: list[Any] = [values]
+    for _ in range(limits.nesting):
+        level = [
+            child
+            for value in level
+            for child in (value.values() if isinstance(value, dict) else value)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return None
+    return too_deep(limits)
+
+
+def too_deep(limits: Limits) -> str:
+    """Return the message that a value is nested too deeply."""
+    return too_many("is nested", f"more than {limits.nesting:,} deep", "nesting", limits.nesting)
+
+
+def names_error(names: Collection[str], limits: Limits) -> str | None:
+    """Return why column names, or the keys of an object, are refused; None if they are not."""
+    if len(names) > limits.columns:
+        return too_many("has", f"{len(names):,} columns or keys", "columns", limits.columns)
+    longest = max(map(len, names), default=0)
+    if longest > limits.key_chars:
+        return too_many("has", f"a key of {longest:,} characters", "key_chars", limits.key_chars)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """The URL of a file for fsspec; its string has no password and no query."""
+
+    address: str
+    limits: Limits = field(default_factory=Limits, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return PurePosixPath(str(self)).name
+
+    @property
+    def suffix(self) -> str:
+        """The suffix of its name."""
+        return PurePosixPath(self.name).suffix
+
+    def open(self) -> IO[bytes]:
+        """Open it; raises what its file system raises."""
+        import fsspec
+
+        stream: IO[bytes] = fsspec.open(self.address, "rb", **self.options()).open()
+        return stream
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of its fsspec file system."""
+        if not self.address.startswith(("http://", "https://")):
+            return {}
+        import aiohttp
+
+        seconds = self.limits.remote_seconds
+        # The default aborts a request after five minutes, even one that makes progress.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
+        return {"block_size": BLOCK_BYTES, "client_kwargs": {"timeout": timeout}}
+
+    def __str__(self) -> str:
+        return re.sub(r"(?<=://)[^/@]*@", "", self.address).split("?")[0].split("#")[0]
+
+
+File = Path | Url
+
+
+def answer_within(limits: Limits, ask: Callable[[], Answer]) -> Answer:
+    """Return what `ask` returns; raises TimeoutError after `limits.remote_seconds`."""
+    seconds = limits.remote_seconds
+    try:
+        return call_within(seconds, ask)
+    except LimitError as error:
+        raise TimeoutError(
+            f"no answer within {seconds:g} seconds (data.limits.remote_seconds); {TRY_AGAIN}"
+        ) from error
+
+
+def too_slow(num_bytes: int, seconds: float, limits: Limits) -> str:
+    return (
+        f"received {num_bytes:,} bytes in {seconds:.0f} seconds; "
+        f"data.limits.remote_bytes_per_second is {limits.remote_bytes_per_second:,}; {TRY_AGAIN}"
+    )
+
+
+class RemoteStream(io.RawIOBase):
+    """A remote file; reading raises TimeoutError if the server is too slow, OSError beyond a limit.
+
+    Each MiB may take `remote_seconds` plus its time at `remote_bytes_per_second`.
+    """
+
+    def __init__(self, opener: Callable[[], IO[bytes]], limits: Limits) -> None:
+        super().__init__()
+        self._limits = limits
+        self._stream = answer_within(limits, opener)
+        self._position = self._num_bytes = self._block = 0
+        self._waited = 0.0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return whether the server supports ranges."""
+        return self._stream.seekable()
+
+    def tell(self) -> int:
+        """Return the position of the next byte."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position; nothing is downloaded yet."""
+        self._position = self._stream.seek(offset, whence)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Download up to `len(buffer)` bytes."""
+        limits = self._limits
+        allowed = limits.remote_seconds + BLOCK_BYTES / limits.remote_bytes_per_second
+        size = min(len(buffer), BLOCK_BYTES)
+        started = time.monotonic()
+        try:
+            data = call_within(max(0.0, allowed - self._waited), lambda: self._stream.read(size))
+        except LimitError as error:
+            raise TimeoutError(too_slow(self._block, allowed, limits)) from error
+        buffer[: len(data)] = data
+        self._waited += time.monotonic() - started
+        self._position += len(data)
+        self._num_bytes += len(data)
+        self._block += len(data)
+        if self._block >= BLOCK_BYTES:
+            self._block, self._waited = 0, 0.0
+        if self._num_bytes > (most := limits.remote_bytes):
+            raise OSError(too_many("sends", f"more than {most:,} bytes", "remote_bytes", most))
+        return len(data)
+
+    def close(self) -> None:
+        """Close the remote file."""
+        if not self.closed:
+            self._stream.close()
+        super().close()
+
+
+def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
+    """Return `ask(file system, path)` for a URL; raises DataError with the reason of a failure."""
+    import fsspec
+
+    def answer() -> Any:
+        try:
+            file_system, place = fsspec.core.url_to_fs(url.address, **url.options())
+        except ValueError as error:
+            known = "give a URL of https, s3, gs, ..."
+            raise DataError(f"{url}: {reason_of(error)}; {known}") from error
+        return ask(file_system, place)
+
+    try:
+        return answer_within(url.limits, answer)
+    except ImportError as error:
+        package = PACKAGES.get(url.address.partition("://")[0].rpartition("::")[2])
+        # Naming datasets makes pip keep the fsspec that it needs.
+        install = f"; pip install {package} datasets" if package else ""
+        raise DataError(
+            f"{url}: needs a package that is not installed ({reason_of(error)}){install}"
+        ) from error
+    except FileNotFoundError as error:
+        raise _not_found_error(url, error.__cause__) from error
+    except DataError:
+        raise
+    except Exception as error:
+        # Each remote file system raises errors of its own.
+        raise RemoteError(unreadable(url, error)) from error
+
+
+def _not_found_error(url: Url, cause: BaseException | None) -> DataError:
+    """Return the true reason of a FileNotFoundError: fsspec raises it for any failure over http."""
+    if cause is not None and url.address.startswith(("http://", "https://")):
+        import asyncio
+
+        import aiohttp
+
+        if isinstance(cause, aiohttp.ClientResponseError) and cause.status != 404:
+            kind = DataError if 400 <= cause.status < 500 else RemoteError
+            return kind(
+                f"{url}: cannot be read: the server returned {cause.status} "
+                f"{printable(cause.message)}"
+            )
+        if isinstance(cause, (aiohttp.ClientConnectionError, asyncio.TimeoutError)):
+            reason = reason_of(cause) if isinstance(cause, Exception) else ""
+            return RemoteError(
+                f"{url}: host {urlsplit(str(url)).netloc} cannot be reached ({reason}; no "
+                "network?); check the address, or give a local file"
+            )
+    return DataError(f"{url}: no such file")
 
 
 @dataclass(slots=True)
@@ -336,126 +581,3 @@ class ReadOptions:
     budget: Budget | None = None
     max_row_bytes: int = MAX_ROW_BYTES
     limits: Limits = field(default_factory=Limits)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """One end of a slice: a row number, counted from the end if negative, or a percentage."""
-
-    value: Fraction
-    is_percent: bool
-
-    @property
-    def needs_total(self) -> bool:
-        """Return whether it depends on the number of rows."""
-        return self.is_percent or self.value < 0
-
-    def resolve(self, total: int) -> int:
-        """Return the row number, from 0; a percentage gives the same row as start and as stop."""
-        if self.is_percent:
-            value = self.value + 100 if self.value < 0 else self.value
-            return min(total, max(0, round(value * total / 100)))
-        value = self.value + total if self.value < 0 else self.value
-        return min(total, max(0, int(value)))
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The name of a split and a slice of its rows."""
-
-    name: str
-    start: _Bound | None = None
-    stop: _Bound | None = None
-
-    @property
-    def needs_total(self) -> bool:
-        """Return whether the slice depends on the number of rows."""
-        return any(bound is not None and bound.needs_total for bound in (self.start, self.stop))
-
-    @property
-    def is_sliced(self) -> bool:
-        """Return whether it is a slice and not the whole split."""
-        return self.start is not None or self.stop is not None
-
-    def __str__(self) -> str:
-        def text(bound: _Bound | None) -> str:
-            if bound is None:
-                return ""
-            return f"{float(bound.value):g}%" if bound.is_percent else str(bound.value)
-
-        cut = f"[{text(self.start)}:{text(self.stop)}]" if self.is_sliced else ""
-        return f"{self.name}{cut}"
-
-
-def check_split(split: str) -> list[Part]:
-    """Return the parts of `split`, as in `train[:90%]+validation`; raises ValueError."""
-    return [_parse_part(part) for part in split.split("+")]
-
-
-def rows_of(path: str, part: Part, total: int | None) -> tuple[int, int | None]:
-    """Return the first row of the slice, from 0, and the row after the last; raises DataError."""
-    known = total if total is not None else 1 << 62
-    start = 0 if part.start is None else part.start.resolve(known)
-    stop = None if part.stop is None else part.stop.resolve(known)
-    if part.is_sliced and (start == total or (stop is not None and stop <= start)):
-        rows = "" if total is None else f" of {total:,} rows"
-        raise DataError(f"{path}: 0 rows in '{part}'{rows}; give another slice")
-    return start, stop
-
-
-def take(
-    chunks: Iterator[Chunk], start: int, stop: int | None, shard: tuple[int, int] = (0, 1)
-) -> Generator[Chunk, None, int]:
-    """Yield every count-th of the rows from `start` to `stop`; return the number of rows read.
-
-    Rows are not counted if all of them are taken.
-    """
-    index, count = shard
-    position = 0
-    if start == 0 and stop is None and count == 1:
-        yield from chunks
-        return position
-    for chunk in chunks:
-        num_rows = chunk.count()
-        first = max(start - position, 0)
-        last = num_rows if stop is None else min(stop - position, num_rows)
-        offset = (index - (position + first - start)) % count
-        kept = range(num_rows)[first:last][offset::count]
-        position += num_rows
-        if len(kept) == num_rows:
-            yield chunk
-        elif kept:
-            yield chunk.select(kept)
-        if stop is not None and position >= stop:
-            break
-    return position
-
-
-def _parse_part(text: str) -> Part:
-    match = _PART.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(
-            f"split '{text}' cannot be read; use NAME, NAME[:90%], NAME[100:200] or NAME+NAME"
-        )
-    start, stop = (
-        None if bound is None else _parse_bound(bound, text) for bound in match.groups()[1:]
-    )
-    # -10 and 90 cannot be compared until the rows are counted.
-    if (
-        start is not None
-        and stop is not None
-        and (start.is_percent, start.value < 0) == (stop.is_percent, stop.value < 0)
-        and start.value >= stop.value
-    ):
-        raise ValueError(f"split '{text}' has no row: its end is not after its start")
-    return Part(match[1], start, stop)
-
-
-def _parse_bound(text: str, whole: str) -> _Bound:
-    is_percent = text.endswith("%")
-    value = Fraction(text.removesuffix("%").replace("_", ""))
-    if is_percent and abs(value) > 100:
-        raise ValueError(f"split '{whole}' has {text}; use a percentage up to 100")
-    if not is_percent and value.denominator != 1:
-        raise ValueError(f"split '{whole}' has row {text}; use a whole number, or a percentage")
-    return _Bound(value, is_percent)

@@ -20,19 +20,22 @@ from typing import Any
 from common.errors import DataError, Origin
 from common.text import MAX_SHOWN, listed, reason_of, shown
 from data_modules.source import opening
-from data_modules.source.limits import Limits, names_error, nesting_error, too_deep
 from data_modules.source.opening import (
     MAX_RAW,
     BadRow,
     Chunk,
     Content,
     File,
+    Limits,
     ReadOptions,
     check_expansion,
     grouped,
+    names_error,
+    nesting_error,
     not_utf8,
     open_seekable,
     open_text,
+    too_deep,
     too_large,
 )
 from data_modules.types import Row, Struct

@@ -16,7 +16,6 @@ from typing import Any
 
 from common.errors import DataError, Origin
 from common.text import shown
-from data_modules.source.limits import Limits, names_error, nesting_error, too_deep
 from data_modules.source.opening import (
     MAX_RAW,
     BadRow,
@@ -24,11 +23,15 @@ from data_modules.source.opening import (
     Chunk,
     Content,
     File,
+    Limits,
     ReadOptions,
     RowChunk,
     grouped,
+    names_error,
+    nesting_error,
     not_utf8,
     open_text,
+    too_deep,
     too_large,
 )
 from data_modules.types import Row

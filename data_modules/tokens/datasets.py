@@ -23,8 +23,7 @@ from common.redaction import redact
 from common.text import counted
 from data_modules import source
 from data_modules.audit.audit import audit_documents
-from data_modules.audit.figures import Audit
-from data_modules.audit.rules import DatasetFacts, RunSettings
+from data_modules.audit.findings import Audit, DatasetFacts, RunSettings
 from data_modules.format import PREFERENCE, sort_unread
 from data_modules.packing import Indices, seeded_generator
 from data_modules.settings import (

@@ -244,7 +244,7 @@ IN_NEW_FOLDERS = {
     "app/strategy/deepspeed.py": "the cache of compiled operators",
     "app/run/remote.py": "an object store",
     "app/run/folder.py": "a copy whose earlier name is removed",
-    "data_modules/audit/figures.py": "a run: links were refused and hard links copied at its start",
+    "data_modules/audit/findings.py": "a run: links are refused and hard links copied at its start",
     "data_modules/datamodule.py": "the same",
     "data_modules/tokens/prepare.py": "the cache of tokens",
 }

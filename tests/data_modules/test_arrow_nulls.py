@@ -16,7 +16,7 @@ from common.errors import Origin
 from data_modules.format import convert_row
 from data_modules.source import read_chunks
 from data_modules.source.hub import _stream
-from data_modules.source.opening import check_split
+from data_modules.source.locating import check_split
 from data_modules.types import Conversation, Row
 
 

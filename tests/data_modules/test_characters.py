@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from data_modules import DataConfig, DatasetConfig, DataSpec, PackingConfig
-from data_modules.audit.rules import names_of
+from data_modules.audit.findings import names_of
 from data_modules.template import ChatTemplate
 from data_modules.template.encoding import CharacterCheck
 from data_modules.tokens.datasets import PreparedData

@@ -18,9 +18,9 @@ from data_modules.format import (
     check_columns,
     check_format,
     convert_row,
+    format_of,
     unread_in,
 )
-from data_modules.format.format import format_of
 from data_modules.types import Conversation, Document, Row, Tokens
 
 ORIGIN = Origin("rows.json", 7)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import Origin
-from data_modules.format import convert_row
+from data_modules.format import convert_row, format_of, suggest_settings
 from data_modules.format.fields import (
     MissingColumnError,
     RowError,
@@ -21,7 +21,6 @@ from data_modules.format.fields import (
     read_path,
     read_weight,
 )
-from data_modules.format.format import format_of, suggest_settings
 from data_modules.types import Conversation, Row
 
 KEYS = st.text("ab0 é\n'\U0001f600", min_size=1, max_size=5)

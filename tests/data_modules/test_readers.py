@@ -18,9 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from data_modules.source import opening
+from data_modules.source import count_rows, opening, read_file
 from data_modules.source.opening import BadRow, Budget, Chunk, ReadOptions
-from data_modules.source.source import count_rows, read_file
 from data_modules.source.tables import arrow_errors
 from data_modules.types import Row
 from tests.data_modules.conftest import zst

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from data_modules.audit.rules import AuditConfig
+from data_modules.audit.findings import AuditConfig
 from data_modules.settings import DataConfig, DatasetConfig, MixtureConfig, check_datasets
 from data_modules.source import Limits
 from data_modules.tokens.datasets import dataset_names
