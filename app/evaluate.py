@@ -56,8 +56,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly import tuned
     from app.assembly.base import build_datamodule, open_base
-    from app.evaluation.comparison import print_samples, report_comparison, report_confusion
-    from app.evaluation.significance import change_metrics, check_regression
+    from app.evaluation.evaluator import print_samples, report_confusion
+    from app.evaluation.significance import change_metrics, check_regression, report_comparison
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 

@@ -21,8 +21,7 @@ from app.model.adapter.settings import CONFIG_FILE, ORIGIN_FILE, SETTINGS_KEY
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, run_program
 from app.report.model_card import write_card
-from app.report.run_files import read_run_files, refuse_damaged
-from app.report.run_page import PAGE_FILE
+from app.report.run_page import PAGE_FILE, read_run_files, refuse_damaged
 from app.run import find_run
 from app.run.find import FINAL, check_selected, saved_folder
 from app.run.folder import open_empty

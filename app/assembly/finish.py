@@ -65,8 +65,8 @@ def finish(
     writes; otherwise the other ranks return at once. `estimate`: the plan's estimate, to be
     compared with the measured memory and speed.
     """
-    from app.evaluation.comparison import print_samples, report_comparison
-    from app.evaluation.significance import change_metrics, check_regression
+    from app.evaluation.evaluator import print_samples
+    from app.evaluation.significance import change_metrics, check_regression, report_comparison
     from app.model.adapter import saves_whole_model
     from app.model.tokenizer import save_stop_tokens
     from app.model.tokenizer_file import save_tokenizer
@@ -116,8 +116,7 @@ def _save_and_compare(
     result: Result,
 ) -> tuple[Path, PreTrainedModel, Evaluator, dict[str, float]]:
     """Save the trained model, verify it, and measure it and its base; return all four of them."""
-    from app.evaluation.comparison import compare_trained
-    from app.evaluation.evaluator import Evaluator
+    from app.evaluation.evaluator import Evaluator, compare_trained
     from app.evaluation.row_runner import Progress, RowRunner
     from app.evaluation.tasks.questions import build_tasks
     from app.model.adapter import saves_whole_model

@@ -32,7 +32,7 @@ from app.config.verbs import (
     may_be_key,
 )
 from app.evaluation.metrics import check_metrics
-from app.evaluation.tasks.harness import check_harness
+from app.evaluation.tasks.measure import check_harness
 from app.evaluation.tasks.questions import check_tasks
 from app.preflight import check_compatibility, check_files, check_gpus, requested_devices
 from app.process.faults import check_workers, parse_faults

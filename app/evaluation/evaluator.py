@@ -6,19 +6,31 @@ line for each prompt: where the row comes from, the answers of both models, and 
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
+import itertools
 import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import EvaluationConfig, answer_batches
-from app.evaluation.metrics import Answer, Metric, build_metrics
+from app.evaluation.metrics import (
+    CONFUSION_FILE,
+    MAX_SHOWN_CLASSES,
+    Answer,
+    Metric,
+    build_metrics,
+    class_metrics,
+    confusion,
+    confusion_cells,
+)
 from app.evaluation.row_runner import RowRunner
 from app.evaluation.significance import (
     VARIANTS,
@@ -28,9 +40,10 @@ from app.evaluation.significance import (
     scores_in_lines,
     wilson_interval,
 )
-from app.evaluation.tasks.harness import Harness
-from app.evaluation.tasks.measure import TaskRunner
+from app.evaluation.tasks.measure import Harness, TaskRunner
 from app.evaluation.tasks.questions import Task
+from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
+from app.process.logs import show, text_table
 from common.files import write_atomically
 from common.redaction import redact
 from common.text import printable, reason_of
@@ -49,6 +62,8 @@ _SHOWN_SECONDS = 20.0
 """time for the answers of a model that are only shown"""
 _MAX_SHOWN_TOKENS = 2048
 """longest prompt that is answered only to be shown"""
+_MAX_SAMPLE_LENGTH = 160
+"""characters of a sample text that are shown in the terminal"""
 log = logging.getLogger(__name__)
 
 
@@ -293,8 +308,6 @@ class Evaluator:
 
     def _class_metrics(self, variant: str) -> dict[str, float]:
         """Return how well the classes are told apart, of all rows and by data set."""
-        from app.evaluation.metrics import class_metrics
-
         if variant not in self.row_outputs:
             return {}
         examples, objective = self.data.val_examples, self.objective
@@ -378,8 +391,6 @@ class Evaluator:
 
         int64 [true, guessed], None unless a text has one class.
         """
-        from app.evaluation.metrics import confusion
-
         if not self.row_outputs or self.objective.is_multi_label:
             return None
         labels = self.data.val_examples.row_labels.astype(int)
@@ -482,3 +493,87 @@ def prefix_metrics(
     if variant == "tuned":
         prefixed |= {name: value for name, value in metrics.items() if name.startswith("val/")}
     return prefixed
+
+
+def compare_trained(
+    evaluator: Evaluator,
+    model: Any,
+    adapter: AdapterConfig,
+    validations: Sequence[dict[str, float]],
+    load_base: Callable[[], PreTrainedModel] | None,
+    *,
+    base_rows: Tensor | None = None,
+    tuned: dict[str, float] | None = None,
+    is_as_trained: bool,
+) -> dict[str, float]:
+    """Compare a model that was just trained with its base, reusing the validations of the run.
+
+    `validations`: validation losses of the run, the first from before its first step.
+    `base_rows`: the row losses of the first validation, as in `Evaluator.row_losses`; None if this
+    process did not measure them, because the run was resumed. `tuned`: the losses of `model`, None
+    to measure them. `is_as_trained`: `model` is the trained object itself, not one reloaded from
+    its saved weights. `load_base`: None for a model that was trained from scratch.
+    """
+    is_whole = saves_whole_model(adapter)
+    metrics: dict[str, float] = {}
+    if validations:
+        if base_rows is not None and base_rows.shape[1] == len(evaluator.data.val_examples):
+            evaluator.row_losses["base"] = base_rows
+        if tuned is None:
+            tuned = evaluator.measure_losses("tuned", model)
+        if is_whole or (is_as_trained and not continued_from(adapter)):
+            base = validations[0]
+        else:  # the first validation did not measure the base of `model`
+            with model.disable_adapter():
+                base = evaluator.measure_losses("base", model)
+        metrics |= evaluator.prefixed("base", base) | evaluator.prefixed("tuned", tuned)
+    if not evaluator.measures_answers:
+        return metrics
+    with without_failing() if evaluator.only_shows_answers else nullcontext():
+        metrics |= evaluator.measure_answers("tuned", model)
+        if not is_whole:
+            with model.disable_adapter():
+                metrics |= evaluator.measure_answers("base", model)
+        elif evaluator.sharding is not None:
+            log.info(
+                "evaluation: answers of the base are not measured: it would not fit into memory "
+                "next to the sharded model"
+            )
+        elif load_base is not None:
+            metrics |= evaluator.measure_answers("base", load_base().to(model.device))
+    return metrics
+
+
+def report_confusion(evaluator: Evaluator, folder: Path) -> None:
+    """Write which classes a classifier confuses to a file; print it unless there are many."""
+    if (counts := evaluator.confusion()) is None:
+        return
+    cells = confusion_cells(counts, evaluator.objective.classes)
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(cells)
+    write_atomically(folder / CONFUSION_FILE, text.getvalue())
+    if len(cells[0]) <= MAX_SHOWN_CLASSES + 1:
+        print()
+        show(text_table(cells, "confusion: class by guess"))
+
+
+def print_samples(evaluator: Evaluator, count: int = 3) -> None:
+    """Print `count` lines of predictions.jsonl, taken from the data sets and tasks in turn.
+
+    Each text is shortened to one line.
+    """
+    by_dataset: dict[str, list[dict[str, Any]]] = {}
+    for line in evaluator.prediction_lines():
+        if len(lines := by_dataset.setdefault(line["data_set"], [])) < count:
+            lines.append(line)
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_dataset.values()))
+    for line in itertools.islice(filter(None, in_turn), count):
+        shown = [f"\n{printable(line['data_set'])} ({printable(line['source'])})"]
+        for name in ("prompt", "reference", *VARIANTS):
+            if line.get(name) is not None:
+                text = " ".join(str(line[name]).split())
+                if len(text) > _MAX_SAMPLE_LENGTH:
+                    text = f"...{text[3 - _MAX_SAMPLE_LENGTH :]}"
+                is_cut = not line.get("finished", {}).get(name, True)
+                shown.append(f"  {name}: {printable(text)}{' [cut off]' * is_cut}")
+        show("\n".join(shown))

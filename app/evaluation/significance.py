@@ -1,22 +1,26 @@
 """Statistical significance of base vs tuned on the same rows, by paired bootstrap intervals.
 
 Both models are scored on the same rows, so the differences of rows are resampled. Decides what
-counts as better, worse and forgotten; never how a row is scored. The seed is fixed and rows are
-sorted before they are resampled: the same rows give the same interval in any order.
+counts as better, worse and forgotten, and prints it; never how a row is scored. The seed is fixed
+and rows are sorted before they are resampled: the same rows give the same interval in any order.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from app.training.run_documents import MEASURES, OTHER, MeasureSpec
+from app.process.logs import show, text_table
+from app.training.run_documents import MEASURES, OTHER, MeasureSpec, measure_of
 from common.errors import TrainingFault
-from common.text import formatted, printable
+from common.files import write_atomically
+from common.text import formatted, percent, printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +43,13 @@ MIN_DIFFERENCE = 1e-4
 """smallest meaningful difference: batch size and precision change the digits below"""
 _MAX_DRAWS = 2**20
 """random numbers that are drawn at a time, to bound memory"""
+_VERDICT_FILE = "verdict.json"
+_HEADINGS = ("data set", "measure", "base", "tuned", "change", "interval", "verdict")
+_ENDS = ("val/accuracy_low", "val/accuracy_high")
+_OF_ROWS = ("val/loss", "val/perplexity", "val/accuracy", "val/f1", "val/auc")
+_FURTHER = ("val/", "judge", "reward")
+"""beginnings of measures that the terminal shows only if they are of `_OF_ROWS` or were compared:
+a judge has a table of its own"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,3 +327,91 @@ def check_regression(changes: Iterable[Change], max_regression: float | None) ->
             f"the tuned model is worse than its base by more than "
             f"evaluation.max_regression={max_regression:g}\n{listed}"
         )
+
+
+def report_comparison(
+    metrics: Mapping[str, float],
+    changes: Sequence[Change],
+    groups: Sequence[Change],
+    folder: Path,
+) -> None:
+    """Print base and tuned with the verdict, and write them to `verdict.json`; or say why not.
+
+    `groups`: changes of groups of tasks, which are not part of the verdict.
+    """
+    rows = comparison_rows(metrics, [*changes, *groups])
+    if not rows:
+        show("\nbase and tuned are not compared: no rows were held out (data.val_set_size)")
+        return
+    verdict = verdict_line(changes) if changes else ""
+    listed = [asdict(change) | {"verdict": change.verdict} for change in changes]
+    headings = _HEADINGS if changes else _HEADINGS[:-2]
+    table = [list(headings), *(row[: len(headings)] for _, row in rows)]
+    content = {"verdict": verdict, "changes": listed, "table": table}
+    write_atomically(folder / _VERDICT_FILE, json.dumps(content, indent=2) + "\n")
+    shown = [
+        row[: len(headings)]
+        for measure, row in rows
+        if measure in _OF_ROWS or not measure.startswith(_FURTHER) or row[-1] != "-"
+    ]
+    title = "base vs tuned"
+    if changes:
+        title += f": simultaneous {percent(CONFIDENCE, 0)} intervals of the changes"
+    print()
+    show(text_table([headings, *shown], title, ("measure", "verdict")))
+    if groups:
+        differing = sum(change.is_significant or change.is_broken for change in groups)
+        show(f"groups of tasks: {differing} of {len(groups)} differ")
+    if changes:
+        show(f"verdict: {printable(verdict)}")
+
+
+def comparison_rows(
+    metrics: Mapping[str, float], changes: Sequence[Change]
+) -> list[tuple[str, list[str]]]:
+    """Return the measure of each metric of base and tuned, and its row of a table, as `_HEADINGS`.
+
+    Rows of a data set or task stand together; a single data set has no row of all of them.
+    """
+    measured = (name.partition("/")[2] for name in metrics if name.startswith(("base/", "tuned/")))
+    compared = {f"{change.measure}/{change.name}": change for change in changes}
+    names = {name: measure_of(name) for name in measured}
+    names |= {name: (change.measure, change.name) for name, change in compared.items()}
+    order = list(dict.fromkeys(of for _, of in names.values()))
+    is_single = sum(measure == "val/loss" and of != "" for measure, of in names.values()) == 1
+    return [
+        (measure, _row(name, measure, of, metrics, compared.get(name)))
+        for name, (measure, of) in sorted(names.items(), key=lambda item: order.index(item[1][1]))
+        if measure not in _ENDS and (of or not is_single or not measure.startswith("val/"))
+    ]
+
+
+def _row(
+    name: str, measure: str, of: str, metrics: Mapping[str, float], change: Change | None
+) -> list[str]:
+    """Return the row of a metric of base and tuned, of data set or task `of`; empty for all."""
+    spec = MEASURES.get(measure, OTHER)
+    signed = f"+{spec.number_format}"
+    cells, values = [of or "all", spec.heading or measure], []
+    for variant in VARIANTS:
+        value, low, high = (
+            metrics.get(f"{variant}/{name.replace(measure, measure + end, 1)}")
+            for end in ("", "_low", "_high")
+        )
+        if value is None and change is not None:  # a judge's grades of all questions
+            value = change.base if variant == "base" else change.tuned
+        text = "-" if value is None else formatted(value, spec.number_format)
+        if low is not None and high is not None:
+            ends = (formatted(end, spec.number_format) for end in (low, high))
+            text += f" ({' to '.join(ends)})"
+        cells.append(text)
+        values.append(value)
+    base, tuned = values
+    if change is not None:
+        ends = (formatted(end, signed) for end in (change.low, change.high))
+        cells += [formatted(change.difference, signed), " to ".join(ends), change.verdict]
+    elif base is None or tuned is None:
+        cells += ["-", "-", "-"]
+    else:
+        cells += [formatted(tuned - base, signed), "-", "-"]
+    return list(map(printable, cells))

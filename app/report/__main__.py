@@ -11,8 +11,15 @@ from pathlib import Path
 from app.config import changed_settings, load_run_config
 from app.config.dispatch import run_plain_verb
 from app.process.environment import run_program
-from app.report.run_files import read_run_files, refuse_damaged
-from app.report.run_page import PAGE_FILE, Setting, render_comparison, title_of, write_page
+from app.report.run_page import (
+    PAGE_FILE,
+    Setting,
+    read_run_files,
+    refuse_damaged,
+    render_comparison,
+    title_of,
+    write_page,
+)
 from app.run import find_run
 from app.run.folder import (
     CONFIG_FILE,

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from app.model.hub import cache_folder
-from app.report.run_files import RunFiles, read_run_files
-from app.report.run_page import CURVES_FILE, Setting
+from app.report.run_page import CURVES_FILE, RunFiles, Setting, read_run_files
 from app.training.run_documents import read_object
 from common.files import write_atomically
 from common.redaction import redact

@@ -31,7 +31,10 @@ from app.run.folder import (
 )
 from app.sweep.parameters import (
     SWEEP_FILE,
+    Grid,
+    OptunaSearch,
     Parameter,
+    Search,
     Words,
     format_overrides,
     load_words,
@@ -48,7 +51,6 @@ from app.sweep.results import (
     save_results,
     write_page,
 )
-from app.sweep.search import Grid, OptunaSearch, Search
 from app.sweep.trials import (
     Launcher,
     LocalLauncher,
@@ -146,7 +148,7 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
         resets, found = settle(dict.fromkeys(untyped), words.folder / SWEEP_FILE)
         problems += found
     if config is not None:
-        problems += check_search(search, parameters)
+        problems += _check_search(search, parameters)
         if config.launcher.name == "slurm":
             problems += check_jobs(config.launcher, parameters)
     if problems or config is None:
@@ -225,19 +227,16 @@ def _too_many_trials(search: str, parameters: Sequence[Parameter]) -> str | None
     )
 
 
-def check_search(search: str, parameters: Sequence[Parameter]) -> list[str]:
+def _check_search(search: str, parameters: Sequence[Parameter]) -> list[str]:
     """Return the problems of the searched values."""
-    problems = []
     if search == "grid":
-        problems += [
+        return [
             f"{parameter.key}=interval(...): a grid needs listed values; use sweep.search=optuna, "
             f"or {parameter.key}={parameter.values[0]},{parameter.values[1]}"
             for parameter in parameters
             if parameter.interval is not None
         ]
-        too_many = _too_many_trials(search, parameters)
-        return [*problems, *([] if too_many is None else [too_many])]
-    problems += [
+    problems = [
         f"{parameter.key}: the values contain secrets, which Optuna writes to its journal; use "
         "sweep.search=grid, or data that needs no secret"
         for parameter in varied(parameters)

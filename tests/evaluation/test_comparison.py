@@ -6,15 +6,11 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from app.evaluation.comparison import comparison_rows, report_comparison
 from app.evaluation.evaluator import prefix_metrics
-from app.evaluation.significance import Change
-from app.model.adapter import LoraConfig, apply_adapter, probe_logits
-from tests.tiny import probe, tiny_llama
+from app.evaluation.significance import Change, comparison_rows, report_comparison
 
 METRICS = {
     "base/val/loss/lists": 7.01,
@@ -45,6 +41,9 @@ def test_the_table_shows_base_next_to_tuned_and_a_dash_for_a_missing_value() -> 
         ["lists", "exact match", "1.5 %", "96.0 %", "+94.5 %", "-", "-"],
         ["people", "loss", "-", "1.5000", "-", "-", "-"],
     ]
+    accuracy = {"": 0.8, "_low": 0.6269, "_high": 0.9049}
+    metrics = {f"tuned/val/accuracy{end}/pairs": value for end, value in accuracy.items()}
+    assert rows_of(metrics)[0][:5] == ["pairs", "accuracy", "-", "80.0 % (62.7 % to 90.5 %)", "-"]
 
 
 def test_one_data_set_has_no_row_of_all_of_them() -> None:
@@ -53,13 +52,6 @@ def test_one_data_set_has_no_row_of_all_of_them() -> None:
     del of_all["tuned/val/loss/people"]
     assert rows_of(of_all | one) == rows_of(one)
     assert rows_of(of_all | METRICS)[0][0] == "all"
-
-
-def test_an_accuracy_is_shown_with_its_interval() -> None:
-    accuracy = {"": 0.8, "_low": 0.6269, "_high": 0.9049}
-    metrics = {f"tuned/val/accuracy{end}/pairs": value for end, value in accuracy.items()}
-    (row,) = rows_of(metrics)
-    assert row[:5] == ["pairs", "accuracy", "-", "80.0 % (62.7 % to 90.5 %)", "-"]
 
 
 def test_what_is_compared_row_by_row_has_its_interval_and_verdict() -> None:
@@ -97,15 +89,3 @@ def test_what_is_printed_and_written(capsys: pytest.CaptureFixture[str], tmp_pat
     assert ["all", "val/f1_a/x", "-", "0.5000", "-", "-", "-"] in content["table"]
     report_comparison(METRICS, [], [], tmp_path)
     assert json.loads((tmp_path / "verdict.json").read_text())["table"][0][-1] == "change"
-
-
-def test_a_disabled_adapter_gives_the_base() -> None:
-    model: Any = apply_adapter(tiny_llama(), LoraConfig(r=4), half_precision=False)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.fill_(0.1)
-    tuned, base = probe_logits(model, probe()), probe_logits(tiny_llama(), probe())
-    assert not tuned.equal(base)
-    with model.disable_adapter():
-        assert probe_logits(model, probe()).equal(base)
-    assert probe_logits(model, probe()).equal(tuned)

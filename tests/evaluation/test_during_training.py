@@ -44,13 +44,15 @@ def curves(run: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 @pytest.mark.slow
-def test_evaluation_does_not_change_the_training(tmp_path: Path) -> None:
-    words = ("trainer.validate_every_steps=1", "adapter.dropout=0.1")
+def test_evaluation_does_not_change_the_training_and_a_resumed_run_measures_the_same(
+    tmp_path: Path,
+) -> None:
+    words = ("trainer.validate_every_steps=1", "adapter.dropout=0.1", "logger=csv")
     plain = curves(train_into(tmp_path / "plain", *words))
+    assert not (tmp_path / "plain" / "predictions.jsonl").exists()  # show_answers=0
+    saved = ("trainer.checkpoint.every_steps=1", "trainer.checkpoint.keep_last=9")
     monitored = ("trainer.checkpoint.monitor=val/accuracy/boolq", "trainer.checkpoint.keep_best=1")
-    run = train_into(
-        tmp_path / "measured", *words, *MEASURED, *monitored, "trainer.checkpoint.every_steps=1"
-    )
+    run = train_into(tmp_path / "measured", *words, *MEASURED, *saved, *monitored)
     measured = curves(run)
 
     assert {name: measured[name] for name in plain} == plain  # bit-equal losses
@@ -70,19 +72,13 @@ def test_evaluation_does_not_change_the_training(tmp_path: Path) -> None:
     assert by_step[4] == -float(accuracy["4"])  # the store minimizes
     assert by_step.get(3) is None
 
-
-@pytest.mark.slow
-def test_a_resumed_run_measures_the_same(tmp_path: Path) -> None:
-    words = (*MEASURED, "adapter.dropout=0.1", "trainer.max_steps=6", "logger=csv")
-    saved = ("trainer.checkpoint.every_steps=1", "trainer.checkpoint.keep_last=9")
-    whole = train_into(tmp_path / "whole", *words, *saved)
-    resumed = shutil.copytree(whole, tmp_path / "resumed")
-    train_into(resumed, *words, *saved, f"resume={resumed / 'checkpoints' / 'step-3'}")
-    check_same_run(resumed, whole)
-    assert "val/accuracy/boolq" in curves(whole)
-    for step in (4, 6):
-        name = f"samples/step-{step}.jsonl"
-        assert (resumed / name).read_bytes() == (whole / name).read_bytes()
+    resumed = shutil.copytree(run, tmp_path / "resumed")
+    train_into(
+        resumed, *words, *MEASURED, *saved, *monitored, f"resume={resumed}/checkpoints/step-1"
+    )
+    check_same_run(resumed, run)
+    for name in ("samples/step-2.jsonl", "samples/step-4.jsonl"):
+        assert (resumed / name).read_bytes() == (run / name).read_bytes()
 
 
 @pytest.mark.slow
@@ -187,20 +183,12 @@ def test_a_monitor_that_is_not_measured_is_refused(tmp_path: Path) -> None:
         train_into(tmp_path / "run", *MEASURED, "trainer.checkpoint.monitor=val/accuracy/boolqq")
     with pytest.raises(UserError, match=r"evaluation\.every_steps=N measures"):
         train_into(tmp_path / "other", "trainer.checkpoint.monitor=val/accuracy/boolq")
-
-
-@pytest.mark.slow
-def test_a_monitor_without_held_out_rows_is_refused(tmp_path: Path) -> None:
     row = {"instruction": "Which number is the biggest?", "input": "1 4", "output": "4"}
     (tmp_path / "few.json").write_text(json.dumps([row, row]))
-    lists = SAMPLES / "lists_test.json"
+    data = f"[{{path: {SAMPLES / 'lists_test.json'}}}, {{path: {tmp_path / 'few.json'}}}]"
+    words = (f"data.datasets={data}", "data.val_set_size=0.05")
     with pytest.raises(UserError, match="no row of few is held out"):
-        train_into(
-            tmp_path / "run",
-            f"data.datasets=[{{path: {lists}, name: lists}}, {{path: {tmp_path / 'few.json'}}}]",
-            "data.val_set_size=0.05",
-            "trainer.checkpoint.monitor=val/loss/few",
-        )
+        train_into(tmp_path / "few", *words, "trainer.checkpoint.monitor=val/loss/few")
 
 
 @pytest.mark.slow
@@ -235,14 +223,11 @@ def test_early_stopping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
 
     # A run that stopped early says so, and continues only with more patience.
-    for fewer in ("2", "1"):
-        capsys.readouterr()
-        train_into(run, *words, f"{patient}{fewer}", "resume=must")
-        said = capsys.readouterr().out
-        assert said.startswith("done at step 2 of 6, stopped early: ")
-        assert "trainer.early_stopping_patience=N (larger, or null)" in said
-    train_into(run, *words, f"{patient}4", "resume=must")
-    assert curves(run)["train/loss"][-1][0] == "4"
+    capsys.readouterr()
+    train_into(run, *words, f"{patient}1", "resume=must")
+    said = capsys.readouterr().out
+    assert said.startswith("done at step 2 of 6, stopped early: ")
+    assert "trainer.early_stopping_patience=N (larger, or null)" in said
     train_into(run, *words, f"{patient}null", "resume=must")
     assert curves(run)["train/loss"][-1][0] == "6"
     assert curves(run)["train/loss"][:2] == kept["train/loss"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.evaluation.generation import EvaluationConfig
-from app.evaluation.tasks.harness import Harness, check_harness
+from app.evaluation.tasks.measure import Harness, check_harness
 from app.evaluation.tasks.questions import SAMPLES
 from common.errors import UserError
 from tests.evaluation.test_evaluate_tasks import run_evaluation

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from app.config import load_config
-from app.plan import training_tokens
+from app.plan import plan_lines, training_tokens
 from app.planning.planned import count_bytes, estimate_tokens
-from app.report.plan import plan_lines
 from common.text import duration
 from tests.planning.test_plan import plan_of
 

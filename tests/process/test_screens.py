@@ -14,8 +14,7 @@ from rich.text import Text
 
 from app.doctor.__main__ import Findings, print_findings
 from app.doctor.rows import PROBLEM, Row
-from app.evaluation.comparison import report_comparison
-from app.evaluation.significance import Change
+from app.evaluation.significance import Change, report_comparison
 from app.process.logs import show, wrapped
 from app.sweep.parameters import parse_parameters
 from app.sweep.results import print_results

@@ -891,7 +891,7 @@ BUGS = [
         file="app/evaluation/metrics.py",
         right="np.cumsum(counts) - (counts - 1) / 2",
         wrong="np.cumsum(counts)",
-        test="tests/evaluation/test_classes.py::test_the_auc_is_the_share_of_rightly_ranked_pairs",
+        test="tests/evaluation/test_metrics.py::test_the_auc_is_the_share_of_rightly_ranked_pairs",
     ),
     Bug(
         name="the stored reference of other answers is that of the own ones",

@@ -123,7 +123,7 @@ def import_all() -> None:
     import app.assembly.auto
     import app.assembly.training
     import app.assembly.tuned
-    import app.evaluation.comparison
+    import app.evaluation.evaluator
     import app.model.adapter.experts
     import app.model.adapter.fused
     import app.model.cpu

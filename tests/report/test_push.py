@@ -27,8 +27,7 @@ from app.model.adapter import write_origin
 from app.push import PushConfig, push
 from app.report import render_template
 from app.report.model_card import license_of, render_run_card, write_card
-from app.report.run_files import read_run_files
-from app.report.run_page import write_page
+from app.report.run_page import read_run_files, write_page
 from tests.killed import killed_at
 from tests.local_server import Handler, local_server
 from tests.report.test_run_page import HOSTILE, write_run
@@ -36,6 +35,10 @@ from tests.tiny import small_base, small_run
 
 REPO = "someone/lists-adapter"
 GIVES = ("code", "write", "host")
+NOT_OF_A_RUN = [".env", ".git/config", "notes.txt", "adapter_model.bin", "x.py", "state.pt"]
+NOT_OF_A_RUN += ["model.safetensors/key.pem", "secrets.json", "tokenizer.json.orig", "id_rsa"]
+OF_A_RUN = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "base.json"]
+OF_A_RUN += ["additional_chat_templates/tool_use.jinja", "special_tokens_map.json", "merges.txt"]
 
 
 @pytest.fixture
@@ -191,9 +194,15 @@ def test_a_name_without_owner_belongs_to_the_token_owner(
     assert run_plain_verb("push", PushConfig, push, words) == 0
     assert f"/{REPO}/commit/abc" in capsys.readouterr().out
     assert f"from_pretrained(base, '{REPO}')" in hub.files["README.md"].decode()
-    hub.refuses = 401
-    assert run_plain_verb("push", PushConfig, push, words) == 3
-    assert "hf auth login" in capsys.readouterr().err
+    for status, fix in ((401, "hf auth login"), (403, "may not write"), (404, "does not exist")):
+        hub.refuses = status
+        for repo in (
+            words[1],
+            f"repo={REPO}",
+        ):  # refused when asked for the owner, or at the upload
+            assert run_plain_verb("push", PushConfig, push, [words[0], repo]) == 3
+            said = capsys.readouterr().err
+            assert fix in said and f"(status {status})" in said
     monkeypatch.setattr("huggingface_hub.HfApi", HfApi)
     monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
     assert run_plain_verb("push", PushConfig, push, words) == 2
@@ -203,18 +212,25 @@ def test_a_name_without_owner_belongs_to_the_token_owner(
     )
 
 
-def test_a_pushed_run_gets_its_own_card(
+def test_a_pushed_run_gets_its_own_card_and_only_what_it_wrote_is_uploaded(
     run: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_card(run / "adapter", run, [])
     own_card = (run / "adapter/README.md").read_text()
+    for name in (*NOT_OF_A_RUN, *OF_A_RUN):
+        file = run / "adapter" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
     assert run_plain_verb("push", PushConfig, push, [f"run={run}", f"repo={REPO}"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"run: {run}"
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"run: {run}"
+    assert {line.split()[0] for line in said if line.startswith("  ")} == hub.files.keys()
+    (left_out,) = (line for line in said if line.startswith("left out"))
+    assert all(name.partition("/")[0] in left_out for name in NOT_OF_A_RUN)
     assert hub.created[0]["name"] == "lists-adapter" and hub.tokens == {"Bearer a-key"}
     assert hub.created[0].get("private") or hub.created[0].get("visibility") == "private"
-    assert hub.files.keys() == {
-        "README.md", "adapter_config.json", "adapter_model.safetensors", "training_curves.png",
-    }  # fmt: skip
+    always = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert hub.files.keys() == always | {"training_curves.png"} | set(OF_A_RUN)
     assert hub.files["adapter_model.safetensors"] == b"weights" * 1000
     card = hub.files["README.md"].decode()
     assert f"from_pretrained(base, '{REPO}')" in card and str(small_base()) not in card
@@ -313,29 +329,6 @@ def test_names_of_folders_are_text_in_cards_and_pages(run: Path, tmp_path: Path)
         assert {render_template(name) for name in names} == {"a\\x1b[31m\\x00\tb\n\\x7f"}
 
 
-NOT_OF_A_RUN = [".env", ".git/config", "notes.txt", "adapter_model.bin", "x.py", "state.pt"]
-NOT_OF_A_RUN += ["model.safetensors/key.pem", "secrets.json", "tokenizer.json.orig", "id_rsa"]
-OF_A_RUN = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "base.json"]
-OF_A_RUN += ["additional_chat_templates/tool_use.jinja", "special_tokens_map.json", "merges.txt"]
-
-
-def test_only_files_that_the_run_wrote_are_uploaded_and_they_are_listed(
-    run: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in (*NOT_OF_A_RUN, *OF_A_RUN):
-        file = run / "adapter" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("{}")
-    assert run_plain_verb("push", PushConfig, push, [f"run={run}", f"repo={REPO}"]) == 0
-    always = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert hub.files.keys() == always | {"training_curves.png"} | set(OF_A_RUN)
-    said = capsys.readouterr().out
-    listed = {line.split()[0] for line in said.splitlines() if line.startswith("  ")}
-    assert listed == hub.files.keys()
-    (left_out,) = (line for line in said.splitlines() if line.startswith("left out"))
-    assert all(name.partition("/")[0] in left_out for name in NOT_OF_A_RUN)
-
-
 def test_a_step_of_a_run_that_trusts_code_of_its_base_is_pushed_once_that_is_typed(
     run: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,25 +381,10 @@ def test_a_push_killed_at_any_change_leaves_the_run_as_it_was_and_is_repeated(
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "expected"),
-    [(401, 3, "hf auth login"), (403, 3, "your token may not write"), (404, 3, "does not exist")],
-)
-def test_errors_of_the_hub_are_distinguished(
-    run: Path, hub: type[Hub], status: int, code: int, expected: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    hub.refuses = status
-    assert run_plain_verb("push", PushConfig, push, [f"run={run}", f"repo={REPO}"]) == code
-    message = capsys.readouterr().err
-    assert expected in message and f"(status {status})" in message
-
-
-@pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["repo=a/b/c"], "repo=a/b/c: "),
         ([], "repo=... is missing: NAME of one of your repositories, or OWNER/NAME"),
-        (["repo=a/b", "private=maybe"], "private=maybe: expected true or false"),
     ],
 )
 def test_invalid_arguments_of_a_push(

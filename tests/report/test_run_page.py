@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import re
 import sys
@@ -30,12 +29,13 @@ from app.report.chart import (
     frame_of,
     round_numbers,
 )
-from app.report.run_files import choose_predictions, read_run_files
 from app.report.run_page import (
     CURVES_FILE,
     PAGE_FILE,
     bottleneck_lines,
+    choose_predictions,
     page_on_failure,
+    read_run_files,
     render_comparison,
     render_run,
     speed_lines,
@@ -167,8 +167,11 @@ def test_a_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
         "warning: <img",
         "characters ...]",
         "base (exact match 0 %)",
+        "verdict: better on orders",
     ):
         assert text in page.shown, text
+    shown = (run / PAGE_FILE).read_text()
+    assert re.search(r"<h3>share of time.*?>1 %</text>", shown, re.DOTALL)
     assert "matplotlib" not in sys.modules
 
 
@@ -181,20 +184,10 @@ def test_losses_of_data_sets_share_a_chart_with_values_to_hover_over(tmp_path: P
     assert "orders, training</title>" in figure[1] and "orders, validation</title>" in figure[1]
     step, value = run.curves["val/loss/orders"][-1]
     assert f"<title>step {step:g}: {value:.4g}</title>" in figure[1]
-
-
-def test_one_data_set_is_not_shown_twice(tmp_path: Path) -> None:
-    run = read_run_files(write_run(tmp_path / "run"))
     curves = {name: points for name, points in run.curves.items() if "/loss/" not in name}
     curves |= {f"{phase}/loss/orders": curves[f"{phase}/loss"] for phase in ("train", "val")}
     page = render_run(replace(run, curves=curves))
     assert "<h3>loss</h3>" in page and "loss per data set" not in page and "loss: " not in page
-
-
-def test_shares_are_percentages_and_the_verdict_is_shown(tmp_path: Path) -> None:
-    page = render_run(read_run_files(write_run(tmp_path / "run")))
-    assert re.search(r"<h3>share of time.*?>1 %</text>", page, re.DOTALL)
-    assert "verdict: better on orders" in page and ">+90.0 %</td>" in page
 
 
 def test_a_chart_shows_the_values_of_all_lines_under_the_pointer() -> None:
@@ -211,14 +204,7 @@ def test_a_chart_shows_the_values_of_all_lines_under_the_pointer() -> None:
     assert str(draw_svg(chart)).count("<rect") == MAX_STRIPS
 
 
-def test_the_free_disk_has_no_chart(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("step,val/loss,machine/disk_left_gib\n1,2,3\n")
-    assert set(read_run_files(tmp_path).curves) == {"val/loss"}
-
-
-@pytest.mark.parametrize(
-    "content", ["", '{"datasets": 3}', "\x00\xff", "step,a\n1,x\n", '{"a":' * 100_000]
-)
+@pytest.mark.parametrize("content", ["", '{"datasets": 3}', "step,a\n1,x\n\x00", '{"a":' * 100_000])
 def test_damaged_files_are_left_out(tmp_path: Path, content: str) -> None:
     run = write_run(tmp_path / "run")
     for file in sorted(run.iterdir()):
@@ -229,26 +215,20 @@ def test_damaged_files_are_left_out(tmp_path: Path, content: str) -> None:
         file.write_bytes(before)
 
 
-def test_a_page_that_cannot_be_written_does_not_fail_the_run(
+def test_a_failed_run_has_a_page_if_it_has_curves_and_if_one_can_be_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = write_run(tmp_path / "run")
-    monkeypatch.setattr("app.report.run_page.render_run", lambda *_: 1 / 0)
-    with caplog.at_level(logging.WARNING):
-        assert write_page(run) is None
-    assert caplog.messages == ["report.html was not written: division by zero"]
-
-
-@pytest.mark.parametrize("error", [ValueError("loss is nan"), Interrupted(15, "step 7 is saved")])
-def test_a_failed_run_has_a_page_if_it_has_curves(tmp_path: Path, error: Exception) -> None:
-    empty = tmp_path / "empty"
+    error, empty = Interrupted(15, "step 7 is saved"), tmp_path / "empty"
     empty.mkdir()
     run = write_run(tmp_path / "run", finished=False)
     for folder in (empty, run):
-        with pytest.raises(type(error)), page_on_failure(folder, []):
+        with pytest.raises(Interrupted), page_on_failure(folder, []):
             raise error
     assert not (empty / PAGE_FILE).exists()
     assert f"stopped after step 20 of 20: {error}" in (run / PAGE_FILE).read_text()
+    monkeypatch.setattr("app.report.run_page.render_run", lambda *_: 1 / 0)
+    assert write_page(run) is None
+    assert caplog.messages == ["report.html was not written: division by zero"]
 
 
 def test_a_page_is_written_while_the_run_trains(
@@ -333,7 +313,6 @@ def test_ten_predictions_from_all_data_sets_with_changed_answers_first() -> None
     ("metrics", "expected"),
     [
         ({"speed/data_wait": 0.4}, "Data was the bottleneck: a larger data.num_workers"),
-        ({"speed/data_wait": 0.01}, "The bottleneck was computation on the CPU"),
         ({"speed/data_wait": 0.4, "machine/gpu_utilization": 0.97}, "97 % of the time: it was the"),
         ({"speed/data_wait": 0.01, "machine/gpu_utilization": 0.5}, "waited for kernel launches"),
         ({}, ""),
@@ -389,9 +368,12 @@ def test_a_chart_keeps_spikes_and_single_points() -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
-    [(0, 10, [0, 5, 10]), (1.73, 3.1, [2, 2.5, 3]), (5, 5, [5]), (0, 0.0002, None)],
+    [
+        (0, 10, [0, 5, 10]),
+        (1.73, 3.1, [2, 2.5, 3]),
+        (5, 5, [5]),
+        (0, 2e-4, [0, 5e-5, 1e-4, 1.5e-4, 2e-4]),
+    ],
 )
-def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float] | None) -> None:
-    found = round_numbers(low, high, 4)
-    assert 1 <= len(found) <= 6 and all(low <= tick <= high * 1.001 for tick in found)
-    assert ticks is None or found == pytest.approx(ticks)
+def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) -> None:
+    assert round_numbers(low, high, 4) == pytest.approx(ticks)

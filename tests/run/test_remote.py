@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def test_a_run_killed_during_its_last_upload_is_completed_from_an_empty_machine(
         return None
 
     server.fault = fault
-    assert why_not_uploaded(run) is not None
+    assert "no right to list" in str(why_not_uploaded(run))
     assert list(dict.fromkeys(arrived))[-3:] == ["report.html", "metrics.json", "status.json"]
     server.fault = lambda request: None
     assert fetch_status(URL)["state"] == "starting"
@@ -192,12 +192,7 @@ def test_a_run_killed_during_its_last_upload_is_completed_from_an_empty_machine(
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [
-        "500 Internal",
-        "slow",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("503 Slow Down", "cut")),
-    ],
+    "answer", ["500 Internal", "slow", pytest.param("cut", marks=pytest.mark.slow)]
 )
 def test_an_upload_survives_a_third_of_its_requests_failing(
     answer: str, server: Server, run: Path
@@ -268,15 +263,6 @@ def test_a_checkpoint_without_its_marker_or_with_damage_does_not_count(run: Path
     assert older.is_dir()
 
 
-@pytest.mark.slow
-def test_a_failing_store_is_said_at_the_end_and_not_before(server: Server, run: Path) -> None:
-    server.fault = lambda request: "403 Forbidden" if request["REQUEST_METHOD"] == "PUT" else None
-    assert "no right to list" in str(why_not_uploaded(run))
-    server.fault = lambda request: None
-    upload(run)
-    assert f"checkpoints/step-4/{MARKER}" in names()
-
-
 def test_a_process_uploads_and_what_it_says_is_logged(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -296,8 +282,6 @@ def test_a_process_uploads_and_what_it_says_is_logged(
             "import os; os.write(1, b'{\"failure\": '); os.kill(os.getpid(), 9)",
             "the process that uploads ended with -9",
         ),
-        ("", "the process that uploads ended with 0"),
-        ("import time; time.sleep(9999)", "the process that uploads said nothing for 0.5 s"),
         ("import os, time; os.close(1); time.sleep(9999)", "said nothing for 0.5 s"),
     ],
 )
@@ -398,7 +382,7 @@ def test_what_is_wrong_with_a_bucket_is_refused_before_training(
             problems(wrong)
 
 
-@pytest.mark.parametrize("typed", ["mine.jsonl", "rows", "rows/*.jsonl"])
+@pytest.mark.parametrize("typed", ["mine.jsonl", "rows/*.jsonl"])
 def test_data_that_exist_only_here_are_uploaded_by_the_command_that_launch_names(
     typed: str, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -449,43 +433,30 @@ def newest_step() -> int:
     return max((int(each.removeprefix("step-")) for each in marked), default=0)
 
 
-def kill_and_resume(python: str, server: Server, folder: Path, kills: int) -> tuple[int, int]:
-    """Kill a run on up to `kills` machines, and finish it on another, folder/last.
-
-    Each has added a checkpoint to the bucket before. Returns how many were killed, and how many
-    machines went on from a checkpoint of the bucket.
-    """
-    words = (*LONGER, f"output.dir={URL}", "resume=auto")
-    chance, num_killed, num_resumed = random.Random(1), 0, 0
+@pytest.mark.slow
+def test_a_run_killed_on_two_machines_ends_bit_equal(
+    server: Server, shell: Shell, tmp_path: Path
+) -> None:
+    """Each has added a checkpoint to the bucket before."""
+    whole = start_training(shell.python, tmp_path, *LONGER, f"output.dir={tmp_path / 'whole'}")
+    said, _ = whole.communicate(timeout=LONGEST)
+    assert (tmp_path / "whole/metrics.json").exists(), said
+    words, chance = (*LONGER, f"output.dir={URL}", "resume=auto"), random.Random(1)
     server.fault = lambda request: time.sleep(0.05)  # uploads take longer than steps
-    while num_killed < kills:
-        machine, newest = folder / f"machine-{num_killed}", newest_step()
-        process = start_training(python, machine, *words)
+    for number in range(2):
+        newest = newest_step()
+        process = start_training(shell.python, tmp_path / f"machine-{number}", *words)
         while newest_step() <= newest and process.poll() is None:
             time.sleep(0.05)
         time.sleep(chance.uniform(0, 0.5))
         process.send_signal(signal.SIGKILL)
-        num_resumed += b"RESUME: from " in process.communicate()[0]
+        said = process.communicate()[0]
+        assert process.returncode == -signal.SIGKILL and (b"RESUME: from " in said) == number, said
         time.sleep(1)  # the server ends the requests that it has
-        if process.returncode != -signal.SIGKILL:
-            break
-        num_killed += 1
     server.fault = lambda request: None
-    process = start_training(python, folder / "last", *words)
+    process = start_training(shell.python, tmp_path / "last", *words)
     said, _ = process.communicate(timeout=LONGEST)
-    assert process.returncode == 0, said
-    return num_killed, num_resumed + (b"RESUME: from " in said)
-
-
-@pytest.mark.slow
-def test_a_run_killed_on_five_machines_ends_bit_equal(
-    server: Server, shell: Shell, tmp_path: Path
-) -> None:
-    whole = start_training(shell.python, tmp_path, *LONGER, f"output.dir={tmp_path / 'whole'}")
-    said, _ = whole.communicate(timeout=LONGEST)
-    assert (tmp_path / "whole/metrics.json").exists(), said
-    killed, resumed = kill_and_resume(shell.python, server, tmp_path, kills=5)
-    assert killed == 5 and resumed >= 4
+    assert process.returncode == 0 and b"RESUME: from " in said, said
     last = tmp_path / "last/outputs/s3:/bucket/team/run"
     assert last_weights(last) == last_weights(tmp_path / "whole")
     assert {"adapter/adapter_model.safetensors", "report.html", "metrics.json"} <= names()
@@ -493,7 +464,7 @@ def test_a_run_killed_on_five_machines_ends_bit_equal(
 
 
 def start_machines(
-    python: str, folders: tuple[Path, Path], *words: str
+    python: str, folders: Sequence[Path], *words: str
 ) -> list[subprocess.Popen[bytes]]:
     """Start a run on two machines of one rank each, as torchrun does; each sees its folder only."""
     port = str(free_port())
@@ -509,35 +480,44 @@ def start_machines(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp_compressed strategy.compression=topk", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "kept"),
+    [
+        ("ddp_compressed strategy.compression=topk", [(True, False)]),
+        ("fsdp", [(False, True), (False, False)]),
+    ],
+)
 def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
-    strategy: str, server: Server, shell: Shell, tmp_path: Path
+    strategy: str, kept: list[tuple[bool, bool]], server: Server, shell: Shell, tmp_path: Path
 ) -> None:
-    """Both are killed at random moments; then one of them, or both, is replaced by an empty one.
+    """Both are killed at random moments; then those that are not `kept` are replaced by empty ones.
 
     With topk each rank has tensors of its own, which the second machine's sends to the first.
     """
     words = (*f"strategy={strategy}".split(), "output.from=best")
     whole = start_machines(
-        shell.python, (tmp_path / "a", tmp_path / "b"), *words, f"output.dir={tmp_path}/whole"
+        shell.python, [tmp_path / "a", tmp_path / "b"], *words, f"output.dir={tmp_path}/whole"
     )
     for process in whole:
         said, _ = process.communicate(timeout=LONGEST)
         assert process.returncode == 0, said
     chance = random.Random(1)
     server.fault = lambda request: time.sleep(0.05)  # uploads take longer than steps
-    folders = (tmp_path / "first-0", tmp_path / "second-0")
-    for kill in range(1, 4):
+    folders = [tmp_path / "first-0", tmp_path / "second-0"]
+    for kill, stays in enumerate(kept):
         processes = start_machines(shell.python, folders, *words, f"output.dir={URL}")
         training = folders[0] / "outputs/s3:/bucket/team/run/metrics.csv"
-        while not training.exists() and processes[0].poll() is None:
+        # A machine that stays has nothing of which the bucket knows nothing.
+        while not (training.exists() and "config.yaml" in names()) and processes[0].poll() is None:
             time.sleep(0.1)
         time.sleep(chance.uniform(0, 4))
         for process in processes:
             process.send_signal(signal.SIGKILL)
             process.communicate()
-        first, second = (tmp_path / f"{name}-{kill}" for name in ("first", "second"))
-        folders = [(first, second), (folders[0], second), (first, folders[1])][kill % 3]
+        empty = (tmp_path / f"{name}-{kill + 1}" for name in ("first", "second"))
+        folders = [
+            old if is_kept else new for old, new, is_kept in zip(folders, empty, stays, strict=True)
+        ]
     server.fault = lambda request: None
     for process in start_machines(shell.python, folders, *words, f"output.dir={URL}"):
         said, _ = process.communicate(timeout=LONGEST)

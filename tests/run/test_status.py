@@ -17,7 +17,7 @@ from app.process.launch import set_run_dir
 from app.process.reporting import report
 from app.process.status import STATUS_FILE, begin_status, end_status, restart_status, update_status
 from app.status import StatusConfig, show
-from common.errors import Interrupted, TrainingFault
+from common.errors import Interrupted
 from tests.conftest import ROOT
 
 
@@ -53,6 +53,10 @@ def test_the_exit_code_tells_the_state(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_progress_does_not_hide_an_error_that_another_rank_has_reported(tmp_path: Path) -> None:
+    end_status(tmp_path, "failed", 3, "no room")
+    update_status(tmp_path, state="training")
+    restart_status(tmp_path, 0)
+    assert list(tmp_path.iterdir()) == [], "of another verb"
     begin_status(tmp_path, 0)
     end_status(tmp_path, "failed", 4, "loss is nan")
     update_status(tmp_path, state="training", step=9)
@@ -63,17 +67,9 @@ def test_progress_does_not_hide_an_error_that_another_rank_has_reported(tmp_path
     assert written(tmp_path)["step"] == 9
 
 
-def test_no_status_appears_in_the_folder_of_another_verb(tmp_path: Path) -> None:
-    end_status(tmp_path, "failed", 3, "no room")
-    update_status(tmp_path, state="training")
-    restart_status(tmp_path, 0)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("error", "state", "code"),
     [
-        (TrainingFault("loss is nan"), "failed", 4),
         (OSError(28, "No space left"), "failed", 3),
         (Interrupted(15, "step 7 is saved"), "stopped", 143),
     ],

@@ -46,6 +46,8 @@ def short_trials(
 
     def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         assert command[:4] == child_command("app.train")
+        assert options["start_new_session"]  # Ctrl-C reaches it only through the sweep
+        assert not {"NODE_RANK", "MASTER_PORT", "LOFT_RUN_DIR"} & set(options["env"])
         commands.append(command[4:])
         code = script
         if len(commands) - 1 == interrupt_at:

@@ -141,21 +141,14 @@ def test_jobs_that_a_folder_names_are_not_cancelled_nor_waited_for(
     trials.check_own_job("1", shown, tmp_path / "mine/0.log")
     with pytest.raises(UserError, match="job 1 as a job of yours"):
         trials.check_own_job("1", shown.replace("me(", "me(1"), tmp_path / "mine/0.log")
+    for odd in ("../../1", "all", ""):
+        named.write_text(f"{odd}\n")
+        result = sweep("resume=s")
+        assert result.code == 2 and "is not the id of a job" in result.stderr, result.stderr
     named.write_text("9\n")  # which SLURM has forgotten, if it ever was
     assert sweep("resume=s").code == 0
     assert [row["exit_code"] for row in results_in("s")] == [0, 0]
     assert not (tmp_path / "cancelled").exists()
-
-
-@pytest.mark.parametrize("name", ["../../1", "all", ""])
-def test_an_id_that_is_none_of_a_job_is_not_used(
-    name: str, overrides: list[str], tmp_path: Path
-) -> None:
-    (tmp_path / "s/slurm").mkdir(parents=True)
-    (tmp_path / "s/sweep.yaml").write_text(f"words: {[*overrides, 'adapter.r=2,4']}\n")
-    (tmp_path / "s/slurm/0.id").write_text(f"{name}\n")
-    result = sweep("resume=s")
-    assert result.code == 2 and "0.id" in result.stderr, result.stderr
 
 
 def test_a_job_that_was_kept_on_hold_is_let_go(
@@ -168,20 +161,6 @@ def test_a_job_that_was_kept_on_hold_is_let_go(
     assert (tmp_path / "jobs/1/state").read_text() == "PENDING\n"
     assert sweep("resume=s").code == 0
     assert len(list((tmp_path / "jobs").iterdir())) == 2
-
-
-@pytest.mark.slow
-def test_a_cancelled_trial_is_submitted_again(overrides: list[str], tmp_path: Path) -> None:
-    result = sweep(*overrides, "adapter.r=2,4", "output.dir=s")
-    assert result.code == 0, result.stderr
-    (tmp_path / "jobs/2/state").write_text("CANCELLED")
-    results = json.loads((tmp_path / "s/sweep.json").read_text())
-    (tmp_path / "s/sweep.json").write_text(
-        json.dumps([row for row in results if row["number"] == 0])
-    )
-    assert sweep("resume=s").code == 0
-    assert [row["exit_code"] for row in results_in("s")] == [0, 0]
-    assert len(list((tmp_path / "jobs").iterdir())) == 3
 
 
 def waits_for_its_last_job(folder: Path) -> bool:
@@ -267,16 +246,6 @@ def test_a_trial_whose_job_slurm_has_forgotten_has_the_code_of_its_status(tmp_pa
     assert trials.SlurmJob("7", *names).finds_result(forgotten)
     os.utime(names[0], (time.time() + 60,) * 2)  # the status is of an earlier job
     assert not trials.SlurmJob("7", *names).finds_result(forgotten)
-
-
-@pytest.mark.slow
-def test_a_dead_job_is_a_failed_trial(overrides: list[str], tmp_path: Path) -> None:
-    (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nkill -9 $$\n")
-    result = sweep(*overrides, "adapter.r=2,4", "sweep.parallel=2", "output.dir=s")
-    assert result.code == 137
-    assert [row["error"][:26] for row in results_in("s")] == [
-        f"job {number} ended as FAILED: {tmp_path}"[:26] for number in (1, 2)
-    ]
 
 
 def test_invalid_job_settings_are_refused(

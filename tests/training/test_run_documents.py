@@ -16,8 +16,7 @@ from app.evaluation.row_runner import PARTIAL, RowRunner
 from app.merge import _read_facts
 from app.report.__main__ import ReportConfig, report_runs
 from app.report.model_card import render_run_card
-from app.report.run_files import read_run_files, refuse_damaged
-from app.report.run_page import render_run
+from app.report.run_page import read_run_files, refuse_damaged, render_run
 from app.run.manifest import compare_facts, read_manifest
 from app.sweep.parameters import load_words
 from app.sweep.results import load_results

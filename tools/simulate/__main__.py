@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.config import PlanConfig, load_config, settings_of
-from app.plan import find_hardware
+from app.plan import HUES, find_hardware
 from app.planning.memory import PlannedRun, estimate_gpu_memory, usable_bytes
 from app.planning.planned import load_strategies, on_hardware, plan_run, read_config_json
 from app.planning.speed import estimate_speed
-from app.report.plan import HUES
 from common.errors import USER_ERROR, UserError
 from common.text import percent
 from tools.simulate import SimulatedStep, check_simulated, simulate
