@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gzip
-import io
 import json
 import math
 import os
@@ -30,7 +29,7 @@ from data_modules.tokens.encode import Rejected, chunks_of, find_format, read_ch
 from data_modules.types import Conversation, Document, Item, Tokens
 from tests.bad_input.opened import at_most
 from tests.bad_input.prepared import chat, named, prepare
-from tests.data_modules.conftest import zst
+from tests.data_modules.conftest import lines_of, parquet_bytes, zst
 from tests.reliability.shell import Shell
 
 pytestmark = pytest.mark.slow
@@ -82,28 +81,11 @@ TREE = {"role": "prompter", "text": "what?", "replies": [REPLY, {**REPLY, "delet
 OASST = [{"message_tree_id": str(number), "prompt": TREE} for number in range(2)]
 
 
-def lines(rows: list[dict[str, Any]]) -> bytes:
-    """Return rows as JSON lines."""
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-
-
-def array(rows: list[dict[str, Any]]) -> bytes:
-    """Return rows as a JSON array."""
-    return json.dumps(rows, indent=1).encode()
-
-
 def cells(mark: str) -> bytes:
     """Return rows with text in quotes."""
     quoted = [[f'"{value}"'.replace('one "', 'one ""') for value in row.values()] for row in ALPACA]
     table = [list(ALPACA[0]), *quoted]
     return "\n".join(mark.join(row) for row in table).encode()
-
-
-def parquet(rows: list[dict[str, Any]], **settings: Any) -> bytes:
-    """Return rows as a parquet file."""
-    sink = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink, **settings)
-    return sink.getvalue()
 
 
 def arrow(new: Callable[..., Any], compression: str | None = None) -> bytes:
@@ -127,20 +109,20 @@ def arrow(new: Callable[..., Any], compression: str | None = None) -> bytes:
 
 
 TEXTS: dict[str, tuple[str, list[dict[str, Any]] | None, bytes]] = {
-    "messages": ("d.jsonl", MESSAGES, lines(MESSAGES)),
-    "sharegpt with tools": ("d.json", SHAREGPT, array(SHAREGPT)),
-    "alpaca": ("d.json", ALPACA, array(ALPACA)),
-    "pretokenized": ("d.jsonl", TOKENS, lines(TOKENS)),
-    "oasst": ("d.jsonl", OASST, lines(OASST)),
+    "messages": ("d.jsonl", MESSAGES, lines_of(MESSAGES)),
+    "sharegpt with tools": ("d.json", SHAREGPT, json.dumps(SHAREGPT, indent=1).encode()),
+    "alpaca": ("d.json", ALPACA, json.dumps(ALPACA, indent=1).encode()),
+    "pretokenized": ("d.jsonl", TOKENS, lines_of(TOKENS)),
+    "oasst": ("d.jsonl", OASST, lines_of(OASST)),
     "csv": ("d.csv", None, cells(",")),
     "tsv": ("d.tsv", None, cells("\t")),
     "txt": ("d.txt", None, b"one line\n\nand a paragraph\nof two\n\n\nmore\n" * 3),
 }
 BINARIES: dict[str, tuple[str, bytes]] = {
-    "gz": ("d.jsonl.gz", gzip.compress(lines(MESSAGES) * 20, mtime=0)),
-    "zst": ("d.jsonl.zst", zst(lines(MESSAGES) * 20)),
-    "parquet": ("d.parquet", parquet(ALPACA * 10)),
-    "nested parquet": ("d.parquet", parquet(SHAREGPT, compression="zstd")),
+    "gz": ("d.jsonl.gz", gzip.compress(lines_of(MESSAGES) * 20, mtime=0)),
+    "zst": ("d.jsonl.zst", zst(lines_of(MESSAGES) * 20)),
+    "parquet": ("d.parquet", parquet_bytes(ALPACA * 10)),
+    "nested parquet": ("d.parquet", parquet_bytes(SHAREGPT, compression="zstd")),
     "arrow file": ("d.arrow", arrow(pyarrow.ipc.new_file)),
     "arrow stream": ("d.arrow", arrow(pyarrow.ipc.new_stream)),
     "packed arrow": ("d.arrow", arrow(pyarrow.ipc.new_stream, "zstd")),
@@ -235,7 +217,6 @@ def check_item(item: Item) -> None:
 
 
 def read(file: Path) -> None:
-    """Read a file up to its items; fail for an end that is none of those allowed."""
     config = DataConfig(datasets=[named(file)])
     dataset = config.datasets[0]
     try:

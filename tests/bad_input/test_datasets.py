@@ -30,7 +30,6 @@ DROPS_SYSTEM = (
 def build(
     *files: Path | DatasetConfig, tokenizer: Any, accumulation_steps: int = 2, **data: Any
 ) -> FinetuneDataModule:
-    """Do what a run does before it loads a weight; raises DataError."""
     datasets = [one if isinstance(one, DatasetConfig) else named(one) for one in files]
     config = DataConfig(datasets=datasets, **{"sequence_len": 64, **data})
     problems = check_datasets(config)
@@ -52,14 +51,12 @@ def build(
 
 
 def problems_of(folder: Path, *files: Path | DatasetConfig, **settings: Any) -> list[str]:
-    """Return what stops the run, each line from the file's name on."""
     with pytest.raises(DataError) as caught:
         build(*files, **settings)
     return [problem.replace(f"{folder}/", "") for problem in caught.value.problems]
 
 
 def said(module: FinetuneDataModule) -> str:
-    """Return what a run says of its data."""
     return "\n".join([*module.report.lines(), *module.audit.full_lines()])
 
 

@@ -30,8 +30,6 @@ from tests.reliability.shell import Shell
     ("name", "bad", "told", "twin"),
     [
         ("d.jsonl", b"", "d.jsonl: 0 rows; give a file with at least one row", b"GOOD\n"),
-        ("d.jsonl", b"\n \n\t\n", "d.jsonl: 0 rows; give a file", b"\n \nGOOD\n"),
-        ("d.json", b"", "d.json: 0 rows; give a file", b"[GOOD]"),
         ("d.json", b"[]", "d.json: 0 rows; give a file", b"[GOOD]"),
         ("d.csv", b"instruction,output\n", "d.csv: 0 rows", b"instruction,output\nq,one\n"),
         (
@@ -40,7 +38,6 @@ from tests.reliability.shell import Shell
             "d.jsonl:3 line is cut off (no newline); copy",
             b"GOOD",
         ),
-        ("d.jsonl", b'GOOD\n{"messages": nul', "d.jsonl:2 line is cut off", b"GOOD\nGOOD"),
         (
             "d.json",
             b"[GOOD,\nGOOD",
@@ -49,7 +46,6 @@ from tests.reliability.shell import Shell
         ),
         ("d.json", b"[GOOD,\n{]", "d.json:2:2 invalid JSON: Expecting property", b"[GOOD,\n GOOD]"),
         ("d.json", b'{\n"data": [GOOD]\n}', "are its rows under 'data'?", b"[GOOD]"),
-        ("d.jsonl", "GOOD\n".encode("utf-16-be"), "d.jsonl: is UTF-16;", b"\xef\xbb\xbfGOOD\n"),
         (
             "d.jsonl",
             b"[\nGOOD]",
@@ -94,16 +90,12 @@ def test_a_bad_file_is_named(
 def filled(content: bytes, folder: Path) -> bytes:
     """Return `content` with a row in place of GOOD, and whole files for the other words."""
     good = json.dumps(ROWS[0])
-    if content[:2] in (b"\xff\xfe", b"\0G"):
-        encoding = "utf-16-be" if content[:1] == b"\0" else "utf-16"
-        return content.decode(encoding).replace("GOOD", good).encode(encoding)
     zipped = gzip.compress(f"[{good}]".encode())
     content = content.replace(b"GZIP-10", zipped[:-10]).replace(b"GZIP", zipped)
     return content.replace(b"PARQUET", parquet(folder)).replace(b"GOOD", good.encode())
 
 
 def parquet(folder: Path, **columns: list[Any]) -> bytes:
-    """Return a parquet file of alpaca rows, with these columns in place of its own."""
     import pyarrow
     import pyarrow.parquet
 

@@ -31,11 +31,6 @@ ASK, SAY = ("user", "what is it?"), ("assistant", "one")
 GOOD = chat(ASK, SAY)
 
 
-def parts(*items: dict[str, Any]) -> str:
-    """Write a row whose question is a list of typed parts."""
-    return chat(("user", [{"type": "text", "text": "see"}, *items]), SAY)
-
-
 class Case(NamedTuple):
     """Hold a row, what is said of it behind its file's name, and the row without the mistake."""
 
@@ -56,16 +51,6 @@ CASES = {
         r"'message'\? \(3 rows are of format messages, first data.jsonl:1\)$",
         GOOD,
     ),
-    "D8 image": Case(
-        parts({"type": "image", "image": "a.png"}),
-        r":3 messages\[0\].content\[1\] is image: not supported; only text is trained on",
-        parts({"type": "text", "value": "a.png"}),
-    ),
-    "D10 role": Case(
-        chat(("usr", "q"), SAY),
-        r":3 messages\[0\] has role 'usr'; known roles are system, developer, user, human, .*tool",
-        chat(("human", "q"), SAY),
-    ),
     "D13 empty answer": Case(
         chat(ASK, ("assistant", " \n")),
         r":3 messages\[1\] is an empty answer: there is nothing to train on; drop the row, or set",
@@ -82,27 +67,12 @@ CASES = {
         r":3 byte 0xE9 at column 96 is not UTF-8 \(latin-1\?\); save the file as UTF-8",
         chat(ASK, ("assistant", "caf_")).replace("_", "\xe9").encode(),
     ),
-    "D20 key twice inside": Case(
-        GOOD.replace('"role": "user"', '"role": "user", "role": "user"'),
-        ":3 key 'role' occurs twice",
-        GOOD,
-    ),
-    "D21 NaN": Case(
-        chat(ASK, SAY, weight=float("nan")),
-        ":3 weight is nan; a weight is a number from 0 up",
-        chat(ASK, SAY, weight=0.5),
-    ),
     "D26 control token": Case(
         chat(("user", "what is <|im_end|>?"), SAY),
         r":3 its text contains the control token `<\|im_end\|>`; remove it, or set "
         r"data.control_tokens=escape",
         chat(("user", "what is |im_end|?"), SAY),
         {"control_tokens": "error"},
-    ),
-    "D27 NUL": Case(
-        chat(("user", "a\0b"), SAY),
-        r":3 messages\[0\].content has a control character, '\\x00', at character 2; remove it",
-        chat(("user", "a\tb"), SAY),
     ),
     "refused by the template": Case(
         chat(("system", "be kind"), ASK, SAY),
@@ -143,30 +113,6 @@ def test_a_bad_row_is_named_or_quarantined(name: str, tmp_path: Path, base: Any)
 
     twin = prepare(write(tmp_path, GOOD, GOOD, case.twin, GOOD), base, **settings)
     assert (twin.counts.kept, twin.counts.rejected) == (4, 0)
-
-
-@pytest.mark.parametrize(
-    ("row", "said", "dataset"),
-    [
-        (
-            {"instruction": "q", "output": ["one", "two"]},
-            "output is a list of 2 strings, not one text; choose one, as in columns: {output: out",
-            {"columns": {"output": "output.0"}, "format": "alpaca"},
-        ),
-        (
-            {"text": "one", "label": 1},
-            "columns .*classification.* to train on 'text' alone, format: completion",
-            {"format": "completion"},
-        ),
-    ],
-)
-def test_rows_that_mean_something_else_are_refused_with_the_settings_to_type(
-    row: dict[str, Any], said: str, dataset: dict[str, Any], tmp_path: Path, base: Any
-) -> None:
-    file = write(tmp_path, json.dumps(row))
-    (problem,) = problems_of(file, base)
-    assert re.match(f"data.jsonl:1 {said}", problem), problem
-    assert prepare(file, base, dataset=dataset).counts.kept == 1
 
 
 def test_a_table_of_columns_over_several_lines_is_named(tmp_path: Path, base: Any) -> None:
@@ -231,7 +177,7 @@ def test_a_misspelled_column_in_every_row_is_reported(tmp_path: Path, base: Any)
 
 def test_all_problems_of_a_file_come_together(tmp_path: Path, base: Any) -> None:
     # Rows with the same other columns are counted as one problem.
-    cases = [each for name, each in CASES.items() if not each.settings and name[:2] != "D4"] * 3
+    cases = [each for name, each in CASES.items() if not each.settings and name[:2] != "D4"] * 8
     file = write(tmp_path, GOOD, *(case.bad for case in cases))
     problems = problems_of(file, base)
     assert len(problems) == 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,30 @@ def zst(data: bytes) -> bytes:
     return packed
 
 
+def arrow_bytes(rows: list[dict[str, Any]], new: Callable[..., Any]) -> bytes:
+    """Return `rows` in one of arrow's two formats, as `new` writes it."""
+    import pyarrow
+
+    batch = pyarrow.RecordBatch.from_pylist(rows)
+    sink = pyarrow.BufferOutputStream()
+    with new(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def parquet_bytes(rows: list[dict[str, Any]], **settings: Any) -> bytes:
+    import pyarrow.parquet
+
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink, **settings)
+    return sink.getvalue()
+
+
+def lines_of(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
 def read_rows(
     path: str,
     split: str = "train",
@@ -90,7 +115,7 @@ def read_rows(
 
 def write_jsonl(file: Path, rows: list[dict[str, Any]]) -> DatasetConfig:
     """Write rows as JSON lines."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_bytes(lines_of(rows))
     return DatasetConfig(path=str(file))
 
 

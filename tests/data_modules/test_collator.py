@@ -15,7 +15,6 @@ from data_modules.types import Example
 
 
 def make_example(ids: list[int], weights: list[float], dataset: int = 0) -> Example:
-    """Return an example that belongs to no file."""
     arrays = np.array(ids, dtype=np.int32), np.array(weights, dtype=np.float32)
     return Example(*arrays, dataset, Origin("rows.json", 1))
 
@@ -110,7 +109,6 @@ def test_collating_thirty_documents_is_fast() -> None:
 
 
 def pair(source: list[int], targets: list[int], weights: list[float], dataset: int = 0) -> Example:
-    """Make an example of an encoder-decoder model."""
     return Example(
         np.array(source, np.int32),
         np.array(weights, np.float32),

@@ -31,7 +31,6 @@ def write(file: Path, num_rows: int) -> Path:
 
 
 def prepare_file(file: Path, tokenizer: Any, first_rows: int | None, **settings: Any) -> Prepared:
-    """Prepare the first rows of a file."""
     config, cache = DatasetConfig(path=str(file)), str(file.parent / "cache")
     return prepare(config, tokenizer, 64, first_rows=first_rows, cache_dir=cache, **settings)
 

@@ -14,7 +14,6 @@ from data_modules.source.locating import KINDS, is_set_aside, missing_shards, sp
 
 
 def fill(folder: Path, *names: str) -> Path:
-    """Write one row into each file, which is its own name."""
     for name in names:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +22,6 @@ def fill(folder: Path, *names: str) -> Path:
 
 
 def read(path: Path, split: str = "train", name: str | None = None) -> list[str]:
-    """Return the files of a split, relative to the folder or the pattern's folder."""
     root = path if path.is_dir() else path.parent
     while "*" in str(root):
         root = root.parent

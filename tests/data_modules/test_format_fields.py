@@ -32,7 +32,6 @@ NESTED = st.recursive(
 
 
 def paths(value: Any) -> list[tuple[str, Any]]:
-    """Return every path into `value`, with the value at its end."""
     if isinstance(value, dict):
         steps = list(value.items())
     elif isinstance(value, list):
@@ -148,7 +147,6 @@ SQUAD = {"id": "7", "context": "c", "question": "q", "answers": {"text": ["a"], 
 
 
 def read(values: dict[str, Any]) -> list[str]:
-    """Return the texts that are read with the suggested settings."""
     assert format_of(values) is None
     found = yaml.safe_load("{" + suggest_settings(values) + "}")
     (item,) = convert_row(Row(values, Origin("d.json", 1)), found["format"], found["columns"])
@@ -161,14 +159,10 @@ def read(values: dict[str, Any]) -> list[str]:
     ("values", "texts"),
     [
         ({"question": "q", "reply": "a"}, ["q", "a"]),
-        ({"Question": "q", "Response": "a", "id": "7"}, ["q", "a"]),
-        ({"input": "q", "output": "a"}, ["q", "a"]),
-        ({"input": "q", "target": "a"}, ["q", "a"]),
         ({"question": "q", "context": "c", "answers": ["a", "b"]}, ["q\n\nc", "a"]),
         (SQUAD, ["q\n\nc", "a"]),
         ({"instruction": "q", "instances": [{"input": "c", "output": "a"}]}, ["q\n\nc", "a"]),
         ({"id": 1, "dialog": TURNS}, ["q", "a"]),
-        ({"id": 1, "body": "once", "title": "t"}, ["once"]),
         ({"line": "once"}, ["once"]),
     ],
 )
@@ -180,8 +174,6 @@ def test_the_suggested_settings_read_the_row(values: dict[str, Any], texts: list
     "values",
     [
         {},
-        {"a": 1},
-        {"title": "t", "name": "n"},
         {"question": "q", "score": 1},
         {"prompt": "p", "chosen": "c", "rejected": "r"},
         {"question": "q", "answer": None},

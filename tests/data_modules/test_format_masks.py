@@ -35,12 +35,10 @@ TRUE = [(key, value) for key, _ in FALSE for value in (True, 1, 1.0)]
 
 
 def convert(name: str, values: dict[str, Any]) -> list[Item]:
-    """Return the items of a row."""
     return convert_row(Row(values, Origin("rows.jsonl", 7)), name.split()[0], {})
 
 
 def weights(items: list[Item]) -> set[float]:
-    """Return the weights of what is trained on."""
     found: set[float] = set()
     for item in items:
         if isinstance(item, Tokens):

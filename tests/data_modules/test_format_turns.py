@@ -23,7 +23,6 @@ RESULT = {"role": "tool", "content": "2"}
 
 
 def convert(*turns: Any, **more: Any) -> Conversation:
-    """Convert a row of turns."""
     column = "conversations" if any("from" in turn for turn in turns) else "messages"
     row = {column: list(turns), **more}
     name = format_of(row)
@@ -34,17 +33,14 @@ def convert(*turns: Any, **more: Any) -> Conversation:
 
 
 def say(content: Any = "a", **more: Any) -> dict[str, Any]:
-    """Return an assistant's turn."""
     return {"role": "assistant", "content": content, **more}
 
 
 def answer(*turns: Any) -> Turn:
-    """Return the first turn after the question."""
     return convert(ASK, *turns).turns[1]
 
 
 def call(number: str | None = None, arguments: Any = None) -> dict[str, Any]:
-    """Return a call in OpenAI's form."""
     arguments = '{"a": 1}' if arguments is None else arguments
     return {
         "id": number,
@@ -275,7 +271,6 @@ TREE_ORIGIN = Origin("trees.jsonl", 1)
 
 
 def paths_of(prompt: Any, **more: Any) -> list[Conversation]:
-    """Convert one tree."""
     row = {"message_tree_id": "t", "tree_state": "ready", "prompt": prompt, **more}
     assert format_of(row) == "oasst"
     items = convert_row(Row(row, TREE_ORIGIN), "oasst", {})
@@ -284,17 +279,14 @@ def paths_of(prompt: Any, **more: Any) -> list[Conversation]:
 
 
 def asks(text: str, *replies: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return a prompter's message."""
     return {"role": "prompter", "text": text, "replies": list(replies), **more}
 
 
 def says(text: str, *replies: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return an assistant's message."""
     return {"role": "assistant", "text": text, "replies": list(replies), **more}
 
 
 def texts_and_weights(items: list[Conversation]) -> list[list[tuple[str, float | None]]]:
-    """Return text and weight of each turn."""
     return [[(turn.content, turn.weight) for turn in item.turns] for item in items]
 
 

@@ -64,7 +64,6 @@ VALUES: tuple[Any, ...] = ("zz", 3, [{"zz": 1}], ["y", "z"], {"zz": 1}, False)
 
 
 def convert(name: str, values: dict[str, Any]) -> tuple[list[Item], set[str]]:
-    """Return the items of a row and what nothing reads in it."""
     row, name = Row(values, ORIGIN), name.split()[0]
     items = convert_row(row, name, {})
     return items, unread_in(row, name, {}, items)

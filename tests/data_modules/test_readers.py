@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import pickle
 import tracemalloc
@@ -17,36 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import DataError
+from common.errors import DataError, Origin
+from data_modules.format import convert_row
 from data_modules.source import count_rows, opening, read_file
+from data_modules.source.hub import _stream
+from data_modules.source.locating import check_split
 from data_modules.source.opening import BadRow, Budget, Chunk, ReadOptions
 from data_modules.source.tables import arrow_errors
-from data_modules.types import Row
-from tests.data_modules.conftest import zst
+from data_modules.types import Conversation, Row
+from tests.data_modules.conftest import arrow_bytes, lines_of, parquet_bytes, zst
 
 ROWS = [{"a": "first"}, {"a": "a second, with é"}, {"a": "third"}]
-
-
-def arrow_bytes(rows: list[dict[str, Any]], new: Callable[..., Any]) -> bytes:
-    """Return `rows` in one of arrow's two formats."""
-    batch = pyarrow.RecordBatch.from_pylist(rows)
-    sink = pyarrow.BufferOutputStream()
-    with new(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
-
-
-def parquet_bytes(rows: list[dict[str, Any]]) -> bytes:
-    """Return `rows` as a parquet file."""
-    sink = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
-    return sink.getvalue()
-
-
-def lines_of(rows: list[dict[str, Any]]) -> bytes:
-    """Return `rows` as JSON lines."""
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
 CONTENTS = {
@@ -62,7 +42,6 @@ CONTENTS = {
 
 
 def read(file: Path, **settings: Any) -> list[Row | BadRow]:
-    """Return all rows of a file, each chunk sent through pickle as to another process."""
     rows: list[Row | BadRow] = []
     for chunk in read_file(file, ReadOptions(**settings)):
         sent: Chunk = pickle.loads(pickle.dumps(chunk))  # noqa: S301
@@ -73,7 +52,6 @@ def read(file: Path, **settings: Any) -> list[Row | BadRow]:
 
 
 def problems_of(file: Path, content: bytes, **settings: Any) -> list[str]:
-    """Return the problems of a file and its rows, without the folder's name."""
     file.write_bytes(content)
     problems = []
     try:
@@ -131,12 +109,10 @@ def test_compressed_files_of_several_frames_are_read_to_the_end(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("d.jsonl.zst", b'{"a": 1}', "d.jsonl.zst: is not zstd-compressed; name it without .zst"),
         ("d.jsonl", zst(b'{"a": 1}'), "d.jsonl: is zstd-compressed; name it .zst"),
         ("d.json.gz", zst(b'[{"a": 1}]'), "d.json.gz: is zstd-compressed; name it .zst"),
         ("d.csv.zst", zst(b"a\n1\n" * 99)[:-6], "d.csv.zst: cannot be read: Truncated"),
         ("d.csv", CONTENTS["d.arrow"], "d.csv: is an arrow file; name it .arrow"),
-        ("d.csv", b"PK\x03\x04....", "d.csv: is a zip archive; unpack it"),
         ("d.jsonl", '{"a": 1}'.encode("utf-16-le"), "d.jsonl: is UTF-16; save it as UTF-8"),
         ("d.csv", b"a,b\r1,2\r", "d.csv: has CR line endings; save it with LF"),
         (
@@ -146,36 +122,18 @@ def test_compressed_files_of_several_frames_are_read_to_the_end(tmp_path: Path) 
         ),
         ("d.csv", b"a,b,a\n1,2,3\n", "d.csv:1 column 'a' is twice in the header (a, b, a)"),
         ("d.tsv", b"a\tb\n1\n", "d.tsv:2 1 cells, the header has 2 (a, b); quote cells that hold"),
-        ("d.csv", b'a,b\n1,2\n"x"y,2\n', "d.csv:3 broken CSV: ',' expected after '\"'; is a quote"),
         ("d.csv", b'a,b\n"x\n\xe9",2\n', "d.csv:3 byte 0xE9 at column 1 is not UTF-8"),
         ("d.csv", b"\xe9,b\n1,2\n", "d.csv:1 byte 0xE9 at column 1 is not UTF-8"),
         ("d.txt", b"one\ntwo\n\nthr\xe9e\n", "d.txt:4 byte 0xE9 at column 4 is not UTF-8"),
         ("d.arrow", b"ARROW1\0\0nonsense", "d.arrow: not a readable arrow file"),
         ("d.arrow", b"", "d.arrow: not a readable arrow file"),
-        (
-            "d.jsonl",
-            b'{"a": ' + b"1" * 5000 + b"}",
-            "d.jsonl:1 has a number of more than 4,300 digits",
-        ),
-        (
-            "d.json",
-            b'[{"a": ' + b"1" * 5000 + b"}]",
-            "d.json:1 has a number of more than 4,300 digits",
-        ),
         ("d.json", b'[{"a": 1},', "d.json:1:11 invalid JSON"),
-        ("d.json", b'[{"a": 1},\n', "d.json:2:1 invalid JSON"),
         (
             "d.json",
             b'[{"a": 1},\n{"a": "caf\xe9"}]',
             "d.json:2 byte 0xE9 at column 11 is not UTF-8",
         ),
         ("d.jsonl", b'{"a": 1} x\n', "d.jsonl:1:10 invalid JSON: Extra data, near `{"),
-        ("d.jsonl", b'{"a": 1} \r\n{"a": 2}{}\n', "d.jsonl:2:9 invalid JSON: Extra data"),
-        (
-            "d.jsonl",
-            b"[" * 200_000,
-            "d.jsonl:1 is nested more than 100 deep; data.limits.nesting is 100",
-        ),
     ],
 )
 def test_content_that_does_not_match_the_file_name_is_reported(
@@ -216,11 +174,8 @@ def test_what_follows_the_rows_of_a_file_is_read_or_refused(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'[{"a": 1},]', "d.json:1:10 invalid JSON: trailing comma; remove it, near"),
         (b'[{"a": 1},\n{"a": 2}\n, \n]\n', "d.json:3:1 invalid JSON: trailing comma"),
         (b'[{"a": 1}]\n\n[{"a": 2}]\n', "d.json:3:1 more than one JSON value"),
-        (b'[{"a": 1}]\n]', "d.json:2:1 more than one JSON value"),
-        (b"[] []", "d.json:1:4 more than one JSON value"),
         (b"[,]", "d.json:1:2 invalid JSON"),
         (b'[{"a": 1}]\xef\xbb\xbf[{"a": 2}]', "d.json:1:11 more than one JSON value"),
     ],
@@ -427,7 +382,7 @@ def test_the_size_limit_is_inclusive_and_in_bytes(tmp_path: Path) -> None:
         assert len(problems_of(tmp_path / name, data, max_row_bytes=size - 3)) == 1, name
 
 
-@pytest.mark.parametrize("chunk_bytes", range(1, 40))
+@pytest.mark.parametrize("chunk_bytes", range(1, 40, 4))
 def test_a_large_paragraph_does_not_depend_on_chunk_borders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
@@ -446,7 +401,6 @@ def test_a_csv_row_above_the_size_limit_ends_reading(tmp_path: Path) -> None:
 
 
 def peak_of(file: Path, **settings: Any) -> int:
-    """Return the most memory that reading a file takes."""
     tracemalloc.start()
     for chunk in read_file(file, ReadOptions(**settings)):
         for _ in chunk.rows():
@@ -521,3 +475,119 @@ def test_a_memory_error_from_a_damaged_file_blames_the_file(tmp_path: Path) -> N
     expected = pytest.raises(DataError, match=r"d\.arrow: not a readable arrow file")
     with expected, arrow_errors(tmp_path / "d.arrow", "arrow"):
         raise MemoryError("malloc of size 68719476736 failed")
+
+
+def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    kinds = {key: {"type": type(value).__name__} for key, value in arguments.items()}
+    function = {"name": name, "parameters": {"type": "object", "properties": kinds}}
+    calling = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+    }
+    return {
+        "messages": [{"role": "user", "content": "q"}, calling],
+        "tools": [{"function": function}],
+    }
+
+
+CALLS = [
+    call("weather", {"city": "Oslo", "where": {"country": "no"}}),
+    call("add", {"numbers": [{"a": 1}, {"b": 2}]}),
+    call("now", {}),
+]
+
+
+def values_of(name: str, rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Write rows as a file of the kind that its name says; return their values as read."""
+    pack = {"d.parquet": parquet_bytes, "d.jsonl": lines_of}.get(name)
+    new = pyarrow.ipc.new_file if name == "file.arrow" else pyarrow.ipc.new_stream
+    (folder / name).write_bytes(pack(rows) if pack else arrow_bytes(rows, new))
+    found = read(folder / name)
+    assert all(isinstance(row, Row) for row in found), found
+    return [row.values for row in found if isinstance(row, Row)]
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "file.arrow", "stream.arrow", "d.jsonl"])
+def test_a_call_has_its_own_arguments_only(name: str, tmp_path: Path) -> None:
+    assert values_of(name, CALLS, tmp_path) == CALLS
+
+
+def test_jsonl_keeps_its_nulls(tmp_path: Path) -> None:
+    rows = [call("weather", {"city": None, "where": {"country": None}})]
+    assert values_of("d.jsonl", rows, tmp_path) == rows
+
+
+def test_a_field_that_is_null_in_a_row_can_still_be_named_as_its_column(tmp_path: Path) -> None:
+    rows = [{"m": {"q": "q", "extra": "e"}, "a": "a"}, {"m": {"q": "q", "extra": None}, "a": "a"}]
+    columns = {"instruction": "m.q", "input": "m.extra", "output": "a"}
+    asked = []
+    for values in values_of("d.parquet", rows, tmp_path):
+        (item,) = convert_row(Row(values, Origin("d.parquet", 1)), "alpaca", columns)
+        assert isinstance(item, Conversation)
+        asked.append(item.turns[0].content)
+    assert asked == ["q\n\ne", "q"]
+
+
+KEYS = st.sampled_from(["a", "b", "c"])
+LEAVES = st.integers(0, 9) | st.just(None)
+OBJECTS = st.dictionaries(
+    KEYS,
+    st.dictionaries(
+        KEYS, st.lists(st.dictionaries(KEYS, LEAVES, max_size=2), max_size=2), max_size=2
+    ),
+    max_size=3,
+)
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+@given(st.lists(OBJECTS, min_size=1, max_size=4))
+def test_objects_of_any_depth_come_back(
+    tmp_path_factory: pytest.TempPathFactory, objects: list[dict[str, Any]]
+) -> None:
+    rows = [{"n": 1, "x": one, "text": None} for one in objects]
+    try:
+        found = values_of("d.parquet", rows, tmp_path_factory.mktemp("d"))
+    except (pyarrow.ArrowException, NotImplementedError):
+        return  # a struct without any field
+    assert found == [{**row, "x": without_nulls(row["x"])} for row in rows]
+
+
+def test_nulls_of_a_list_and_of_json_text_stay(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features(
+        {
+            "m": datasets.List(
+                {"role": datasets.Value("string"), "name": datasets.Value("string")}
+            ),
+            "tools": datasets.List(datasets.Json()),
+            "numbers": datasets.List(datasets.Value("int64")),
+            "text": datasets.Value("string"),
+        }
+    )
+    rows = [
+        {"m": [{"role": "user"}], "tools": [{"default": None}], "numbers": [1, None], "text": None},
+        {
+            "m": [{"role": "tool", "name": "f"}],
+            "tools": [{"x": {"y": None}}],
+            "numbers": [],
+            "text": "t",
+        },
+    ]
+    file = tmp_path / "d.parquet"
+    datasets.Dataset.from_list(rows, features=features).to_parquet(str(file))
+    assert [row.values for row in read(file) if isinstance(row, Row)] == rows
+    # Rows of a hub data set, while they are downloaded.
+    loaded = datasets.load_dataset(
+        "parquet", data_files=str(file), split="train", streaming=True, features=features
+    )
+    (part,) = check_split("train")
+    streamed = [
+        row for chunk in _stream("o/n", part, loaded, (0, 1), 1 << 20) for row in chunk.rows()
+    ]
+    assert [row.values for row in streamed if isinstance(row, Row)] == rows

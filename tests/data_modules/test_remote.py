@@ -63,14 +63,12 @@ def never(connection: socket.socket, request: bytes) -> None:
 
 
 def stall(connection: socket.socket, request: bytes) -> None:
-    """Send only the headers."""
     connection.sendall(OK + b"Content-Length: 9000000\r\n\r\n")
     if not request.startswith(b"HEAD"):
         time.sleep(20)
 
 
 def drip(connection: socket.socket, request: bytes) -> None:
-    """Send single bytes slowly."""
     connection.sendall(OK + b"Content-Length: 9000000\r\n\r\n")
     while not request.startswith(b"HEAD"):
         connection.sendall(b" ")
@@ -78,7 +76,6 @@ def drip(connection: socket.socket, request: bytes) -> None:
 
 
 def drip_unsized(connection: socket.socket, request: bytes) -> None:
-    """Send single bytes slowly, without a content length."""
     connection.sendall(OK + b"Connection: close\r\n\r\n")
     while not request.startswith(b"HEAD"):
         connection.sendall(b" ")
@@ -87,7 +84,6 @@ def drip_unsized(connection: socket.socket, request: bytes) -> None:
 
 
 def endless(connection: socket.socket, request: bytes) -> None:
-    """Send endless rows."""
     connection.sendall(OK + b"Connection: close\r\n\r\n")
     while not request.startswith(b"HEAD"):
         connection.sendall(ROW * 10_000)
@@ -95,7 +91,6 @@ def endless(connection: socket.socket, request: bytes) -> None:
 
 
 def break_off(connection: socket.socket, request: bytes) -> None:
-    """Send less than the content length."""
     connection.sendall(OK + b"Content-Length: 9000\r\n\r\n")
     if not request.startswith(b"HEAD"):
         connection.sendall(ROW * 10)
@@ -103,7 +98,6 @@ def break_off(connection: socket.socket, request: bytes) -> None:
 
 
 def redirect(connection: socket.socket, request: bytes) -> None:
-    """Redirect the client in a loop."""
     connection.sendall(
         b"HTTP/1.1 302 Found\r\nLocation: /again/d.jsonl\r\nContent-Length: 0\r\n\r\n"
     )

@@ -189,31 +189,6 @@ def test_probes_ask_held_out_problems(skill: str) -> None:
     assert all(is_held_out(problem_in(row["prompt"])) for row in rows)
 
 
-def test_the_tokenizer_keeps_copied_words_in_pieces_and_digits_single() -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
-    assert len(tokenizer) <= 768
-    for copied in (NAMES, CITIES, JOBS):
-        assert sum(len(tokenizer(word).input_ids) for word in copied) / len(copied) >= 3.0
-    assert tokenizer.tokenize("4 17") == ["4", "Ġ", "1", "7"]
-    for text in ("Where does Ursula live?\n", "Grüße, 東京 🙂"):
-        assert tokenizer.decode(tokenizer(text).input_ids) == text
-
-
-def test_the_chat_template_marks_turns_and_ends_them_with_eos() -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
-    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert tokenizer.apply_chat_template(
-        conversation, tokenize=False, add_generation_prompt=True
-    ) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|pad|>"
-    assert tokenizer.bos_token is None and "generation %" not in tokenizer.chat_template
-
-
 def test_the_shipped_base_passes_the_gate() -> None:
     """It teaches the same skills with a different wording."""
     from tools.tiny_base.install import TINY_BASE, probe_accuracies

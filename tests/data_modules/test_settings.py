@@ -34,7 +34,6 @@ def test_names_are_derived_from_paths_and_unique() -> None:
 
 
 def problems(*datasets: DatasetConfig, **settings: Any) -> list[str]:
-    """Return the problems found by the check."""
     return check_datasets(DataConfig(datasets=list(datasets), **settings))
 
 

@@ -38,13 +38,11 @@ from tests.data_modules.conftest import read_rows
 
 
 def rows_of(file: Path, content: str | bytes) -> list[Row]:
-    """Write `content` to `file` and read its rows."""
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     return list(read_rows(str(file)))
 
 
 def problems_of(file: Path, content: str | bytes) -> list[str]:
-    """Return the problems of reading `content`, without the folder's name."""
     with pytest.raises(DataError) as caught:
         rows_of(file, content)
     return [problem.replace(f"{file.parent}/", "") for problem in caught.value.problems]
@@ -221,7 +219,6 @@ def test_shipped_samples() -> None:
 
 
 def lines(*values: object) -> str:
-    """Return JSON lines with these values of `a`."""
     return "".join(json.dumps({"a": value}) + "\n" for value in values)
 
 
@@ -250,7 +247,6 @@ def write(file: Path, num_rows: int, first: int = 0) -> Path:
 
 
 def numbers(path: Path | str, split: str = "train", **settings: Any) -> list[int]:
-    """Return `a` of all rows of a split."""
     rows = [
         row for chunk in read_chunks(str(path), split=split, **settings) for row in chunk.rows()
     ]
@@ -611,13 +607,11 @@ class Hub:
         monkeypatch.setattr("datasets.load_dataset_builder", self.load_dataset_builder)
 
     def dataset_info(self, path: str, *, revision: str | None, timeout: float) -> Any:
-        """Return the hub's information about a data set."""
         return SimpleNamespace(sha=self.commit)
 
     def load_dataset_builder(
         self, path: str, name: str | None = None, *, revision: str | None
     ) -> Any:
-        """Return a builder that yields the rows."""
         self.options.append((path, revision))
         name = name or next((each for each in self.configs if self.configs[each]), None)
         if name is None:
@@ -633,25 +627,21 @@ class Hub:
         )
 
     def as_dataset(self, split: str) -> Any:
-        """Return the rows of a split."""
         if split not in ("train", "test"):
             raise ValueError(f"Unknown split \"{split}\". Should be one of ['train'].\nMore")
         return self.rows
 
     def as_streaming_dataset(self, split: str) -> Any:
-        """Return the rows of a split, one by one."""
         return self.as_dataset(split).to_iterable_dataset(num_shards=self.num_shards)
 
 
 def counted(num_rows: int) -> Any:
-    """Return rows that count from 0."""
     import datasets
 
     return datasets.Dataset.from_dict({"a": list(range(num_rows))})
 
 
 def origins(path: str, **settings: Any) -> list[str]:
-    """Return the origins of all rows."""
     return [
         str(row.origin)
         for chunk in read_chunks(path, **settings)

@@ -74,7 +74,6 @@ def build(
 
 
 def texts(batches: list[Batch], tokenizer: Any) -> list[str]:
-    """Return the documents of the batches, in order."""
     found = []
     for batch in batches:
         ids = batch.input_ids[0].split(batch.document_lengths[0])

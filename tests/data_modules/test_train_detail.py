@@ -29,7 +29,6 @@ def entry(begin: Any, end: Any, train: Any = True) -> dict[str, Any]:
 
 
 def row(form: str, details: Any, **keys: Any) -> dict[str, Any]:
-    """Return a row whose last turn has `train_detail` and other keys."""
     answer = {"role": "assistant", "content": TEXT, "train_detail": details, **keys}
     message = {**answer, "text": answer["content"]}
     return {
@@ -47,7 +46,6 @@ def convert(form: str, details: Any, **keys: Any) -> Conversation:
 
 
 def trained_words(template: ChatTemplate, chat: Conversation) -> list[tuple[str, float]]:
-    """Return each token of a chat as text, with its weight."""
     encoded = encode(template, chat)
     texts = map(template.tokenizer.decode, encoded.input_ids.tolist())
     return list(zip(texts, encoded.weights.tolist(), strict=True))
