@@ -1,4 +1,7 @@
-"""Nothing in a row is ignored in silence: what no reader looks at is counted and named."""
+"""Nothing in a row of any format is ignored in silence, above all what it says of its training.
+
+What no reader looks at is counted and named; a mask is followed or refused.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ import yaml
 from common.errors import DataError, Origin
 from data_modules.format import FORMATS, RowError, convert_row, guess_format, unread_in
 from data_modules.format.columns import sort_unread
-from data_modules.types import Conversation, Document, Item, Row
+from data_modules.types import Conversation, Document, Item, Row, Tokens
 
 ORIGIN = Origin("rows.jsonl", 7)
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+ASK = {"role": "user", "content": "q"}
+SAY = {"role": "assistant", "content": "a"}
 CHAT = [
     {"role": "system", "content": "s"},
     {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]},
@@ -46,7 +51,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "kto turns": {"prompt": CHAT[:2], "completion": CHAT[2:], "kto_tag": False},
     "classification": {"text": "a", "label": "b"},
     "classification turns": {"messages": CHAT, "label": 1},
-    "completion segments": {"segments": [{"text": "a"}, {"text": "b", "weight": 0.5}]},
+    "completion segments": {"segments": [{"text": "a", "weight": 0.5}, {"text": "b"}]},
 }
 NAMES = (
     *("id", "source", "meta", "score", "label", "labels", "chosen", "rejected", "kto_tag", "text"),
@@ -224,20 +229,19 @@ def test_the_columns_of_a_table_are_named_as_such() -> None:
         convert("messages", chats)
 
 
-SAY, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
-ASK = {"role": "user", "content": "q"}
+GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
 PAIRS: list[dict[str, Any]] = [
     {"prompt": "q", "chosen": "good", "rejected": "bad"},
-    {"prompt": [ASK], "chosen": [SAY], "rejected": [BAD]},
-    {"chosen": [ASK, SAY], "rejected": [ASK, BAD]},
-    {"prompt": "q", "chosen": [ASK, SAY], "rejected": [ASK, BAD], "score_chosen": 7.0},
+    {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
+    {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+    {"prompt": "q", "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "score_chosen": 7.0},
     {"chosen": "q good", "rejected": "q bad"},
     {"instruction": "q", "input": "", "chosen": "good", "rejected": "bad"},
     {"question": "q", "chosen": "good", "rejected": "bad"},
-    {"conversations": [ASK], "chosen": SAY, "rejected": BAD},
-    {"conversations": [{"from": "human", "value": "q"}], "chosen": [SAY], "rejected": [BAD]},
-    {"messages": [ASK, SAY], "rejected_response": "bad"},
-    {"messages": [ASK, SAY], "chosen": [ASK, SAY], "rejected": [ASK, BAD], "prompt": "q"},
+    {"conversations": [ASK], "chosen": GOOD, "rejected": BAD},
+    {"conversations": [{"from": "human", "value": "q"}], "chosen": [GOOD], "rejected": [BAD]},
+    {"messages": [ASK, GOOD], "rejected_response": "bad"},
+    {"messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "prompt": "q"},
     {"instruction": "q", "output": "good", "rejected": "bad"},
     {"prompt": "q", "completion": "good", "rejected": "bad"},
 ]
@@ -295,6 +299,247 @@ def test_texts_with_their_class_are_refused_unless_the_format_is_given() -> None
     assert isinstance(item, Conversation) and item.turns[-1].content == "spam"
     (item,) = convert_row(words, "completion", {})
     assert isinstance(item, Document) and unread_in(words, "completion", {}, [item]) == {"label"}
+
+
+ADD = {"name": "add", "arguments": {"a": 1}}
+FALSE = [(key, False) for key in ("train", "training", "loss", "loss_scale", "weight")]
+ZERO = [(key, 0) for key in ("train", "training", "loss", "loss_scale", "weight", "loss_weight")]
+TRUE = [(key, value) for key, _ in FALSE for value in (True, 1, 1.0)]
+
+
+def items_of(name: str, values: dict[str, Any]) -> list[Item]:
+    return convert_row(Row(values, ORIGIN), name.split()[0], {})
+
+
+def weights(items: list[Item]) -> set[float]:
+    found: set[float] = set()
+    for item in items:
+        if isinstance(item, Tokens):
+            found |= set(item.weights)
+        elif isinstance(item, Document):
+            found.add(item.segments[-1].weight)
+        else:
+            answers = [turn for turn in item.turns if turn.role == "assistant"]
+            found |= {item.weight * (1.0 if a.weight is None else a.weight) for a in answers}
+    return found
+
+
+def turn_rows(**keys: Any) -> dict[str, dict[str, Any]]:
+    """Return a row of each format with turns or segments, whose answer has these keys."""
+    answer = {"role": "assistant", "content": "a", **keys}
+    segments = [{"text": "q", "weight": 0}, {"text": "a", **keys}]
+    message = {"role": "assistant", "text": "a", **keys}
+    return {
+        "messages": {"messages": [ASK, answer]},
+        "sharegpt": {"conversation": [ASK, answer]},
+        "prompt_completion": {"prompt": [ASK], "completion": [answer]},
+        "completion": {"segments": segments},
+        "oasst": {"prompt": {"role": "prompter", "text": "q", "replies": [message]}},
+    }
+
+
+@pytest.mark.parametrize("name", turn_rows())
+@pytest.mark.parametrize(("key", "value"), FALSE + ZERO + TRUE)
+def test_a_key_of_a_turn_masks_it(name: str, key: str, value: Any) -> None:
+    assert weights(items_of(name, turn_rows(**{key: value})[name])) == {float(value)}
+
+
+@pytest.mark.parametrize("name", turn_rows())
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"loss": "false"}, r"loss is 'false'; give true or false"),
+        ({"training": [1]}, "training is list; give true or false"),
+        ({"loss": 0.5}, "loss is 0.5; give true or false"),
+        ({"loss_scale": 0.5}, "loss_scale is 0.5; only 0 and 1 are read here: .* as 'weight'"),
+        ({"loss_scale": "1"}, "loss_scale is '1'; only 0 and 1"),
+        ({"loss_weight": -1}, "loss_weight is -1; a weight is a number from 0 up"),
+    ],
+)
+def test_a_key_that_cannot_be_followed_is_refused(
+    name: str, keys: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RowError, match=said):
+        items_of(name, turn_rows(**keys)[name])
+
+
+def test_keys_of_a_turn_are_multiplied_and_null_is_none() -> None:
+    row = turn_rows(train=True, weight=0.5, loss=None, loss_scale=None, train_detail=[])
+    assert weights(items_of("messages", row["messages"])) == {0.5}
+    row = turn_rows(loss=False, weight=2, training=True)
+    assert weights(items_of("messages", row["messages"])) == {0.0}
+    segments = [{"text": "a", "label": True}, {"text": "b", "label": False}]
+    (item,) = items_of("completion", {"segments": segments})
+    assert isinstance(item, Document) and [s.weight for s in item.segments] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": [{"type": "text", "text": "a", "KEY": 0}, {"type": "text", "text": "b"}]},
+        {"content": None, "tool_calls": [{**ADD, "KEY": 0}]},
+        {"content": [{"type": "tool_call", **ADD, "KEY": 0}]},
+    ],
+)
+@pytest.mark.parametrize("key", ["train", "training", "loss", "loss_scale", "weight"])
+def test_a_part_of_a_turn_cannot_be_masked_alone(answer: dict[str, Any], key: str) -> None:
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key if k == "KEY" else k: renamed(v) for k, v in value.items()}
+        return [renamed(item) for item in value] if isinstance(value, list) else value
+
+    with pytest.raises(RowError, match=rf"\]\.{key} is 0; only a whole turn can be masked"):
+        items_of("messages", {"messages": [ASK, {"role": "assistant", **renamed(answer)}]})
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("key", "value"), [*FALSE, ("loss", "False"), ("weight", "0")])
+def test_a_column_masks_its_row(name: str, key: str, value: Any) -> None:
+    assert weights(items_of(name, ROWS[name])) == {1.0}
+    assert weights(items_of(name, {**ROWS[name], key: value})) == {0.0}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_fraction_as_loss_scale_of_a_row_is_refused_and_a_measured_loss_is_not(name: str) -> None:
+    with pytest.raises(RowError, match=r"loss_scale is 0.5; only 0 and 1"):
+        items_of(name, {**ROWS[name], "loss_scale": 0.5})
+    assert items_of(name, {**ROWS[name], "loss": 0.73}) == items_of(name, ROWS[name])
+
+
+TWO = [ASK, SAY, ASK, {**SAY, "content": "b"}]
+TURNS = {
+    "messages": {"messages": TWO},
+    "sharegpt": {"conversations": TWO},
+    "prompt_completion": {"prompt": TWO[:1], "completion": TWO[1:]},
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("key", ["loss_mask", "train", "training", "loss", "loss_scale"])
+def test_a_column_may_list_a_value_for_each_turn(name: str, key: str) -> None:
+    (item,) = items_of(name, {**TURNS[name], key: [0, 0, 0, 1]})
+    assert isinstance(item, Conversation)
+    assert [turn.weight for turn in item.turns] == [0.0, 0.0, 0.0, 1.0]
+    with pytest.raises(RowError, match=rf"{key} has 3 values and .* 4 turns; give one for each"):
+        items_of(name, {**TURNS[name], key: [0, 0, 1]})
+    with pytest.raises(RowError, match=rf"{key}\[3\] is 0.5"):
+        items_of(name, {**TURNS[name], key: [0, 0, 0, 0.5]})
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "pretokenized"])
+@pytest.mark.parametrize("key", ["loss_mask", "completion_mask", "assistant_masks"])
+def test_a_mask_of_tokens_beside_text_is_refused(name: str, key: str) -> None:
+    said = "format: pretokenized|give one for each"
+    with pytest.raises(RowError, match=said):
+        items_of(name, {**ROWS[name], key: [0, 0, 1, 1, 1, 1, 1]})
+    assert items_of(name, {**ROWS[name], key: None}) == items_of(name, ROWS[name])
+    # It belongs to the tokens that stand beside the text.
+    if name not in TURNS and not name.endswith("turns"):
+        items_of(name, {**ROWS[name], key: [0, 1], "input_ids": [1, 2]})
+
+
+MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "weights")
+
+
+@pytest.mark.parametrize("key", (*MASKS, "loss_scale"))
+def test_masks_of_tokens(key: str) -> None:
+    row = {"input_ids": [1, 2, 3], key: [0, 1, True], "attention_mask": [1, 1, 1]}
+    (item,) = items_of("pretokenized", row)
+    assert isinstance(item, Tokens) and item.weights == (0.0, 1.0, 1.0)
+    (item,) = items_of("pretokenized", {**row, "labels": [1, -100, 3], "weight": 0.5})
+    assert isinstance(item, Tokens) and item.weights == (0.0, 0.0, 0.5)
+    with pytest.raises(RowError, match=f"{key} has 2 numbers and input_ids 3"):
+        items_of("pretokenized", {**row, key: [0, 1]})
+
+
+PACKED = {
+    "position_ids": [0, 1, 2, 0, 1],
+    "seq_lengths": [3, 2],
+    "cu_seqlens": [0, 3, 5],
+    "document_ids": [7, 7, 7, 8, 8],
+    "segment_ids": [1, 1, 1, 2, 2],
+}
+
+
+@pytest.mark.parametrize("key", PACKED)
+def test_a_packed_row_is_split_into_its_documents(key: str) -> None:
+    ids, labels = [11, 12, 13, 21, 22], [-100, 12, 13, -100, 22]
+    row = {"input_ids": ids, "labels": labels, key: PACKED[key]}
+    split = [((11, 12, 13), (0, 1, 1)), ((21, 22), (0, 1))]
+
+    def found(row: dict[str, Any]) -> list[Any]:
+        items = items_of("pretokenized", row)
+        return [(i.input_ids, i.weights) for i in items if isinstance(i, Tokens)]
+
+    assert found(row) == split
+    assert found({**row, **PACKED}) == split
+    for left, right in ((0, 2), (2, 0), (1, 1)):
+        value = PACKED[key]
+        if len(value) == 5 and key != "seq_lengths":
+            value = [value[0]] * left + value + [value[-1]] * right
+        padded = {
+            "input_ids": [0] * left + ids + [0] * right,
+            "labels": [-100] * left + labels + [-100] * right,
+            "attention_mask": [0] * left + [1] * 5 + [0] * right,
+            key: value,
+        }
+        assert found(padded) == split, (left, right)
+    (whole,) = items_of("pretokenized", {**row, key: None})
+    assert isinstance(whole, Tokens) and whole.input_ids == tuple(ids)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"position_ids": [0, 1, 3, 4]}, r"position_ids\[2\] is 3; positions count from 0"),
+        ({"position_ids": [1, 2, 3, 4]}, r"position_ids\[0\] is 1; positions count from 0"),
+        ({"position_ids": [0, 1]}, "position_ids has 2 numbers and input_ids 4"),
+        ({"position_ids": [[0], [1]]}, r"position_ids\[0\] is list, not a whole number"),
+        ({"seq_lengths": [2, 3]}, "seq_lengths tells documents of 5 tokens together, .* has 4"),
+        ({"seq_lengths": [4, 0]}, "seq_lengths tells"),
+        ({"seq_lengths": 4}, "seq_lengths is int 4, not a list"),
+        ({"cu_seqlens": [0, 3]}, "cu_seqlens tells documents of 3"),
+        (
+            {"position_ids": [0, 1, 0, 1], "seq_lengths": [3, 1]},
+            "position_ids and seq_lengths tell different documents apart",
+        ),
+        (
+            {"position_ids": [0, 1, 0, 1], "seq_lengths": [4]},
+            r"tell different documents apart \(2 and 1 of them\)",
+        ),
+    ],
+)
+def test_documents_that_do_not_fit_the_tokens_are_refused(
+    columns: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RowError, match=said):
+        items_of("pretokenized", {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4], **columns})
+
+
+CHATS = [name for name in ROWS if name.split()[0] not in ("pretokenized", "completion")]
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+def test_rows_with_pictures_or_sound_are_refused(name: str, kind: str) -> None:
+    for column in (kind, f"{kind}s"):
+        for value in (["0.png"], {"bytes": b"x", "path": None}):
+            with pytest.raises(RowError, match=rf"^{column} is .*: not supported; only text is"):
+                items_of(name, {**ROWS[name], column: value})
+        for value in (None, [], "", "https://0.png"):
+            assert items_of(name, {**ROWS[name], column: value}) == items_of(name, ROWS[name])
+    with pytest.raises(RowError, match=rf"messages\[0\].{kind}s is list: not supported"):
+        items_of("messages", {"messages": [{**ASK, f"{kind}s": ["x"]}, SAY]})
+
+
+def test_a_mark_in_the_text_makes_the_name_of_a_picture_an_image() -> None:
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "a"}]
+    with pytest.raises(RowError, match=r"image is str 0.png: not supported"):
+        items_of("sharegpt", {"conversations": turns, "image": "0.png"})
+    with pytest.raises(RowError, match=r"image is str 0.png: not supported"):
+        items_of("completion", {"text": "see <image>", "image": "0.png"})
+    # A corpus may keep the picture of each of its texts.
+    assert items_of("completion", {"text": "a", "image": {"bytes": b"x"}})
 
 
 def test_every_format_is_swept() -> None:
