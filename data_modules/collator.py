@@ -154,7 +154,6 @@ class Batch:
 
     @property
     def num_positions(self) -> int:
-        """Tokens and padding of this micro-batch."""
         own = self.input_ids.numel() + (0 if self.decoder is None else self.labels.numel())
         return own + (0 if self.others is None else self.others.num_positions)
 
@@ -322,7 +321,6 @@ class _TokenRows:
         return np.cumsum(lengths) - lengths
 
     def token_ids(self, pad_token_id: int) -> Ints:
-        """Return the ids, int64 [rows, tokens]."""
         ids = np.full(self.shape, pad_token_id, dtype=np.int64)
         for index, row in enumerate(self._documents):
             if row:
@@ -365,7 +363,6 @@ def _shifted_labels(
 
 
 def _target_labels(targets: _TokenRows, rows: list[Row]) -> tuple[Ints, npt.NDArray[np.float32]]:
-    """Return the decoder's labels, and their weights."""
     labels = targets.token_ids(_IGNORED)
     loss_weights = np.zeros(targets.shape, dtype=np.float32)
     for index, row in enumerate(rows):

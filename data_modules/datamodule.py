@@ -191,7 +191,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
             columns["of tokens"] = [percent(row.share_of_tokens) for row in mixture]
         blank = [""] * (len(reports) - len(mixture))  # data sets for validation only
         columns = {name: [*cells, *blank][: len(reports)] for name, cells in columns.items()}
-        lines = self.audit.summary(columns if len(self.audit.datasets) == len(reports) else {})
+        own = columns if len(self.audit.datasets) == len(reports) else {}
+        lines = self.audit.lines(own, only_warnings=True)
         lines += filter(None, (one.remark() for one in reports))
         if self._config.val_datasets and self._config.val_set_size:
             lines.append(

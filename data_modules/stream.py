@@ -51,11 +51,9 @@ class StreamPlan:
     packs_per_step: int
 
     def line(self) -> str:
-        """Describe the plan in a sentence."""
         return f"streaming: {self._size()}; rows are read, shuffled and packed a window at a time"
 
     def summary(self) -> str:
-        """Describe the plan in half a line."""
         return f"{self._size()} of a stream"
 
     def _size(self) -> str:

@@ -102,7 +102,6 @@ class Document:
 
     @property
     def text(self) -> str:
-        """Return the text of all segments."""
         return "".join(segment.text for segment in self.segments)
 
 

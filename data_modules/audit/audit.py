@@ -32,6 +32,7 @@ from data_modules.audit.findings import (
     RunSettings,
     apply_rules,
     count_of,
+    warn_of_long_rows,
 )
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ def audit_documents(
     audit = Audit(
         datasets=_count(facts, train, validation), longest=_longest(facts, train, validation)
     )
+    run = run or RunSettings()
+    warn_of_long_rows(audit, facts, run)  # first: lost tokens cost most
     _find_duplicates(audit, train)
     _find_repeated(audit, train, validation)
     _compare_answers(audit, facts, train)
@@ -91,7 +94,7 @@ def audit_documents(
     if config.overlap and benchmarks is not None and len(benchmarks):
         overlapping = _find_overlap(audit, config, train, benchmarks, "test", benchmark_names)
         audit.benchmarks = _count_benchmarks(train, benchmarks, benchmark_names, overlapping)
-    apply_rules(audit, facts, config, run or RunSettings())
+    apply_rules(audit, facts, config, run)
     return audit
 
 
@@ -103,30 +106,25 @@ def _count(
         counts = np.bincount(side.datasets, weights=values, minlength=len(facts))
         return [round(count) for count in counts.tolist()]
 
-    sides = zip(
-        facts,
-        sums(train),
-        sums(validation),
-        sums(train, train.lengths),
-        sums(train, train.trained),
-        sums(train, ~train.ends_in_stop),
-        sums(train, train.double_bos),
-        sums(validation, validation.lengths),
-        strict=True,
-    )
+    columns = {
+        "train": sums(train),
+        "validation": sums(validation),
+        "tokens": sums(train, train.lengths),
+        "trained": sums(train, train.trained),
+        "no_stop": sums(train, ~train.ends_in_stop),
+        "double_bos": sums(train, train.double_bos),
+    }
+    held_out = sums(validation, validation.lengths)
     datasets = []
-    for fact, num_train, num_validation, tokens, trained, no_stop, double_bos, held_out in sides:
+    for index, fact in enumerate(facts):
         counts = fact.counts
-        kept = tokens + held_out if fact.kept_tokens is None else fact.kept_tokens
+        own = {name: numbers[index] for name, numbers in columns.items()}
+        kept = own["tokens"] + held_out[index] if fact.kept_tokens is None else fact.kept_tokens
         datasets.append(
             DatasetAudit(
                 name=fact.name,
                 path=fact.path,
                 rows=counts.rows,
-                train=num_train,
-                validation=num_validation,
-                tokens=tokens,
-                trained=trained,
                 bad_rows=counts.rejected,
                 dropped=counts.dropped,
                 truncated=counts.truncated,
@@ -134,9 +132,8 @@ def _count(
                 lost_share=counts.lost_tokens / max(1, counts.lost_tokens + kept),
                 split=counts.split,
                 empty=counts.empty,
-                no_stop=no_stop,
-                double_bos=double_bos,
                 notes={kind: count for kind, (count, _) in counts.notes.items()},
+                **own,
             )
         )
     return datasets
@@ -173,14 +170,12 @@ def _find_duplicates(audit: Audit, train: Columns) -> None:
         if len(duplicates):
             document = int(duplicates[0])
             earlier = train.origin(int(first[group[document]]))
-            audit.findings.append(
-                dataset.warning(
-                    *(len(duplicates), "training examples", "are duplicates"),
-                    first=(str(train.origin(document)), str(earlier)),
-                    joiner=", the same as ",
-                    advice="remove them, or set data.audit.max_duplicate_share=0 to make this an "
-                    "error",
-                )
+            audit.warn(
+                dataset,
+                *(len(duplicates), "training examples", "are duplicates"),
+                first=(str(train.origin(document)), str(earlier)),
+                joiner=", the same as ",
+                advice="remove them, or set data.audit.max_duplicate_share=0 to make this an error",
             )
 
 
@@ -193,13 +188,12 @@ def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
         if len(repeated):
             document = int(repeated[0])
             origins = validation.origin(document), train.origin(int(same[document]))
-            audit.findings.append(
-                dataset.warning(
-                    *(len(repeated), "validation documents", "are also in the training data"),
-                    first=(str(origins[0]), str(origins[1])),
-                    joiner=", the same as ",
-                    advice="remove them: their loss does not measure generalization",
-                )
+            audit.warn(
+                dataset,
+                *(len(repeated), "validation documents", "are also in the training data"),
+                first=(str(origins[0]), str(origins[1])),
+                joiner=", the same as ",
+                advice="remove them: their loss does not measure generalization",
             )
 
 
@@ -224,13 +218,12 @@ def _compare_answers(audit: Audit, facts: Sequence[DatasetFacts], train: Columns
                 f"{dataset.name}: {count_of(count, len(longer_by))} pairs {statement}{detail}"
             )
             continue
-        audit.findings.append(
-            dataset.warning(
-                *(count, "training examples", statement),
-                advice="a model may learn only that: add pairs of the other kind, or compare "
-                "answers per token, by objective=ipo or simpo",
-                detail=detail,
-            )
+        audit.warn(
+            dataset,
+            *(count, "training examples", statement),
+            advice="a model may learn only that: add pairs of the other kind, or compare "
+            "answers per token, by objective=ipo or simpo",
+            detail=detail,
         )
 
 

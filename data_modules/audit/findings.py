@@ -78,6 +78,12 @@ _NOTES = {
     ),
 }
 """kind of a note on rows -> what is said of them, and the fix"""
+_LIMITS = {
+    "max_truncated_share": ("rows are truncated", "raise data.sequence_len"),
+    "max_duplicate_share": ("training examples are duplicates", "remove them"),
+    "max_overlap_share": ("held-out documents overlap with training", "remove them from training"),
+}
+"""setting -> what of more than its share is said, and the fix"""
 _MAX_NAMED = 12
 """number of characters that a warning names"""
 _NAMES = {"\n": "newline", "\t": "tab", "\r": "carriage return", " ": "blank"} | {
@@ -128,7 +134,6 @@ class DatasetFacts:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether the rows went through the chat template."""
         return self.counts.chats > 0
 
 
@@ -215,7 +220,6 @@ def short_origins(origins: Iterable[str]) -> list[str]:
 
 
 def count_of(count: int, total: int) -> str:
-    """Return "1,234 of 5,678"."""
     return f"{count:,} of {total:,}"
 
 
@@ -252,7 +256,6 @@ class AuditWarning:
 
     @property
     def example(self) -> str:
-        """Return the origins of the example, with short paths."""
         return self.joiner.join(short_origins(self.first))
 
 
@@ -302,13 +305,7 @@ class DatasetAudit:
 
     @property
     def trained_share(self) -> float:
-        """Return the share of the tokens that are trained on, from 0 to 1."""
         return self.trained / max(1, self.tokens)
-
-    def warning(self, count: int, unit: str, statement: str, **more: Any) -> AuditWarning:
-        """Return the warning that `count` of the rows or documents of this data set ..."""
-        total = {"rows": self.rows, "validation documents": self.validation}.get(unit, self.train)
-        return AuditWarning(self.name, count, total, unit, statement, **more)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -341,9 +338,16 @@ class Audit:
     unread: dict[str, list[tuple[str, int, str]]] = field(default_factory=dict)
     """data set -> (name, rows, first origin) of the columns and inner keys that nothing reads"""
 
+    def warn(
+        self, dataset: DatasetAudit, count: int, unit: str, statement: str, **more: Any
+    ) -> None:
+        """Add the warning that `count` of the rows or documents of a data set ..."""
+        totals = {"rows": dataset.rows, "validation documents": dataset.validation}
+        total = totals.get(unit, dataset.train)
+        self.findings.append(AuditWarning(dataset.name, count, total, unit, statement, **more))
+
     @property
     def warnings(self) -> list[str]:
-        """Return the full warnings, one per data set and kind."""
         return [finding.text for finding in self.findings]
 
     def cells(self) -> list[list[str]]:
@@ -390,29 +394,27 @@ class Audit:
         lines += [] if only_warnings else [f"problem: {problem}" for problem in self.problems]
         return [printable(line) for line in lines]
 
-    def lines(self) -> list[str]:
-        """Return the lines for the screen: a narrow table, and the remarks."""
-        cells = _cells([asdict(dataset) for dataset in self.datasets], on_screen=True)
-        return [*(aligned(cells) if self.datasets else []), *self.remarks()]
-
-    def summary(self, columns: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the lines that are logged at the start of a run: a narrow table and warnings.
+    def lines(
+        self, columns: Mapping[str, Sequence[str]] | None = None, *, only_warnings: bool = False
+    ) -> list[str]:
+        """Return the lines for the screen: a narrow table, and the remarks.
 
         `columns` are further columns: heading -> one cell per data set.
         """
         cells = _cells([asdict(dataset) for dataset in self.datasets], on_screen=True)
-        cells[0] = [_SHORT_HEADINGS.get(heading, heading) for heading in cells[0]]
-        for heading, texts in columns.items():
+        if only_warnings:
+            cells[0] = [_SHORT_HEADINGS.get(heading, heading) for heading in cells[0]]
+        for heading, texts in (columns or {}).items():
             column = [heading, *map(printable, texts), *[""] * (len(cells) - 1 - len(texts))]
             cells = [[*row, cell] for row, cell in zip(cells, column, strict=True)]
-        return [*(aligned(cells) if self.datasets else []), *self.remarks(only_warnings=True)]
+        table = aligned(cells) if self.datasets else []
+        return [*table, *self.remarks(only_warnings=only_warnings)]
 
     def full_lines(self) -> list[str]:
         """Return the lines for a file: the whole table, and all notes in full."""
         return [*(aligned(self.cells()) if self.datasets else []), *self.notes()]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the audit as JSON values."""
         values = asdict(self)
         for dataset, counts in zip(self.datasets, values["datasets"], strict=True):
             counts["trained_share"] = round(dataset.trained_share, 6)
@@ -518,10 +520,6 @@ def _cell(key: str, counts: Mapping[str, Any]) -> str:
 def apply_rules(
     audit: Audit, facts: Sequence[DatasetFacts], config: AuditConfig, run: RunSettings
 ) -> None:
-    """Add warnings and problems to `audit`."""
-    # Lost tokens first: they cost most.
-    long_rows = [_warn_of_long(*pair, run) for pair in zip(audit.datasets, facts, strict=True)]
-    audit.findings[:0] = [finding for finding in long_rows if finding is not None]
     for dataset, fact in zip(audit.datasets, facts, strict=True):
         _apply_row_rules(audit, dataset, fact)
         if run.has_own_template and fact.format == "prompt_completion" and not fact.is_chat:
@@ -530,38 +528,46 @@ def apply_rules(
                 "template"
             )
             advice = "to train on chats, name the columns instruction and output"
-            audit.findings.append(dataset.warning(dataset.rows, "rows", statement, advice=advice))
+            audit.warn(dataset, dataset.rows, "rows", statement, advice=advice)
         if fact.is_chat and dataset.train:
             _apply_mask_rules(audit, dataset, run)
             _apply_stop_rules(audit, dataset, run.train_on_eos)
-        _apply_share_limits(audit, dataset, config)
-        _apply_overlap_limit(audit, config, dataset.path, dataset.overlapping, dataset.validation)
+        for name, count, total in (
+            ("max_truncated_share", dataset.truncated, dataset.rows),
+            ("max_duplicate_share", dataset.duplicates, dataset.train),
+            ("max_overlap_share", dataset.overlapping, dataset.validation),
+        ):
+            _apply_limit(audit, config, name, dataset.path, count, total)
+        least = config.min_trained_share
+        if least is not None and dataset.trained_share < least:
+            audit.problems.append(
+                f"{dataset.path}: {percent(dataset.trained_share, 2)} of the tokens are trained "
+                f"on, data.audit.min_trained_share is {least}; look at the mask with python -m "
+                "app.preview, or lower the limit"
+            )
     for test in audit.benchmarks:
-        _apply_overlap_limit(audit, config, f"test data {test.name}", test.overlapping, test.rows)
+        counts = test.overlapping, test.rows
+        _apply_limit(audit, config, "max_overlap_share", f"test data {test.name}", *counts)
 
 
-def _warn_of_long(
-    dataset: DatasetAudit, fact: DatasetFacts, run: RunSettings
-) -> AuditWarning | None:
-    """Return a warning if a data set loses many tokens with long rows."""
-    if dataset.lost_share <= _REPORTED_ABOVE:
-        return None
-    if fact.on_long == "drop":
-        # Of a tree of conversations only some branches may be too long.
-        count, action = dataset.dropped + dataset.notes.get("branch_dropped", 0), "dropped"
-    else:
-        count, action = dataset.truncated, "cut"
-    limit = "" if run.sequence_len is None else f"={run.sequence_len}"
-    statement = f"are longer than data.sequence_len{limit} and {action}"
-    can_split = not (fact.is_chat or run.is_encoder_decoder)
-    advice = f"{'data.on_long=split or ' if can_split else ''}a larger data.sequence_len keeps them"
-    if fact.on_long == "drop":
-        advice += ", data.on_long=truncate_right keeps a part"
-    rows = fact.counts.longest
-    longest = f"; the longest has {rows[0][0]:,} tokens" if rows else ""
-    return dataset.warning(
-        count, "rows", statement, share=dataset.lost_share, advice=advice, detail=longest
-    )
+def warn_of_long_rows(audit: Audit, facts: Sequence[DatasetFacts], run: RunSettings) -> None:
+    """Warn of the data sets that lose many tokens with long rows."""
+    for dataset, fact in zip(audit.datasets, facts, strict=True):
+        if dataset.lost_share <= _REPORTED_ABOVE:
+            continue
+        count, action, advice = dataset.truncated, "cut", "a larger data.sequence_len keeps them"
+        if not (fact.is_chat or run.is_encoder_decoder):
+            advice = f"data.on_long=split or {advice}"
+        if fact.on_long == "drop":
+            # Of a tree of conversations only some branches may be too long.
+            count, action = dataset.dropped + dataset.notes.get("branch_dropped", 0), "dropped"
+            advice += ", data.on_long=truncate_right keeps a part"
+        limit = "" if run.sequence_len is None else f"={run.sequence_len}"
+        statement = f"are longer than data.sequence_len{limit} and {action}"
+        rows = fact.counts.longest
+        longest = f"; the longest has {rows[0][0]:,} tokens" if rows else ""
+        share = dataset.lost_share
+        audit.warn(dataset, count, "rows", statement, share=share, advice=advice, detail=longest)
 
 
 def _apply_row_rules(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None:
@@ -577,21 +583,14 @@ def _apply_row_rules(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) ->
     if dataset.empty:
         statement = "have nothing to train on (no answer, or it was cut off) and are left out"
         first = tuple(counts.empty_origins)
-        audit.findings.append(
-            dataset.warning(dataset.empty, "rows", statement, first=first, joiner=", ")
-        )
+        audit.warn(dataset, dataset.empty, "rows", statement, first=first, joiner=", ")
     for kind, (count, seen) in counts.notes.items():
-        words = f"have the note: {kind.replace('_', ' ')}"
-        statement, advice = _NOTES.get(kind, (words, ""))
-        audit.findings.append(
-            dataset.warning(count, "rows", statement, first=(seen,), advice=advice)
-        )
+        statement, advice = _NOTES.get(kind, (f"have the note: {kind.replace('_', ' ')}", ""))
+        audit.warn(dataset, count, "rows", statement, first=(seen,), advice=advice)
     if dataset.double_bos:
         statement = "begin with two BOS tokens"
         advice = "remove the BOS from the rows, or from the chat template"
-        audit.findings.append(
-            dataset.warning(dataset.double_bos, "documents", statement, advice=advice)
-        )
+        audit.warn(dataset, dataset.double_bos, "documents", statement, advice=advice)
     if counts.lossy_rows:
         unknown = f" ({counts.unknown_tokens:,} unknown tokens)" if counts.unknown_tokens else ""
         statement = (
@@ -600,9 +599,7 @@ def _apply_row_rules(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) ->
         )
         advice = "use a base whose vocabulary has them, or write the rows without them"
         first = (counts.first_lossy,)
-        audit.findings.append(
-            dataset.warning(counts.lossy_rows, "rows", statement, first=first, advice=advice)
-        )
+        audit.warn(dataset, counts.lossy_rows, "rows", statement, first=first, advice=advice)
 
 
 def _apply_mask_rules(audit: Audit, dataset: DatasetAudit, run: RunSettings) -> None:
@@ -645,43 +642,19 @@ def _apply_stop_rules(audit: Audit, dataset: DatasetAudit, train_on_eos: str) ->
             "data.train_on_eos=turn, or a data.chat_template that ends its answers"
         )
         return
-    audit.findings.append(
-        dataset.warning(dataset.no_stop, "documents", statement, advice=advice, detail=detail)
-    )
+    audit.warn(dataset, dataset.no_stop, "documents", statement, advice=advice, detail=detail)
 
 
-def _apply_share_limits(audit: Audit, dataset: DatasetAudit, config: AuditConfig) -> None:
-    limit = config.max_truncated_share
-    if limit is not None and dataset.truncated > limit * dataset.rows:
-        audit.problems.append(
-            f"{dataset.path}: {count_of(dataset.truncated, dataset.rows)} rows are truncated, "
-            f"data.audit.max_truncated_share is {limit}; raise data.sequence_len, or the limit"
-        )
-    limit = config.max_duplicate_share
-    if limit is not None and dataset.duplicates > limit * dataset.train:
-        audit.problems.append(
-            f"{dataset.path}: {count_of(dataset.duplicates, dataset.train)} training examples are "
-            f"duplicates, data.audit.max_duplicate_share is {limit}; remove them, or raise the "
-            "limit"
-        )
-    limit = config.min_trained_share
-    if limit is not None and dataset.trained_share < limit:
-        audit.problems.append(
-            f"{dataset.path}: {percent(dataset.trained_share, 2)} of the tokens are trained on, "
-            f"data.audit.min_trained_share is {limit}; look at the mask with "
-            "python -m app.preview, or lower the limit"
-        )
-
-
-def _apply_overlap_limit(
-    audit: Audit, config: AuditConfig, where: str, count: int, total: int
+def _apply_limit(
+    audit: Audit, config: AuditConfig, name: str, where: str, count: int, total: int
 ) -> None:
-    limit = config.max_overlap_share
+    """Add a problem if more than the share `name` of the settings is counted."""
+    limit = getattr(config, name)
     if limit is not None and count > limit * total:
+        what, fix = _LIMITS[name]
         audit.problems.append(
-            f"{where}: {count_of(count, total)} held-out documents overlap with training, "
-            f"data.audit.max_overlap_share is {limit}; remove them from training, or raise the "
-            "limit"
+            f"{where}: {count_of(count, total)} {what}, data.audit.{name} is {limit}; {fix}, or "
+            "raise the limit"
         )
 
 

@@ -432,7 +432,6 @@ def _read_factor(key: str, value: Any, where: str) -> float:
 
 
 def _read_flag(value: Any, where: str) -> float:
-    """Return 1 for true and 0 for false; raise RowError for other values."""
     if value not in (0, 1):
         raise RowError(f"{where} is {quote(value)}; give true or false")
     return float(value)

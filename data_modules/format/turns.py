@@ -302,7 +302,6 @@ def _read_reasoning(item: dict[str, Any], part_reasoning: str, where: str) -> st
 
 
 def _read_parts(parts: list[Any], where: str) -> tuple[str, str, list[ToolCall]]:
-    """Return text, reasoning and calls of a list of typed parts."""
     texts: list[str] = []
     reasonings: list[str] = []
     calls: list[ToolCall] = []

@@ -129,14 +129,12 @@ class _HubPace:
         self._client: Any = None
 
     def limit(self) -> None:
-        """Make huggingface_hub send its requests through this limiter from now on."""
         import huggingface_hub
 
         self._client = huggingface_hub.get_session()
         huggingface_hub.set_client_factory(self._build_client)
 
     def _build_client(self) -> Any:
-        """Return a client like the library's own, with timed responses."""
         default = self._client
         # httpx or httpx2, depending on the version of huggingface_hub.
         library = importlib.import_module(type(default).__module__.partition(".")[0])
@@ -354,7 +352,6 @@ def _builder_of_copy(path: str, revision: str | None, why: _UnreachableError) ->
 
 
 def _copy_of(path: str) -> Any:
-    """Return the newest downloaded copy; raises ValueError if there is none."""
     from datasets.packaged_modules.cache.cache import Cache
 
     return Cache(repo_id=path, dataset_name=path.rpartition("/")[2], version="auto", hash="auto")

@@ -265,7 +265,6 @@ class _Folder:
         return self.path / name
 
     def inner(self, name: str) -> _Folder | None:
-        """Return the folder of a name in it; None if there is none."""
         return _Folder(self.path / name) if (self.path / name).is_dir() else None
 
 
@@ -283,21 +282,18 @@ class _RemoteFolder(_Folder):
         return str(self.url)
 
     def names(self, depth: int) -> list[str]:
-        """Return the names of all entries down to `depth` folders below, sorted."""
         if not depth:
             return self._ask(lambda fs, place: fs.ls(place, detail=False))
         found = self._ask(lambda fs, place: fs.find(place, maxdepth=depth + 1))
         return [name for name in found if not re.search(r"(^|/)(\.|__)[^/]*/", name)]
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the names of the files that match a pattern."""
         return self._ask(lambda fs, place: fs.glob(f"{place.rstrip('/')}/{pattern}"))
 
     def file(self, name: str) -> File:
         return Url(f"{self.url.address.rstrip('/')}/{name}", self.url.limits)
 
     def inner(self, name: str) -> _Folder | None:
-        """Return the folder of a name in it; None if there is none."""
         url = Url(f"{self.url.address.rstrip('/')}/{name}", self.url.limits)
         is_folder = query_remote(url, lambda fs, place: fs.isdir(place))
         return _RemoteFolder(url) if is_folder else None
@@ -376,7 +372,6 @@ def _declared(folder: _Folder, split: str, name: str | None) -> Found | None:
 
 
 def _checked(folder: _Folder, names: Sequence[str], split: str, notes: list[str]) -> Found:
-    """Return the files of names, none of which is missing or is not a regular file."""
     if not names:
         raise DataError(_no_split(folder, split, folder.names(0)))
     _check_shards(str(folder), list(missing_shards(names)))
@@ -400,7 +395,6 @@ def _looks_set_aside(name: str) -> bool:
 
 
 def _notes(junk: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return in words how many files of which kind were left out."""
     kinds = (("hidden, lock or backup files", junk), ("files of other splits", others))
     return [f"left out {len(names):,} {kind}: {listed(names)}" for kind, names in kinds if names]
 
@@ -441,7 +435,6 @@ def _only(path: str, file: File, split: str) -> list[File]:
 
 
 def _only_train(path: str, split: str) -> str:
-    """Return the message that a single file, or files given one by one, are the train split."""
     return (
         f"{path}: no split '{split}': a single file, or files named one by one, are the train "
         "split; give a folder, or the file of that split"
@@ -476,7 +469,6 @@ def _nearest(file: Path) -> str:
 
 
 def _is_readable(name: str) -> bool:
-    """Return whether a file of this name can be read."""
     return suffix_of(name) in READERS
 
 
@@ -626,7 +618,6 @@ class Part:
 
     @property
     def needs_total(self) -> bool:
-        """Return whether the slice depends on the number of rows."""
         ends = filter(None, (self.start, self.stop))
         return any(end.endswith("%") or _value(end) < 0 for end in ends)
 

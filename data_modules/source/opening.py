@@ -116,7 +116,6 @@ def nesting_error(values: Any, limits: Limits) -> str | None:
 
 
 def too_deep(limits: Limits) -> str:
-    """Return the message that a value is nested too deeply."""
     return too_many("is nested", f"more than {limits.nesting:,} deep", "nesting", limits.nesting)
 
 
@@ -139,16 +138,13 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
         return PurePosixPath(str(self)).name
 
     @property
     def suffix(self) -> str:
-        """The suffix of its name."""
         return PurePosixPath(self.name).suffix
 
     def open(self) -> IO[bytes]:
-        """Open it; raises what its file system raises."""
         import fsspec
 
         stream: IO[bytes] = fsspec.open(self.address, "rb", **self.options()).open()
@@ -204,19 +200,15 @@ class RemoteStream(io.RawIOBase):
         self._waited = 0.0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return whether the server supports ranges."""
         return self._stream.seekable()
 
     def tell(self) -> int:
-        """Return the position of the next byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position; nothing is downloaded yet."""
         self._position = self._stream.seek(offset, whence)
         return self._position
 
@@ -242,7 +234,6 @@ class RemoteStream(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        """Close the remote file."""
         if not self.closed:
             self._stream.close()
         super().close()
@@ -308,7 +299,6 @@ class Budget:
 
     @property
     def spent(self) -> bool:
-        """Whether nothing more may be read."""
         return self.left <= 0
 
 
@@ -338,7 +328,6 @@ class Content:
         return data
 
     def read_all(self) -> bytes:
-        """Return all remaining bytes."""
         return b"".join(iter(self.read, b""))
 
 
@@ -444,7 +433,6 @@ class _Unpacked:
     num_bytes: int = 0
 
     def read(self, size: int = -1) -> bytes:
-        """Return the next bytes."""
         data = self.stream.read(size)
         self.num_bytes += len(data)
         check_expansion(self.file, self.num_bytes, self.packed.tell(), self.limits)
@@ -518,15 +506,12 @@ class RowChunk(Chunk):
     read: tuple[Row | BadRow, ...]
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """Yield the rows."""
         return iter(self.read)
 
     def count(self) -> int:
-        """Return the number of rows."""
         return len(self.read)
 
     def select(self, kept: range) -> Chunk:
-        """Return a chunk of the rows with these indices, from 0."""
         return replace(self, read=tuple(self.read[number] for number in kept))
 
 

@@ -58,7 +58,6 @@ class BatchChunk(Chunk):
     limits: Limits
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """Yield the rows as Python values."""
         import pyarrow
 
         features = _json_features(self.batch.schema.metadata)
@@ -79,11 +78,9 @@ class BatchChunk(Chunk):
             yield self._row(self.batch.slice(index, 1), Origin(self.file, number), features)
 
     def count(self) -> int:
-        """Return the number of rows."""
         return len(self.numbers)
 
     def select(self, kept: range) -> Chunk:
-        """Return a chunk of the rows with these indices, from 0."""
         if kept.step == 1:
             batch = self.batch.slice(kept.start, len(kept))
         else:
@@ -239,7 +236,6 @@ def arrow_errors(file: File, kind: str) -> Iterator[None]:
 
 
 def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
-    """Yield the rows of a parquet file."""
     import pyarrow.parquet
 
     with open_seekable(file, options.limits) as source, arrow_errors(file, "parquet"):
@@ -339,7 +335,6 @@ def _read_gap(source: Any, metadata: Any, stored: int) -> bytes:
 
 
 def count_parquet_rows(file: File, limits: Limits) -> int:
-    """Return the number of rows in a parquet file's metadata."""
     import pyarrow.parquet
 
     with open_seekable(file, limits) as source, arrow_errors(file, "parquet"):
@@ -347,7 +342,6 @@ def count_parquet_rows(file: File, limits: Limits) -> int:
 
 
 def read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
-    """Yield the rows of an arrow file or stream."""
     import pyarrow
 
     with open_seekable(file, options.limits) as source, arrow_errors(file, "arrow"):
@@ -468,7 +462,6 @@ class _CsvLines:
         return read[-1].decode(errors="replace") if read else ""
 
     def start_row(self) -> None:
-        """Reset the state of the current row."""
         self.row_bytes, self.bad = 0, None
 
     def __iter__(self) -> _CsvLines:

@@ -71,7 +71,6 @@ class TextChunk(Chunk):
     kept: range | None = None
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """Parse and yield the rows."""
         text, is_utf8 = self._decoded()
         parts = self._parts(text)
         last = parts[-1][0] if parts and not self.data.endswith(b"\n") else 0
@@ -94,7 +93,6 @@ class TextChunk(Chunk):
                 yield Row({"text": part.replace("\r\n", "\n").rstrip("\r\n")}, origin)
 
     def count(self) -> int:
-        """Return the number of rows, good and bad."""
         if self.kept is not None:
             return len(self.kept)
         if self.kind == "paragraph":
@@ -102,7 +100,6 @@ class TextChunk(Chunk):
         return sum(map(bool, map(bytes.strip, self.data.split(b"\n"))))
 
     def select(self, kept: range) -> Chunk:
-        """Return a chunk of the rows with these indices, from 0."""
         before = range(self.count()) if self.kept is None else self.kept
         return replace(self, kept=before[kept.start : kept.stop : kept.step])
 
@@ -114,7 +111,6 @@ class TextChunk(Chunk):
             return self.data.decode(errors="surrogateescape"), False
 
     def _parts(self, text: str) -> list[tuple[int, str]]:
-        """Return first line and text of each row."""
         numbered = enumerate(text.split("\n"), self.first_line)
         filled = [(number, line) for number, line in numbered if line.strip(_BLANKS)]
         if self.kind != "paragraph":
@@ -281,7 +277,6 @@ def _skip_row(data: Content, rest: bytes, end_of_row: re.Pattern[bytes]) -> tupl
 
 
 def read_jsonl(file: File, options: ReadOptions) -> Iterator[Chunk]:
-    """Yield the rows of a file of JSON lines."""
     with open_text(file, options.budget, options.limits) as data:
         if data.head.lstrip().split(b"\n", 1)[0].strip() == b"[":
             raise DataError(f"{file}: holds a JSON array, not one row a line; name it .json")
@@ -289,7 +284,6 @@ def read_jsonl(file: File, options: ReadOptions) -> Iterator[Chunk]:
 
 
 def read_json(file: File, options: ReadOptions) -> Iterator[Chunk]:
-    """Yield the rows of a JSON array, or JSON lines."""
     with open_text(file, options.budget, options.limits) as data:
         head = data.head.lstrip()
         if head.startswith(b"["):
