@@ -396,17 +396,6 @@ class LayoutBuilder:
             return layout.text, span.start, layout.plain_ranges
         return prompt, len(prompt), ()
 
-    def control_token(self, item: Item) -> str | None:
-        """Return the first control token in an item's own text; None without one."""
-        if isinstance(item, Tokens):
-            return None
-        if isinstance(item, Document):
-            texts = [item.text]
-        else:
-            texts = [text for turn in item.turns for text in _texts_of(turn)]
-        found = next((match for text in texts if (match := self._control.search(text))), None)
-        return found[0] if found else None
-
 
 def _texts_of(turn: Turn) -> list[str]:
     """Return the texts that a turn contributes to the render: content, reasoning and calls."""
@@ -477,9 +466,11 @@ class PairEncoder:
         return pairs
 
     def _with_notes(self, item: Item, pair: Pair) -> Pair | RowRefusedError:
-        token = self._layout_builder.control_token(item)
-        contents = [(token, 0, 0)] if token else []
+        texts = [item.text] if isinstance(item, Document) else []
+        if isinstance(item, Conversation):
+            texts = [text for turn in item.turns for text in _texts_of(turn)]
         try:
+            contents = [(text, 0, 0) for text in texts]
             notes, _ = self._layout_builder.find_control_tokens(contents, "")
         except RowRefusedError as error:
             return error

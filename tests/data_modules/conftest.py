@@ -27,6 +27,10 @@ WORDS = (
     "the quick brown fox jumps over a lazy dog user assistant system answer question yes no "
     "one two three ### User: Assistant: what is it called thinking about numbers 1 2 3 "
 ) * 4
+_WITH_TEST_CHATS = {
+    f"test_{name}.py"
+    for name in ("datamodule", "template", "template_limits", "template_proof", "template_syntax")
+}
 SHARED = Path(__file__).parents[2] / ".." / "shared" / "data"
 
 
@@ -149,8 +153,13 @@ def prepare(
 def _test_chats_in_this_process(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check templates in this process, except in tests of the limits: a fork of it takes 50 ms."""
-    if request.path.name != "test_template_limits.py":
+    """Check templates in this process, and only where that is tested: it takes 40 ms.
+
+    `test_template_proof.py` checks all templates.
+    """
+    if request.path.name not in _WITH_TEST_CHATS:
+        monkeypatch.setattr(ChatTemplate, "_check", lambda *_: None)
+    elif request.path.name != "test_template_limits.py":
         monkeypatch.setattr(template, "run_limited", lambda work, limits: work())
 
 

@@ -27,11 +27,10 @@ def published_templates() -> dict[str, str]:
     }
 
 
-def tokenizer_for(text: str) -> Any:
+def tokenizer_for(text: str, *, adds_bos: bool = False) -> Any:
     """Return a small tokenizer that has the control tokens of a template, and the template."""
     controls = dict.fromkeys(found[0] for found in _CONTROL.finditer(text))
-    tokenizer = build_tokenizer(
-        list(dict.fromkeys(["<s>", "</s>", *controls])), bos="<s>", eos="</s>"
-    )
+    specials = list(dict.fromkeys(["<s>", "</s>", *controls]))
+    tokenizer = build_tokenizer(specials, bos="<s>", eos="</s>", adds_bos=adds_bos)
     tokenizer.chat_template = text
     return tokenizer

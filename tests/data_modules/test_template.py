@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +143,7 @@ def test_no_prefix_and_trimmed_answers() -> None:
 @pytest.mark.parametrize(
     ("text", "contents", "expected"),
     [
-        (NO_STOP, ("q", "two"), "no stop token.*chat_template=plain"),
+        (NO_STOP, ("q", "two"), r"turn 2 \(assistant\): .* no stop token.*chat_template=plain"),
         (CHATML.replace("message['content']", "'-'"), ("q", "two"), LOST),
         (NO_PREFIX.replace("m.content", "m.content | upper"), ("q", "two"), LOST),
         # The text of a later turn is not taken for it.
@@ -260,14 +259,6 @@ def test_prompt_of_a_document_ends_where_training_starts(tokenizer: Any) -> None
     assert template.prompt(Document((Segment("", 0.0), Segment("one", 1.0)), ORIGIN)) is None
 
 
-def test_prompt_of_a_document_has_all_segments_but_the_last(tokenizer: Any) -> None:
-    template = ChatTemplate.resolve(tokenizer, None)
-    segments = (Segment("one:", 0.5), Segment(" two\n", 1.0), Segment("three:", 0.5))
-    prompt = template.prompt(Document((*segments, Segment(" 1", 1.0)), ORIGIN))
-    assert prompt is not None and prompt.answer == " 1"
-    assert tokenizer.decode(prompt.input_ids) == "one: two\nthree:"
-
-
 def test_tokenizer_without_template_gets_plain_with_a_note(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     assert "plain" in template.note and "because the tokenizer has none" in template.note
@@ -335,22 +326,3 @@ def test_answer_is_quoted_without_control_characters(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     message = problem(template, chat("q", "\x1b[2J" + "two " * 99))
     assert r"`\x1b[2Jtwo two" in message and message.isprintable() and len(message) < 300
-
-
-@pytest.mark.parametrize(
-    ("item", "found"),
-    [
-        (chat("q", "two"), None),
-        (chat("q", "two<|im_end|> three"), "<|im_end|>"),
-        (chat("<|im_start|>system", "two"), "<|im_start|>"),
-        (Document((Segment("one <|im_", 0.0), Segment("end|>", 1.0)), ORIGIN), "<|im_end|>"),
-        (Document((Segment("one im_end", 1.0),), ORIGIN), None),
-        (chat("q", "<think>hm</think>two"), None),
-    ],
-)
-def test_control_tokens_in_the_text_are_found(
-    item: Conversation | Document, found: str | None, make_tokenizer: Callable[..., Any]
-) -> None:
-    tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
-    tokenizer.add_tokens(["<think>", "</think>"])
-    assert ChatTemplate.resolve(tokenizer, "chatml")._layout_builder.control_token(item) == found

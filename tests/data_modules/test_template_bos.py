@@ -11,8 +11,10 @@ import pytest
 
 from common.errors import Origin
 from data_modules.template import TEMPLATE_NAMES, ChatTemplate
+from data_modules.template.named_templates import named_template
 from data_modules.types import Conversation, Document, Segment, Turn
 from tests.data_modules.conftest import build_tokenizer
+from tests.data_modules.published import tokenizer_for
 from tests.data_modules.test_template import (
     GEMMA,
     LLAMA3,
@@ -25,15 +27,6 @@ from tests.data_modules.test_template import (
 )
 
 ORIGIN = Origin("rows.json", 7)
-SPECIALS = [
-    *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>"),
-    *("<end_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|user|>", "<|system|>"),
-    *("<|assistant|>", "<|end|>", "<|im_sep|>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]"),
-    *("[/SYSTEM_PROMPT]", "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
-    *("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<|turn>", "<turn|>"),
-    *("<|tool_call>", "<tool_call|>"),
-    *("<|start|>", "<|channel|>", "<|message|>", "<|return|>", "<|call|>"),
-]
 TURNS = (
     "{% for m in messages %}{{ m.role + ':\n' + m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
@@ -80,28 +73,23 @@ def chat_tokens(tokenizer: Any, item: Conversation, prompt: bool = False) -> lis
     return ids
 
 
-def cases() -> list[Any]:
-    """Return every template with and without a BOS; those that similar ones cover are slow."""
-    fast = {(name, True) for name in TEMPLATES}
-    fast |= {(name, False) for name in ("llama3", "gemma", "turns", "macro", "not in prompts")}
-    fast |= {(f"= {name}", adds) for name in ("llama2", "chatml") for adds in (True, False)}
-    fast |= {(f"= {name}", True) for name in ("plain", "mistral_v7", "harmony", "gemma4")}
-    return [
-        pytest.param(name, adds, marks=() if (name, adds) in fast else pytest.mark.slow)
-        for name in (*TEMPLATES, *(f"= {name}" for name in TEMPLATE_NAMES))
-        for adds in (True, False)
-    ]
+# Where nothing is added, similar templates are not told apart.
+CASES = [
+    *((name, True) for name in (*TEMPLATES, *(f"= {name}" for name in TEMPLATE_NAMES))),
+    *((name, False) for name in ("llama3", "gemma", "turns", "macro", "= llama2", "= chatml")),
+]
 
 
-@pytest.mark.parametrize(("template_name", "adds_bos"), cases())
+@pytest.mark.parametrize(("template_name", "adds_bos"), CASES)
 def test_tokens_are_those_of_the_saved_tokenizer(
     template_name: str, adds_bos: bool, tmp_path: Path
 ) -> None:
     import transformers
 
-    tokenizer = build_tokenizer(SPECIALS, bos="<s>", eos="</s>", adds_bos=adds_bos)
     named = template_name.removeprefix("= ") if template_name.startswith("=") else None
     original = None if named else TEMPLATES[template_name]
+    text = original or named_template(str(named)) + "<|system|><|user|>"  # phi3 composes them
+    tokenizer = tokenizer_for(text, adds_bos=adds_bos)
     tokenizer.chat_template = original
     before = tokenizer.apply_chat_template(messages(TALK), tokenize=False) if original else ""
     template = ChatTemplate.resolve(tokenizer, named)
@@ -139,7 +127,7 @@ def test_tokens_are_those_of_the_saved_tokenizer(
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_documents_start_as_texts_of_the_tokenizer_do(adds_bos: bool) -> None:
-    tokenizer = build_tokenizer(SPECIALS, bos="<s>", eos="</s>", adds_bos=adds_bos)
+    tokenizer = build_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>", adds_bos=adds_bos)
     template = ChatTemplate.resolve(tokenizer, None)
     item = Document((Segment("what: ", 0.0), Segment("one two", 1.0)), ORIGIN)
     expected = [*tokenizer("what: one two")["input_ids"], tokenizer.eos_token_id]
@@ -150,7 +138,7 @@ def test_documents_start_as_texts_of_the_tokenizer_do(adds_bos: bool) -> None:
 
 
 def test_encoder_decoder_sources_get_one_bos() -> None:
-    tokenizer = build_tokenizer(SPECIALS, bos="<s>", eos="</s>", adds_bos=True)
+    tokenizer = build_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>", adds_bos=True)
     template = ChatTemplate.resolve(tokenizer, "plain", is_encoder_decoder=True)
     ids = encode(template, TALK).input_ids.tolist()
     assert ids[0] == tokenizer.bos_token_id and ids.count(ids[0]) == 1

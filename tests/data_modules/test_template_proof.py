@@ -153,27 +153,12 @@ REFUSED = {"alternating roles only": 1}
 
 @cache
 def published(name: str) -> ChatTemplate:
-    return ChatTemplate.resolve(tokenizer_for(PUBLISHED[name]), None)
-
-
-CONTROLS = [
-    *("[gMASK]", "<call>", "</call>", "<result>", "</result>", "<|turn>", "<turn|>"),
-    *("<|user|>", "<|assistant|>", "<|tool|>", "<|observation|>", "<|system|>", "<|end|>"),
-    *("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>", "<|turn|>"),
-    *("<|response|>", "<|/response|>", "<|/turn|>", "<|say|>", "<|im_start|>", "<|im_end|>"),
-    *("<start_of_turn>", "<end_of_turn>", "<|start_header_id|>", "<|end_header_id|>"),
-    *("<think>", "</think>", "<|eot_id|>", "<|im_sep|>", "[INST]", "[/INST]"),
-    *("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<|start_of_role|>", "<|end_of_role|>"),
-    *("<|end_of_text|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
-    *("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
-]
+    return ChatTemplate(tokenizer_for(PUBLISHED[name]), PUBLISHED[name], "")
 
 
 @cache
 def template_of(name: str) -> ChatTemplate:
-    tokenizer = build_tokenizer(["<s>", "</s>", *CONTROLS], bos="<s>", eos="</s>")
-    tokenizer.chat_template = TEMPLATES[name]
-    return ChatTemplate.resolve(tokenizer, None)
+    return ChatTemplate(tokenizer_for(TEMPLATES[name]), TEMPLATES[name], "")
 
 
 def is_our_error(reason: str) -> bool:
@@ -202,8 +187,8 @@ def test_no_style_of_template_trains_on_another_turn(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_no_named_template_trains_on_another_turn(name: str) -> None:
-    tokenizer = build_tokenizer(["<s>", "</s>", *CONTROLS], bos="<s>", eos="</s>")
-    result = run_test_chats(ChatTemplate.resolve(tokenizer, name).trace)
+    text = named_template(name)
+    result = run_test_chats(ChatTemplate(tokenizer_for(text), text, "").trace)
     assert result.faults == []
     assert [reason for reason in result.refused.values() if is_our_error(reason)] == []
 
@@ -297,18 +282,6 @@ def test_dropped_text_after_a_call_without_results_is_noted() -> None:
         note.kind for note in encode(template_of(AFTER_RESULTS), build_test_chat("u ac")).notes
     ]
     assert kinds == ["lost_content"]
-
-
-def test_error_of_a_row_names_the_turn_and_the_reason() -> None:
-    tokenizer = build_tokenizer(["</s>"], eos="</s>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    )
-    template = ChatTemplate.resolve(tokenizer, None)
-    expected = "turn 3 (assistant): the chat template writes no stop token after the answer `c2vq0`"
-    assert problem(template, build_test_chat("s u a u a")).startswith(
-        f"template check:1 {expected}"
-    )
 
 
 ASCII_ONLY = (
@@ -436,11 +409,6 @@ def trained_runs(chosen: Any) -> Iterator[slice]:
 
 
 REAL = ("glaive_toolcall_en.json", "oasst_trees.jsonl", "sharegpt_dummy_conversation.json")
-# Families that write tools, each in another style.
-QUICK = [
-    *("qwen2_5", "qwen3", "qwen3_5_think", "gptoss", "glm4moe", "gemma4_v5", "deepseekv3"),
-    *("nemotron_3_nano", "llama3_1", "lfm2_2_5"),
-]
 
 
 @cache
@@ -450,7 +418,7 @@ def real_conversations() -> list[Conversation]:
     for name in REAL:
         rows = read_rows(str(SHARED / "chat" / name))
         items = [item for row in rows for item in convert_row(row, _format_of(name), {})]
-        chats += [item for item in items if isinstance(item, Conversation)][:60]
+        chats += [item for item in items if isinstance(item, Conversation)][:20]
     with_reasoning = [
         replace(
             chat,
@@ -471,14 +439,7 @@ def _format_of(name: str) -> str:
 
 
 @pytest.mark.skipif(not PUBLISHED, reason="needs trl's templates")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-        for name in PUBLISHED
-        if name not in TRAINING
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in TRAINING])
 def test_real_conversations_are_usable(name: str) -> None:
     if not (SHARED / "chat").is_dir():
         pytest.skip("needs the shared data")
@@ -516,8 +477,8 @@ def test_a_long_conversation_is_rendered_a_few_times(
 
     monkeypatch.setattr(Renderer, "apply_template", count)
     for num_rounds in (100, 200):
-        tokenizer = build_tokenizer(["<s>", "</s>", *CONTROLS], bos="<s>", eos="</s>")
-        template = ChatTemplate.resolve(tokenizer, name)
+        text = named_template(name)
+        template = ChatTemplate(tokenizer_for(text), text, "")
         rendered = 0
         encode(template, Conversation(ROUND * num_rounds, ORIGIN))
         assert rendered < 8 * len(ROUND) * num_rounds + 100

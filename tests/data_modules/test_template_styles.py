@@ -174,26 +174,39 @@ def supported_part(style: str, chat: Conversation) -> Conversation:
     return Conversation(chat.turns[1:], ORIGIN)
 
 
-@pytest.mark.parametrize("style", cases(*STYLES))
-@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("style", cases(*STYLES, *OTHERS))
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(chat=conversations(), adds_bos=st.booleans())
-def test_answers_and_their_stop_tokens_are_trained_on(
+def test_ids_are_those_of_apply_chat_template_and_answers_are_trained_on(
     style: str, adds_bos: bool, chat: Conversation
 ) -> None:
-    template, chosen = template_of(style, adds_bos), STYLES[style]
-    chat = supported_part(style, chat)
+    template = template_of(style, adds_bos)
+    if style in STYLES:
+        chat = supported_part(style, chat)
     encoded = encode(template, chat)
+    messages = [{"role": turn.role, "content": turn.content} for turn in chat.turns]
+    expected = template.tokenizer.apply_chat_template(messages, return_dict=False)
+    bos = template.tokenizer.bos_token_id
+    if adds_bos and expected[0] != bos:
+        expected = [bos, *expected]
+    num_ids = len(encoded.input_ids)
+    assert encoded.input_ids.tolist() == expected[:num_ids]
+    assert not any(expected[num_ids:].count(stop) for stop in template.stop_token_ids)
+    if style in STYLES:
+        check_mask(template, STYLES[style], chat, encoded)
+    check_that_skeleton_and_search_agree(template, Chat(chat.turns), has_skeleton=style in STYLES)
+
+
+def check_mask(template: ChatTemplate, style: Style, chat: Conversation, encoded: Encoded) -> None:
+    """Answers and their stop tokens are trained on, and nothing else."""
     answers = [turn.content for turn in chat.turns if turn.role == "assistant"]
-    expected = "".join(chosen.written(answer) + chosen.stop for answer in answers)
+    expected = "".join(style.written(answer) + style.stop for answer in answers)
     assert trained_texts(template, encoded) == expected
-
-    ids, weights = encoded.input_ids, encoded.weights
-    stop = template.tokenizer.convert_tokens_to_ids(chosen.stop)
+    stop = template.tokenizer.convert_tokens_to_ids(style.stop)
     assert template.stop_token_ids == {stop}
-    trained = weights > 0
+    trained = encoded.weights > 0
     ends = [*(trained[:-1] & ~trained[1:]), trained[-1]]
-    assert (ids[ends] == stop).all() and trained[-1]
-
+    assert (encoded.input_ids[ends] == stop).all() and trained[-1]
     first = next(i for i, turn in enumerate(chat.turns) if turn.role == "assistant")
     before = template._renderer.render([Chat(chat.turns[:first])])[0]
     num_before = len(template.tokenizer(before, add_special_tokens=False)["input_ids"])
@@ -201,42 +214,20 @@ def test_answers_and_their_stop_tokens_are_trained_on(
     assert not trained[: max(num_before - 1, 0)].any()
 
 
-@pytest.mark.parametrize("style", cases(*STYLES, *OTHERS))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
-@given(chat=conversations(), adds_bos=st.booleans())
-def test_ids_are_those_of_apply_chat_template(
-    style: str, adds_bos: bool, chat: Conversation
+def check_that_skeleton_and_search_agree(
+    template: ChatTemplate, chat: Chat, *, has_skeleton: bool
 ) -> None:
-    template = template_of(style, adds_bos)
-    if style in STYLES:
-        chat = supported_part(style, chat)
-    ids = encode(template, chat).input_ids.tolist()
-    messages = [{"role": turn.role, "content": turn.content} for turn in chat.turns]
-    expected = template.tokenizer.apply_chat_template(messages, return_dict=False)
-    bos = template.tokenizer.bos_token_id
-    if adds_bos and expected[0] != bos:
-        expected = [bos, *expected]
-    assert ids == expected[: len(ids)]
-    assert not any(expected[len(ids) :].count(stop) for stop in template.stop_token_ids)
-
-
-@pytest.mark.parametrize("style", cases(*STYLES, *OTHERS))
-@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
-@given(chat=conversations())
-def test_skeleton_and_search_find_the_same_turns(style: str, chat: Conversation) -> None:
-    finder = template_of(style)._finder
-    chat_input = Chat((supported_part(style, chat) if style in STYLES else chat).turns)
-    (text,) = finder._renderer.render([chat_input])
+    finder = template._finder
+    (text,) = finder._renderer.render([chat])
     assert isinstance(text, str)
-    skeleton = finder._skeleton(chat_input)
-    fast = skeleton.match(text, chat_input) if skeleton else None
-    slow = finder.search(chat_input, text)
-    if style in STYLES:
-        assert fast is not None
+    skeleton = finder._skeleton(chat)
+    fast = skeleton.match(text, chat) if skeleton else None
+    slow = finder.search(chat, text)
+    assert fast is not None or not has_skeleton
     if fast is not None:
-        answers = {n for n, turn in enumerate(chat_input.turns) if turn.role == "assistant"}
-        assert [s for s in fast.spans if s.turn in answers] == [
-            s for s in slow.spans if s.turn in answers
+        answers = {n for n, turn in enumerate(chat.turns) if turn.role == "assistant"}
+        assert [span for span in fast.spans if span.turn in answers] == [
+            span for span in slow.spans if span.turn in answers
         ]
         assert fast.lost == slow.lost
 
@@ -341,25 +332,6 @@ def test_reasoning_is_trained_on_as_the_template_writes_it(
     assert runs(template, Conversation(tuple(turns), ORIGIN)) == [
         text + "<|im_end|>" for text in trained
     ]
-
-
-def test_generation_blocks_change_nothing() -> None:
-    tokenizer = build_tokenizer(["<s>", "</s>", *IM], eos="</s>")
-    plain = named_template("chatml")
-    content = "{{ message['content'] + '<|im_end|>' }}"
-    both = (
-        "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}"
-        f"{{% generation %}}{content}{{% endgeneration %}}{{{{ '\n' }}}}{{% endfor %}}"
-        "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
-    )
-    turns = (Turn("user", "yes"), Turn("assistant", " yes\n"), Turn("user", "yes"))
-    chat = Conversation((*turns, Turn("assistant", "no")), ORIGIN)
-    encoded = []
-    for text in (plain, both):
-        tokenizer.chat_template = text
-        encoded.append(encode(ChatTemplate.resolve(tokenizer, None), chat))
-    assert (encoded[0].input_ids == encoded[1].input_ids).all()
-    assert (encoded[0].weights == encoded[1].weights).all() and encoded[0].weights.any()
 
 
 def test_every_named_template_is_a_style() -> None:

@@ -6,6 +6,7 @@ import json
 import pickle
 import unicodedata
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,18 +25,8 @@ TEXT = (
 PLAIN = sorted({chr(c) for c in range(0x250)} | {chr(c) for c in range(0x2000, 0x2040)})
 PIECES = [
     *("'s", "'S", "'ll", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "1234", "12", "abc", "the"),
-    *(
-        "<|im_end|>",
-        "<|im_",
-        "|>",
-        "<end>",
-        "<end",
-        "\u2603",
-        "\u4e00",
-        "e\u0301",
-        "\u017f",
-        "\u212a",
-    ),
+    *("<|im_end|>", "<|im_", "|>", "<end>", "<end"),
+    *("\u2603", "\u4e00", "e\u0301", "\u017f", "\u212a"),
     *("\x00", "\x1c", "\x85", "\u00a0", "\u2028", "\U0001f600", "\u00ad", "\u00bd", "\u0660"),
 ]
 texts = st.lists(st.sampled_from(PIECES) | st.sampled_from(PLAIN), max_size=12).map("".join)
@@ -47,24 +38,6 @@ LLAMA3 = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN = LLAMA3.replace("{1,3}", "")
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-@given(text=texts)
-def test_words_of_the_vocabulary_are_one_token_if_merges_are_ignored(text: str) -> None:
-    tokenizer = tokenizer_of(LLAMA3, "", ignores_merges=True)
-    backend = tokenizer.backend_tokenizer
-    whole = [backend.token_to_id(word) for word in ("abc", "'ll")]
-    assert backend.encode("abc'll", add_special_tokens=False).ids == whole
-    text_tokenizer = TextTokenizer(tokenizer)
-    for sample in (text, f"the abc 123 \u00e9t\u00e9{text}"):
-        expected = backend.encode(sample, add_special_tokens=False).ids
-        assert text_tokenizer._words is not None and text_tokenizer._words.ids(sample) in (
-            None,
-            expected,
-        )
-        (tokenized,) = text_tokenizer.tokenize([sample], {})
-        assert tokenized.ids.tolist() == expected
 
 
 @pytest.mark.parametrize("normalizer", ["", "NFC"])
@@ -113,29 +86,20 @@ def test_byte_fallback_is_left_to_the_tokenizer() -> None:
     assert text_tokenizer._words is None and text_tokenizer._widths is None
 
 
-def test_one_text_uses_no_threads() -> None:
-    import tokenizers
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("threads are used")
-
-    for tokenizer in (tokenizer_of(LLAMA3, ""), tokenizer_of("", "NFC")):
-        text_tokenizer = TextTokenizer(tokenizer)
-        texts = ["the quick", "\u4e00 \u2603"]
-        expected = [one.ids.tolist() for one in text_tokenizer.tokenize(texts, {})]
-
-        class Alone:
-            encode_batch = encode_batch_fast = staticmethod(fail)
-
-            def __init__(self, backend: tokenizers.Tokenizer) -> None:
-                self._backend = backend
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self._backend, name)
-
-        text_tokenizer._backend = Alone(text_tokenizer._backend)
-        assert [text_tokenizer.tokenize([text], {})[0].ids.tolist() for text in texts] == expected
-        text_tokenizer._widths = None
+@pytest.mark.parametrize(("pattern", "normalizer"), [(LLAMA3, ""), ("", "NFC")])
+def test_one_text_uses_no_threads(pattern: str, normalizer: str) -> None:
+    text_tokenizer = TextTokenizer(tokenizer_of(pattern, normalizer))
+    texts = ["the quick", "\u4e00 \u2603"]
+    expected = [one.ids.tolist() for one in text_tokenizer.tokenize(texts, {})]
+    backend = text_tokenizer._backend
+    names = ("encode", "no_truncation", "no_padding")
+    text_tokenizer._backend = SimpleNamespace(
+        **{name: getattr(backend, name) for name in names},
+        encode_batch=None,
+        encode_batch_fast=None,
+    )
+    for widths in (text_tokenizer._widths, None):
+        text_tokenizer._widths = widths
         assert [text_tokenizer.tokenize([text], {})[0].ids.tolist() for text in texts] == expected
 
 
@@ -171,20 +135,27 @@ def tokenizer_of(pattern: str, normalizer: str, ignores_merges: bool = False) ->
     return tokenizer
 
 
-@pytest.mark.parametrize("normalizer", ["", "NFC"])
-@pytest.mark.parametrize("pattern", ["", LLAMA3, QWEN])
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize(
+    ("pattern", "normalizer", "ignores_merges"),
+    [
+        *(("", "", False), ("", "NFC", False), (LLAMA3, "", False), (QWEN, "NFC", False)),
+        (LLAMA3, "", True),
+    ],
+)
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(text=texts)
-def test_ids_equal_the_tokenizers(pattern: str, normalizer: str, text: str) -> None:
-    tokenizer = tokenizer_of(pattern, normalizer)
-    text_tokenizer = TextTokenizer(tokenizer)
+def test_ids_equal_the_tokenizers(
+    pattern: str, normalizer: str, ignores_merges: bool, text: str
+) -> None:
+    tokenizer = tokenizer_of(pattern, normalizer, ignores_merges)
+    backend, text_tokenizer = tokenizer.backend_tokenizer, TextTokenizer(tokenizer)
     assert text_tokenizer._words is not None
-    whole = f"{TEXT}{text}"
-    for sample in (text, whole):
-        (tokenized,) = text_tokenizer.tokenize([sample], {})
-        expected = tokenizer.backend_tokenizer.encode(sample, add_special_tokens=False).ids
-        assert tokenized.ids.tolist() == expected
+    for sample in (text, f"{TEXT}abc'll the 123 {text}"):
+        expected = backend.encode(sample, add_special_tokens=False).ids
+        # Checked first: `tokenize` drops the word tokenizer as soon as an id differs.
         assert text_tokenizer._words.ids(sample) in (None, expected)
+        (tokenized,) = text_tokenizer.tokenize([sample], {})
+        assert tokenized.ids.tolist() == expected
 
 
 @cache
@@ -205,7 +176,7 @@ def text_tokenizer(name: str) -> TextTokenizer:
 
 
 @pytest.mark.parametrize("name", ["", "stories260K", "gpt2"])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(text=texts, data=st.data())
 def test_characters_map_to_tokens_as_by_the_tokenizers_offsets(
     name: str, text: str, data: st.DataObject
@@ -277,12 +248,12 @@ def test_ids_of_real_tokenizers_and_texts(name: str) -> None:
     by_words = 0
     for data in ("instruct/gsm8k_alpaca.json", "chat/oasst_trees.jsonl", "text/c4_demo.jsonl"):
         text = (SHARED / data).read_text("utf-8")
-        parts = [text[i : i + 999] for i in range(0, min(len(text), 200_000), 999)]
+        parts = [text[i : i + 999] for i in range(0, min(len(text), 50_000), 999)]
         expected = tokenizer.backend_tokenizer.encode_batch(parts, add_special_tokens=False)
         tokenized = text_tokenizer.tokenize(parts, {})
         assert [s.ids.tolist() for s in tokenized] == [e.ids for e in expected]
         by_words += sum(text_tokenizer._words.ids(part) is not None for part in parts)
-    assert by_words > 300
+    assert by_words > 80
 
 
 def test_a_template_can_be_pickled() -> None:
