@@ -135,7 +135,7 @@ def plan_seconds(lengths: Any) -> float:
     label_weights = lengths.astype(np.float64)
     config = MixtureConfig(weights="tokens", temperature=1.0)
     began = time.process_time()
-    mixture = Mixture(groups, [1.0] * len(groups), 0, config, lengths=lengths)
+    mixture = Mixture(groups, [1.0] * len(groups), 0, config, lengths)
     plan = StepPlan(
         lengths,
         label_weights,

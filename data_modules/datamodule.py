@@ -331,7 +331,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             [dataset.weight for dataset in datasets],
             self._spec.seed,
             self._config.mixture,
-            lengths=examples.lengths,
+            examples.lengths,
         )
 
     def mixture_report(self) -> list[MixtureRow]:

@@ -47,7 +47,7 @@ class MixtureRow:
 
     `rows` and `tokens` are those of the data set, `rows_seen` and `tokens_seen` those of the epoch;
     `epochs` is how often a row is seen on average. Shares are of the whole epoch; `requested` is
-    None with weights in epochs. Tokens are 0 without lengths.
+    None with weights in epochs.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Mixture:
     """The rows of each epoch.
 
     `groups` are the example indices of each data set, `weights` one number each, `lengths` the
-    tokens of each example (for weights in tokens, and for the report).
+    tokens of each example.
 
     The rows of a data set are in one fixed seeded order, which is repeated cyclically. An epoch
     continues where the previous one ended, so that all rows are seen equally often (up to one), and
@@ -103,19 +103,16 @@ class Mixture:
         weights: Sequence[float],
         seed: int,
         config: MixtureConfig,
-        *,
-        lengths: Indices | None = None,
+        lengths: Indices,
     ) -> None:
         self._config = config
-        if self._config.weights == "tokens" and lengths is None:
-            raise ValueError("weights in tokens need the lengths of the examples")
         self._orders = [
             seeded_generator(seed, "mixture", index).permutation(group)
             for index, group in enumerate(groups)
         ]
         self._lengths = lengths
         self._ends = None
-        if self._config.weights == "tokens" and lengths is not None:
+        if self._config.weights == "tokens":
             self._ends = [np.cumsum(lengths[order]) for order in self._orders]
         self._shares, self._passes = self._plan([float(weight) for weight in weights])
 
@@ -192,7 +189,7 @@ class Mixture:
         return max(1, int(whole) * size + rest)
 
     def _count_tokens(self, rows: Indices) -> int:
-        return 0 if self._lengths is None else int(self._lengths[rows].sum())
+        return int(self._lengths[rows].sum())
 
 
 def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:

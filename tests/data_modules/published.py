@@ -29,7 +29,9 @@ def published_templates() -> dict[str, str]:
 
 def tokenizer_for(text: str, *, adds_bos: bool = False) -> Any:
     """Return a small tokenizer that has the control tokens of a template, and the template."""
-    controls = dict.fromkeys(found[0] for found in _CONTROL.finditer(text))
+    controls = [found[0] for found in _CONTROL.finditer(text)]
+    if "'<|' + message['role']" in text:
+        controls += ["<|system|>", "<|user|>", "<|assistant|>"]
     specials = list(dict.fromkeys(["<s>", "</s>", *controls]))
     tokenizer = build_tokenizer(specials, bos="<s>", eos="</s>", adds_bos=adds_bos)
     tokenizer.chat_template = text

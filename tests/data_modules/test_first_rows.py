@@ -8,20 +8,12 @@ from typing import Any
 import pytest
 
 from common.errors import DataError, Origin
-from data_modules import (
-    BatchSpec,
-    DataConfig,
-    DatasetConfig,
-    DataSpec,
-    FinetuneDataModule,
-    ModelSpec,
-    PackingConfig,
-    check_datasets,
-)
+from data_modules import DataConfig, DatasetConfig, check_datasets
 from data_modules.source import Limits, opening, read_chunks
 from data_modules.tokens.encode import BadRows, FirstRows, Rejected
 from data_modules.tokens.prepare import Prepared
 from tests.data_modules.conftest import prepare
+from tests.data_modules.test_datamodule import build
 
 
 def write(file: Path, num_rows: int) -> Path:
@@ -39,17 +31,17 @@ def test_the_limit_is_the_number_of_rows_read(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "CHUNK_BYTES", 1000)
-    file = write(tmp_path / "d.jsonl", 2000)
+    file = write(tmp_path / "d.jsonl", 500)
     part = prepare_file(file, tokenizer, 100)
     assert (part.counts.rows, part.is_cut) == (100, True)
     assert part.store.lines.tolist() == list(range(1, 101))
     every = prepare_file(file, tokenizer, None)
-    assert (every.counts.rows, every.is_cut) == (2000, False)
+    assert (every.counts.rows, every.is_cut) == (500, False)
     assert every.store.digests[:100].tolist() == part.store.digests.tolist()
     # Neither is taken for the other, and as many rows as there are is all of them.
     assert prepare_file(file, tokenizer, 100).counts.rows == 100
-    exact = prepare_file(file, tokenizer, 2000)
-    assert (exact.counts.rows, exact.is_cut) == (2000, False)
+    exact = prepare_file(file, tokenizer, 500)
+    assert (exact.counts.rows, exact.is_cut) == (500, False)
 
 
 @pytest.mark.parametrize(
@@ -59,19 +51,8 @@ def test_the_report_is_marked_as_partial(
     first_rows: int | None, line: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     file = write(tmp_path / "d.jsonl", 200)
-    cache = str(tmp_path / "cache")
-    module = FinetuneDataModule(
-        DataSpec(
-            config=DataConfig(datasets=[DatasetConfig(path=str(file))], cache_dir=cache),
-            packing=PackingConfig(),
-            tokenizer=tokenizer,
-            model=ModelSpec(context_len=64),
-            batching=BatchSpec(),
-            seed=1,
-            first_rows=first_rows,
-        )
-    )
-    module.setup()
+    data = {"cache_dir": str(tmp_path / "cache")}
+    module = build([DatasetConfig(path=str(file))], tokenizer, data=data, first_rows=first_rows)
     (report,) = module.report.datasets
     assert report.line().startswith(line) and report.is_cut == (first_rows is not None)
     assert report.rows == len(module.train_examples) + len(module.val_examples)

@@ -15,7 +15,6 @@ from data_modules.packing import Mixture, describe_mixture
 from data_modules.settings import DataConfig, DatasetConfig, MixtureConfig, check_datasets
 from data_modules.tokens.datasets import Split, hold_out
 
-EPOCHS = MixtureConfig()
 GROUPS = [np.arange(10), np.arange(10, 31)]
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)
 
@@ -23,6 +22,13 @@ SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)
 def make_groups(sizes: list[int]) -> list[Any]:
     """Return consecutive row numbers for data sets of these sizes."""
     return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+
+
+def mix(
+    groups: list[Any], given: list[float], seed: int = 0, *, tokens: int = 7, **settings: Any
+) -> Mixture:
+    """Mix rows of `tokens` tokens each."""
+    return Mixture(groups, given, seed, MixtureConfig(**settings), np.full(100, tokens))
 
 
 def count_seen(mixture: Mixture, epochs: int, num_rows: int) -> Any:
@@ -34,7 +40,7 @@ def count_seen(mixture: Mixture, epochs: int, num_rows: int) -> Any:
 
 @pytest.mark.parametrize(("weight", "seen"), [(1.0, {1}), (2.0, {2}), (2.5, {2, 3}), (0.5, {0, 1})])
 def test_weight_is_the_number_of_times_a_row_is_seen(weight: float, seen: set[int]) -> None:
-    rows = Mixture(GROUPS, [weight, 1.0], 0, EPOCHS).epoch(0)
+    rows = mix(GROUPS, [weight, 1.0]).epoch(0)
     counts = np.bincount(rows, minlength=31)
     assert set(counts[:10].tolist()) == seen
     assert counts[:10].sum() == weight * 10
@@ -42,7 +48,7 @@ def test_weight_is_the_number_of_times_a_row_is_seen(weight: float, seen: set[in
 
 
 def test_a_fractional_weight_continues_in_the_next_epoch() -> None:
-    mixture = Mixture(GROUPS, [0.3, 1.0], 0, EPOCHS)
+    mixture = mix(GROUPS, [0.3, 1.0])
     parts = [mixture.epoch(epoch) for epoch in range(10)]
     counts = np.bincount(np.concatenate(parts), minlength=31)
     assert set(counts[:10].tolist()) == {3}
@@ -50,9 +56,9 @@ def test_a_fractional_weight_continues_in_the_next_epoch() -> None:
 
 
 def test_epochs_depend_on_the_seed_only() -> None:
-    first = Mixture(GROUPS, [0.5, 1.0], 0, EPOCHS).epoch(3)
-    assert np.array_equal(first, Mixture(GROUPS, [0.5, 1.0], 0, EPOCHS).epoch(3))
-    assert not np.array_equal(first, Mixture(GROUPS, [0.5, 1.0], 1, EPOCHS).epoch(3))
+    first = mix(GROUPS, [0.5, 1.0]).epoch(3)
+    assert np.array_equal(first, mix(GROUPS, [0.5, 1.0]).epoch(3))
+    assert not np.array_equal(first, mix(GROUPS, [0.5, 1.0], 1).epoch(3))
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,7 +79,7 @@ def test_shares_match_the_requested_ones(
     weights = rng.uniform(0.2, 3.0, len(sizes)).tolist()
     groups = make_groups(sizes)
     config = MixtureConfig(weights=kind, temperature=temperature, stop=stop)
-    mixture = Mixture(groups, weights, seed, config, lengths=lengths)
+    mixture = Mixture(groups, weights, seed, config, lengths)
     units = lengths if kind == "tokens" else np.ones_like(lengths)
     size = np.array([units[group].sum() for group in groups], dtype=float)
     requested = np.array(weights) * (1 if temperature is None else size ** (1 / temperature))
@@ -90,67 +96,27 @@ def test_shares_match_the_requested_ones(
         assert count_seen(mixture, 1, len(lengths)).max() == 1
 
 
-def test_temperature_one_is_every_row_once() -> None:
-    for kind in ("rows", "tokens"):
-        config = MixtureConfig(weights=kind, temperature=1.0)
-        mixture = Mixture(GROUPS, [1, 1], 0, config, lengths=np.arange(1, 32))
-        assert sorted(mixture.epoch(0).tolist()) == list(range(31))
-
-
-def test_temperature_makes_shares_more_equal() -> None:
-    groups = make_groups([10, 1000])
-    shares = []
-    for temperature in (1.0, 2.0, 1e9):
-        mixture = Mixture(groups, [1, 1], 0, MixtureConfig(weights="rows", temperature=temperature))
-        shares.append(mixture.report(["a", "b"])[0].share_of_rows)
-    assert shares == pytest.approx([10 / 1010, 0.1 / 1.1, 0.5], abs=2e-3)
-
-
-def test_shares_of_tokens_account_for_row_length() -> None:
-    groups = make_groups([5000, 400])
-    lengths = np.concatenate([np.full(5000, 20), np.full(400, 700)])
-    mixture = Mixture(groups, [7, 3], 0, MixtureConfig(weights="tokens"), lengths=lengths)
-    short, long = mixture.report(["short", "long"])
-    assert (short.requested, long.requested) == pytest.approx((0.7, 0.3))
-    assert (short.share_of_tokens, long.share_of_tokens) == pytest.approx((0.7, 0.3), abs=1e-3)
-    assert long.epochs == 1.0 and long.rows_seen == 400
-    assert short.tokens_seen == pytest.approx(280_000 * 7 / 3, abs=20)
-    assert short.epochs == pytest.approx(short.rows_seen / 5000)
-
-
-def test_small_weight_is_seen_in_the_first_epoch() -> None:
-    mixture = Mixture(GROUPS, [0.01, 1.0], 0, EPOCHS)
-    assert [sum(mixture.epoch(epoch) < 10) for epoch in range(11)] == [1, *[0] * 9, 1]
-
-
 @pytest.mark.parametrize("kind", ["epochs", "rows", "tokens"])
 @pytest.mark.parametrize("weight", [1e-9, 1e-300])
 def test_the_smallest_weight_gives_one_row(kind: str, weight: float) -> None:
     """Also if no data set has a larger weight."""
-    config = MixtureConfig(weights=kind, stop="all" if kind == "epochs" else "first")
-    mixture = Mixture(GROUPS, [weight, 1.0], 0, config, lengths=np.full(31, 7))
+    mixture = mix(GROUPS, [weight, 1.0], weights=kind, stop="all" if kind == "epochs" else "first")
     assert [sum(mixture.epoch(epoch) < 10) for epoch in range(4)] == [1, 0, 0, 0]
-    alone = Mixture(GROUPS[:1], [weight], 0, EPOCHS, lengths=np.full(31, 7))
+    alone = mix(GROUPS[:1], [weight])
     assert [len(alone.epoch(epoch)) for epoch in range(3)] == [1, 0, 0]
 
 
 def test_a_data_set_without_rows_or_weight_is_skipped() -> None:
     groups = [np.arange(10), np.zeros(0, dtype=np.int64), np.arange(10, 20)]
     for kind in ("epochs", "rows", "tokens"):
-        config = MixtureConfig(weights=kind)
-        mixture = Mixture(groups, [1.0, 1.0, 0.0], 0, config, lengths=np.full(20, 3))
+        mixture = mix(groups, [1.0, 1.0, 0.0], weights=kind)
         assert sorted(mixture.epoch(0).tolist()) == list(range(10))
         assert [row.rows_seen for row in mixture.report("abc")] == [10, 0, 0]
 
 
 def test_nothing_to_mix_is_an_error() -> None:
     with pytest.raises(ValueError, match="no data set has both rows and a weight"):
-        Mixture(GROUPS, [0.0, 0.0], 0, MixtureConfig(weights="rows"))
-
-
-def test_tokens_need_lengths() -> None:
-    with pytest.raises(ValueError, match="need the lengths"):
-        Mixture(GROUPS, [1.0, 1.0], 0, MixtureConfig(weights="tokens"))
+        mix(GROUPS, [0.0, 0.0], weights="rows")
 
 
 @pytest.mark.parametrize(
@@ -174,8 +140,7 @@ def test_invalid_settings_are_reported(words: dict[str, Any], problems: list[str
 
 
 def test_report_is_a_table() -> None:
-    lengths = np.full(31, 100)
-    mixture = Mixture(GROUPS, [1, 3], 0, MixtureConfig(weights="tokens"), lengths=lengths)
+    mixture = mix(GROUPS, [1, 3], tokens=100, weights="tokens")
     assert describe_mixture(mixture.report(["lists", "orders"])) == [
         "data set  rows  tokens  epochs  rows seen  of rows  of tokens  requested",
         "lists       10   1,000       1         10  25.00 %    25.00 %    25.00 %",
@@ -186,13 +151,13 @@ def test_report_is_a_table() -> None:
 @pytest.mark.parametrize(("times", "is_reported"), [(4, False), (5, True)])
 def test_a_data_set_repeated_for_its_share_is_named(times: int, is_reported: bool) -> None:
     groups = make_groups([10, 10 * times])
-    report = Mixture(groups, [1, 1], 0, MixtureConfig(weights="rows")).report(["small", "large"])
+    report = mix(groups, [1, 1], weights="rows").report(["small", "large"])
     last = describe_mixture(report)[-1]
     assert last.startswith("warning: ") == is_reported
     assert (f"small {times} times; data.mixture.stop=first" in last) == is_reported
     # The first one ends the epoch, and a weight in epochs was meant.
-    for config in (MixtureConfig(weights="rows", stop="first"), MixtureConfig()):
-        report = Mixture(groups, [9, 1], 0, config).report(["small", "large"])
+    for config in ({"weights": "rows", "stop": "first"}, {}):
+        report = mix(groups, [9, 1], **config).report(["small", "large"])
         assert not describe_mixture(report)[-1].startswith("warning")
 
 

@@ -26,22 +26,32 @@ from data_modules.packing import (
 )
 from data_modules.settings import MixtureConfig
 
+CAPACITY = 64
+GLOBAL_BATCH = 24
+WORLD_SIZES = (1, 2, 3, 8)
+METHODS = st.sampled_from(["multipack", "like_length", "none"])
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=120)
 
 
-def make_plan(lengths: list[int], **options: Any) -> StepPlan:
-    """Plan steps over `lengths`, each document once an epoch, weight = its length."""
-    array = np.array(lengths)
-    rows = np.arange(len(lengths))
+def make_plan(lengths: Any, **options: Any) -> StepPlan:
+    """Plan steps over `lengths`, each document once an epoch, weight = 0.3 of its length."""
+    array = np.asarray(lengths)
+    rows = np.arange(len(array))
     settings_ = {
-        "capacity": 64,
+        "capacity": CAPACITY,
         "method": "multipack",
         "seed": 0,
         "micro_batch_size": 2,
         "accumulation_steps": 2,
         "world_size": 1,
     } | options
-    return StepPlan(array, array.astype(np.float64), lambda epoch: rows, **settings_)
+    return StepPlan(array, array * 0.3, lambda epoch: rows, **settings_)
+
+
+def lognormal(count: int, median: float = 20.0, most: int = CAPACITY) -> Any:
+    """Draw lengths from 1 to `most`, distributed as those of texts."""
+    drawn = np.random.default_rng(0).lognormal(np.log(median), 1.0, count)
+    return np.clip(drawn.astype(np.int64), 1, most)
 
 
 def documents(batches: list[MicroBatch]) -> list[int]:
@@ -75,14 +85,8 @@ def test_half_empty_packs_are_spread_over_an_epoch() -> None:
     assert 0.3 < np.mean(places) < 0.7
 
 
-def text_lengths(count: int) -> Any:
-    """Draw lengths from 1 to 2,048 tokens, distributed as those of texts."""
-    drawn = np.random.default_rng(0).lognormal(np.log(150), 1.0, count).astype(np.int64)
-    return np.clip(drawn, 1, 2048)
-
-
 def test_fill_and_time_of_a_large_plan() -> None:
-    lengths = text_lengths(100_000)
+    lengths = lognormal(100_000, 150, 2048)
     start = time.process_time()
     packs = pack_documents(lengths, 4096, 0, 0, "multipack")
     assert time.process_time() - start < 1.0
@@ -139,7 +143,7 @@ def test_order_of_keys_is_stable(largest: int) -> None:
 
 
 @settings(max_examples=40)
-@given(LENGTHS, st.integers(1, 130), st.sampled_from(["multipack", "like_length", "none"]))
+@given(LENGTHS, st.integers(1, 130), METHODS)
 def test_window_packs_few_documents_at_a_time(lengths: list[int], window: int, method: str) -> None:
     packs = pack_documents(np.array(lengths), 64, 0, 0, method, window=window)
     assert sorted(packs.documents.tolist()) == list(range(len(lengths)))
@@ -151,18 +155,17 @@ def test_window_packs_few_documents_at_a_time(lengths: list[int], window: int, m
 
 
 def test_windows_fill_packs_nearly_as_well() -> None:
-    lengths = text_lengths(50_000)
+    lengths = lognormal(50_000, 150, 2048)
     packs = pack_documents(lengths, 4096, 0, 0, "multipack", window=10_000)
     assert lengths.sum() / (len(packs) * 4096) > 0.995
 
 
-def test_no_documents_are_no_packs() -> None:
+def test_documents_that_cannot_be_packed_are_an_error() -> None:
     assert len(pack_documents(np.zeros(0, dtype=np.int64), 64, 0, 0, "multipack")) == 0
-
-
-def test_document_without_tokens_is_an_error() -> None:
     with pytest.raises(ValueError, match="document 1 has no tokens"):
         pack_documents(np.array([3, 0]), 64, 0, 0, "multipack")
+    with pytest.raises(ValueError, match=r"65 tokens .* 64"):
+        pack_documents(np.array([3, 65]), 64, 0, 0, "multipack")
 
 
 def test_max_steps_repeats_epochs_and_is_exact() -> None:
@@ -213,7 +216,7 @@ def test_last_step_of_an_epoch_is_filled_with_empty_packs() -> None:
     assert plan.num_steps == 4
     sizes = [[len(p) for b in plan.micro_batches(s, 0) for p in b.packs] for s in range(4)]
     assert sizes == [[1, 1, 1, 1], [1, 0, 0, 0]] * 2
-    assert plan.micro_batches(1, 0)[0].step_weight == 64
+    assert plan.micro_batches(1, 0)[0].step_weight == pytest.approx(19.2)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -223,11 +226,6 @@ def test_validation_shards_hold_each_document_once_in_equal_counts(world: int) -
     assert len({len(shard) for shard in shards}) == 1
     found = sorted(document for shard in shards for document in documents(shard))
     assert found == list(range(11))
-
-
-def test_document_above_the_capacity_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"65 tokens .* 64"):
-        pack_documents(np.array([3, 65]), 64, 0, 0, "multipack")
 
 
 def test_similar_length_method_packs_neighbours_and_shuffles_packs() -> None:
@@ -240,38 +238,17 @@ def test_similar_length_method_packs_neighbours_and_shuffles_packs() -> None:
     assert longest != sorted(longest) and longest != sorted(longest, reverse=True)
 
 
-GLOBAL_BATCH = 24
-WORLD_SIZES = (1, 2, 3, 8)
-METHODS = st.sampled_from(["multipack", "like_length", "none"])
-CAPACITY = 64
-
-
 def plan_of(lengths: Any, world_size: int, micro: int = 1, **options: Any) -> StepPlan:
     """Plan steps of GLOBAL_BATCH packs over `lengths`, each document once an epoch."""
-    array = np.asarray(lengths)
-    rows = np.arange(len(array))
-    plain = {"capacity": CAPACITY, "method": "multipack", "seed": 0, "num_epochs": 2}
-    return StepPlan(
-        array,
-        array * 0.3,
-        lambda epoch: rows,
-        micro_batch_size=micro,
-        accumulation_steps=GLOBAL_BATCH // world_size // micro,
-        world_size=world_size,
-        **plain | options,
-    )
+    accumulation = GLOBAL_BATCH // world_size // micro
+    batching = {"micro_batch_size": micro, "accumulation_steps": accumulation, "num_epochs": 2}
+    return make_plan(lengths, world_size=world_size, **batching | options)
 
 
 def step_packs(plan: StepPlan, step: int) -> list[tuple[int, ...]]:
     """Return the packs of a global step over all ranks, without the empty ones, sorted."""
     batches = [b for rank in range(plan.world_size) for b in plan.micro_batches(step, rank)]
     return sorted(tuple(pack.tolist()) for batch in batches for pack in batch.packs if len(pack))
-
-
-def lognormal(count: int, median: float = 20.0, seed: int = 0) -> Any:
-    """Draw lengths from 1 to CAPACITY, distributed as those of texts."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(median), 1.0, count)
-    return np.clip(drawn.astype(np.int64), 1, CAPACITY)
 
 
 @settings(max_examples=25, deadline=None)
@@ -460,7 +437,7 @@ def test_shares_of_tokens_hold_over_ten_thousand_packs(window: int | None) -> No
     )
     datasets = np.repeat(range(3), sizes)
     groups = [np.flatnonzero(datasets == index) for index in range(3)]
-    mixture = Mixture(groups, requested, 0, MixtureConfig(weights="tokens"), lengths=lengths)
+    mixture = Mixture(groups, requested, 0, MixtureConfig(weights="tokens"), lengths)
     plan = StepPlan(
         lengths,
         lengths * 1.0,

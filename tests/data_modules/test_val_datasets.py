@@ -80,8 +80,9 @@ def test_leaks_into_training_are_told(train: DatasetConfig, tmp_path: Path, toke
 
 
 def test_a_stream_leaves_out_validation_rows(
-    train: DatasetConfig, tmp_path: Path, tokenizer: Any
+    train: DatasetConfig, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("data_modules.stream.WINDOW_PACKS", 2)
     leaky = write(tmp_path / "leaky.json", 37, 10)
     module = build(
         [train], tokenizer, data={"val_datasets": [leaky], "streaming": True}, max_steps=3
@@ -137,15 +138,6 @@ def test_weights_of_test_rows_are_refused(train: DatasetConfig, val: DatasetConf
     val.weight = 0.5
     (problem,) = check_datasets(DataConfig(datasets=[train], test_datasets=[val]))
     assert "data.test_datasets[0].weight=0.5 has no effect: each test row is measured" in problem
-
-
-def test_equal_file_names_get_names_of_their_own(
-    train: DatasetConfig, tmp_path: Path, tokenizer: Any
-) -> None:
-    (tmp_path / "other").mkdir()
-    val = write(tmp_path / "other" / "train.json", 100, 12)
-    module = build([train], tokenizer, data={"val_datasets": [val]})
-    assert module.dataset_names == ["train", "train-2"]
 
 
 def test_a_validation_file_counts_as_validation_without_held_out_rows(val: DatasetConfig) -> None:
