@@ -152,17 +152,6 @@ def test_a_killed_process_does_not_block_the_next(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
-def test_a_damaged_entry_is_rebuilt(tmp_path: Path) -> None:
-    folder, _ = open_or_make(tmp_path, KEY, make)
-    for damage in ("cut", "gone", "no key"):
-        if damage == "cut":
-            (folder / "tokens").write_text("who")
-        else:
-            (folder / ("tokens" if damage == "gone" else "key.json")).unlink()
-        assert open_or_make(tmp_path, KEY, make) == (folder, "tokenized (the entry was damaged)")
-        assert (folder / "tokens").read_text() == "whole"
-
-
 def test_any_flipped_byte_of_an_entry_is_noticed_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,26 +207,27 @@ def test_a_lock_that_is_not_a_file_is_refused_at_once(kind: str, tmp_path: Path)
     assert victim.read_text() == "mine"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["tokens", "key.json", "newest", "entry"])
-def test_an_entry_with_special_files_is_rebuilt(kind: str, name: str, tmp_path: Path) -> None:
+NOTES = ("[]", "{}", '{"digests": 1}', '{"digests": {"tokens": []}}', "[" * 9**5)
+DAMAGES = [
+    *(("tokens", damage) for damage in ("who", "gone", *KINDS)),
+    *(("key.json", damage) for damage in (*NOTES, "gone", *KINDS)),
+    *((name, kind) for name in ("newest", "entry") for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
+def test_a_damaged_entry_is_rebuilt(name: str, damage: str, tmp_path: Path) -> None:
     folder, _ = open_or_make(tmp_path, KEY, make)
     (victim := tmp_path / "victim").write_bytes((folder / "tokens").read_bytes())
-    known = {"newest": tmp_path / KEY.newest, "entry": folder}
-    place = known.get(name, folder / name)
+    place = {"newest": tmp_path / KEY.newest, "entry": folder}.get(name, folder / name)
     shutil.rmtree(place) if name == "entry" else place.unlink()
-    put(kind, place, victim)
+    if damage in KINDS:
+        put(damage, place, victim)
+    elif damage != "gone":
+        place.write_text(damage)
     if name == "newest":
         shutil.rmtree(folder)
-    again, how = open_or_make(tmp_path, KEY, make)
-    assert (again / "tokens").is_file() and not (again / "tokens").is_symlink()
-    assert how in ("tokenized (the entry was damaged)", "tokenized (now cached)")
-
-
-@pytest.mark.parametrize(
-    "note", ["[]", "{}", '{"digests": 1}', '{"digests": {"tokens": []}}', "[" * 9**5]
-)
-def test_an_entry_with_invalid_metadata_is_rebuilt(note: str, tmp_path: Path) -> None:
-    folder, _ = open_or_make(tmp_path, KEY, make)
-    (folder / "key.json").write_text(note)
-    assert open_or_make(tmp_path, KEY, make) == (folder, "tokenized (the entry was damaged)")
+    how = "now cached" if name == "newest" else "the entry was damaged"
+    assert open_or_make(tmp_path, KEY, make) == (folder, f"tokenized ({how})")
+    assert (folder / "tokens").read_text() == "whole"
+    assert not (folder / "tokens").is_symlink()
