@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 import shlex
 import shutil
@@ -119,7 +118,6 @@ def written_otherwise(key: str, folder: Path) -> Iterator[str]:
     group, _, name = key.partition(".")
     value = GRANTED[key]
     yield f"{key}={value}"
-    yield f"++{key}={value}"
     file = folder / "of the sweep.yaml"
     file.write_text(f"# @package _global_\n{group}:\n  {name}: {value}\n")
     yield f"+experiment={file}"
@@ -278,12 +276,6 @@ def test_the_name_of_a_job_is_one_word(words: list[str], tmp_path: Path) -> None
         )  # fmt: skip
         assert result.code == 2
         assert f"launcher.{key}='x\\ntouch marker': expected a name" in result.stderr
-
-
-def test_a_granting_setting_knows_its_default() -> None:
-    config = load_config("train", ["+experiment=quickstart"])
-    assert isinstance(config, TrainConfig)
-    assert not_taken(dataclasses.replace(config), set()) == []
 
 
 @pytest.mark.parametrize("key", GRANTING)

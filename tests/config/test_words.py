@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -79,12 +78,6 @@ def test_a_word_of_another_tool_is_answered_with_ours(word: str, fragment: str) 
     result = run_command(RUN, word)
     assert result.code == 2 and fragment in result.stderr, result.stderr
     assert len(result.stderr) < 400
-
-
-def test_schedules_without_a_bubble_are_refused_for_their_memory() -> None:
-    result = run_command(RUN, "strategy=fsdp_pp", "strategy.schedule=ZBVZeroBubble")
-    assert result.code == 2
-    assert "interleaved (those of PyTorch without a bubble take twice the memory)" in result.stderr
 
 
 WORDS_OF_OTHERS = [
@@ -223,26 +216,6 @@ def test_a_path_alone_is_a_data_set(tmp_path: Path) -> None:
     assert "no such file" in run_command(RUN, f"data.datasets={tmp_path / 'none.json'}").stderr
 
 
-def test_preference_pairs_are_named_as_such(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    said = run_command(RUN, f"data.datasets={file}").stderr
-    assert "preference pairs" in said and "columns: {completion: chosen}" in said
-    chosen = f"path: {file}, format: prompt_completion, columns: {{completion: chosen}}"
-    assert run_command(RUN, f"data.datasets=[{{{chosen}}}]").code == 0
-
-
-def test_a_folder_that_is_not_there_is_not_mistaken_for_another(tmp_path: Path) -> None:
-    (tmp_path / "opt").mkdir()
-    assert "did you mean" not in run_command(RUN, f"model.path={tmp_path / 'nope'}").stderr
-    (tmp_path / "my_model").mkdir()
-    assert (
-        f"did you mean {tmp_path / 'my_model'}?"
-        in run_command(RUN, f"model.path={tmp_path}/my_modl").stderr
-    )
-
-
 def test_the_version_and_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("--version").stdout.startswith("loft ")
     for words, fragment in ((["--version"], "loft "), (["--help"], "  init"), ([], "  train")):
@@ -338,22 +311,6 @@ def test_what_init_writes_as_comments_are_the_defaults(
     values = yaml.safe_load(file.read_text())
     assert values["adapter"]["r"] == 16 and "sequence_len" in values["data"]
     assert load_config("train", [f"experiment={file}"]) == before
-
-
-@pytest.mark.slow
-def test_what_init_writes_previews(tmp_path: Path) -> None:
-    base = ROOT / "data_modules/samples/tiny_base"
-    file = tmp_path / "mine.yaml"
-    words = [f"model={base}", f"data={make_data(tmp_path / 'a.jsonl', 40)}", f"output={file}"]
-    done = [
-        subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
-        for command in (
-            ["app", "init", *words],
-            ["app", "preview", f"+experiment={file}", f"output.dir={tmp_path / 'preview'}"],
-        )
-    ]
-    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
-    assert (tmp_path / "preview" / "preview.html").exists()
 
 
 def test_numbers_of_plain_verbs_are_numbers() -> None:

@@ -49,10 +49,8 @@ CASES = [
     ("tied", "full"),
     ("tied", "pissa"),
     ("untied", "freeze"),
-    ("untied", "full"),
     ("t5", "ia3"),
     ("bart", "lora"),
-    ("bart", "full"),
 ]
 """each base and each adapter, and whole models with tied and untied heads"""
 

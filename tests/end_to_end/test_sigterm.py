@@ -23,20 +23,14 @@ from tests.tiny import SAMPLES, TINY_BASE, small_run, train_into
 
 pytestmark = pytest.mark.slow
 
-ANSWERS = ("evaluation.exact_match=true",)
-IN_WORKERS = ("data.num_proc=2",)
+TOKENS = "data_modules.tokens.encode:ChunkEncoder.__call__"
 WHERE = {
-    "tokens": ("data_modules.tokens.encode:ChunkEncoder.__call__", "sleeps", 0, ()),
-    "tokens in workers": (
-        "data_modules.tokens.encode:ChunkEncoder.__call__",
-        "hangs",
-        0,
-        IN_WORKERS,
+    "tokens in workers": (TOKENS, "data.num_proc=2"),
+    "answers at the end": (
+        "app.evaluation.evaluator:answer_batches",
+        "evaluation.exact_match=true",
     ),
-    "the base": ("app.model.build:load_base", "hangs", 0, ()),
-    "answers at the end": ("app.evaluation.evaluator:answer_batches", "hangs", 0, ANSWERS),
 }
-
 
 Stall = Callable[..., tuple[int, float, str]]
 
@@ -79,20 +73,20 @@ def stall(shell: Shell) -> Stall:
 
 @pytest.mark.parametrize("case", WHERE.values(), ids=WHERE)
 def test_a_stalled_run_ends_within_the_limit(
-    tmp_path: Path, stall: Stall, case: tuple[str, str, int, tuple[str, ...]]
+    tmp_path: Path, stall: Stall, case: tuple[str, str]
 ) -> None:
-    place, how, calls, words = case
+    place, word = case
     typed = [
-        *small_run("trainer.max_steps=1", *words),
+        *small_run("trainer.max_steps=1", word),
         f"data.cache_dir={tmp_path / 'run' / 'cache'}",
         f"output.dir={tmp_path / 'run' / 'out'}",
     ]
-    code, seconds, output = stall(tmp_path / "run", "train", place, how, calls, typed)
+    code, seconds, output = stall(tmp_path / "run", "train", place, "hangs", 0, typed)
     assert (code, seconds < ends_within()) == (143, True), (seconds, output)
 
 
-@pytest.mark.parametrize("how", ["sleeps", "hangs"])
-def test_completed_steps_are_saved_if_data_stalls(tmp_path: Path, stall: Stall, how: str) -> None:
+def test_completed_steps_are_saved_if_data_stalls(tmp_path: Path, stall: Stall) -> None:
+    """test_signals.py of process has data that hangs in a library: then nothing can be saved."""
     folder = tmp_path / "run"
     typed = [
         *small_run("trainer.max_steps=9", "data.val_set_size=0", "logger=csv"),
@@ -101,14 +95,11 @@ def test_completed_steps_are_saved_if_data_stalls(tmp_path: Path, stall: Stall, 
         f"output.dir={folder / 'out'}",
     ]
     batches = "data_modules.datamodule:_Batches.__getitem__"
-    code, seconds, output = stall(folder, "train", batches, how, 4, typed)  # two per step
+    code, seconds, output = stall(folder, "train", batches, "sleeps", 4, typed)  # two per step
     assert (code, seconds < ends_within()) == (143, True), (seconds, output)
     saved = CheckpointStore(folder / "out" / "checkpoints").newest_good()[0]
-    if how == "sleeps":
-        assert saved is not None and saved.step == 2
-        assert "the data of the next step did not arrive; step 2 is saved" in output
-    else:
-        assert saved is None and "exited immediately" in output
+    assert saved is not None and saved.step == 2
+    assert "the data of the next step did not arrive; step 2 is saved" in output
 
 
 def test_an_interrupted_evaluation_is_repeated_on_resume(tmp_path: Path, stall: Stall) -> None:
@@ -129,15 +120,10 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(tmp_path: Path, stall: 
     check_same_run(resumed, train_into(tmp_path / "whole", *measured))
 
 
-@pytest.mark.parametrize("verb", ["preview", "evaluate"])
-def test_other_stalled_verbs_end_within_the_limit(tmp_path: Path, stall: Stall, verb: str) -> None:
-    data = f"data.datasets=[{{path: {SAMPLES / 'orders_test.jsonl'}}}]"
+def test_another_stalled_verb_ends_within_the_limit(tmp_path: Path, stall: Stall) -> None:
+    data = f"data.test_datasets=[{{path: {SAMPLES / 'orders_test.jsonl'}}}]"
     words = [data, f"model.path={TINY_BASE}", f"data.cache_dir={tmp_path / 'run' / 'cache'}"]
-    if verb == "evaluate":
-        words = [w.replace("data.datasets", "data.test_datasets") for w in words]
-    code, seconds, output = stall(
-        *(tmp_path / "run", verb, "data_modules.tokens.encode:ChunkEncoder.__call__", "sleeps", 0),
-        [*words, f"output.dir={tmp_path / 'run' / 'out'}"],
-    )
+    words.append(f"output.dir={tmp_path / 'run' / 'out'}")
+    code, seconds, output = stall(tmp_path / "run", "evaluate", TOKENS, "sleeps", 0, words)
     assert (code, seconds < ends_within()) == (143, True), (seconds, output)
     assert "stopped by SIGTERM" in output and "Traceback" not in output

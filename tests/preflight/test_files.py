@@ -172,22 +172,6 @@ def test_a_base_is_known_by_the_bytes_of_its_weights(tmp_path: Path) -> None:
     assert trained["weights"] != same[0]["weights"]
 
 
-def test_blocks_are_spread_over_a_large_file(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    write_safetensors(file, {"a.weight": [1024, 4096]})
-    (tmp_path / "config.json").write_text("{}")
-    seen = set()
-    size = file.stat().st_size
-    # A training moves every weight: change a hundredth of the file in each of many places.
-    for place in range(0, 100, 7):
-        content = bytearray(file.read_bytes())
-        start = 200 + (size - 200) * place // 100
-        content[start : start + size // 50] = b"\1" * (size // 50)
-        file.write_bytes(content[:size])
-        seen.add(describe_base(ModelConfig(path=str(tmp_path)))["weights"])
-    assert len(seen) == 15
-
-
 def weights_of(folder: Path) -> str | None:
     return describe_base(ModelConfig(path=str(folder)))["weights"]
 
@@ -352,24 +336,6 @@ def test_a_model_from_scratch_needs_its_shape_and_a_tokenizer(
     result = run_command(*scratch, f"model.path={model}")
     assert "reads no weights" in result.stderr
     assert "adapter=full" in run_command(*scratch, "adapter=lora").stderr
-
-
-BAD_DATA = [
-    ('{"instruction": "a", "output": "b"}\n{"instruction": \n', ["d.jsonl:2"]),
-    ('{"instruction": "a", "outptu": "b"}\n', ["d.jsonl:1", "outptu"]),
-    ("", ["d.jsonl"]),
-]
-
-
-@pytest.mark.parametrize(("text", "fragments"), BAD_DATA)
-def test_bad_rows_are_named_before_anything_is_loaded(
-    tmp_path: Path, words: list[str], text: str, fragments: list[str]
-) -> None:
-    (tmp_path / "d.jsonl").write_text(text)
-    dataset = f"data.datasets=[{{path: {tmp_path / 'd.jsonl'}, format: alpaca}}]"
-    check_refused([words[0], dataset], *fragments)
-    make_data(tmp_path / "d.jsonl")
-    assert run_command(words[0], dataset).code == 0
 
 
 def test_an_unknown_chat_template_is_named(words: list[str], tmp_path: Path) -> None:

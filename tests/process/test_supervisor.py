@@ -119,12 +119,6 @@ def supervise(
     return supervise_script
 
 
-def test_ranks_that_succeed_end_the_run(supervise: Supervise) -> None:
-    run = supervise("send_to_supervisor(ENDED)", "if rank == 0: time.sleep(0.3)")
-    assert (run.code, run.stderr) == (0, "")
-    assert {path.name for path in run.folder.iterdir()} == {"started-0", "started-1"}
-
-
 def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(
     supervise: Supervise, tmp_path: Path
 ) -> None:
@@ -353,10 +347,10 @@ def send_when_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     return send
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_forwarded_and_the_ranks_may_save(
-    supervise: Supervise, send_when_ready: Callable[[int], None], signum: signal.Signals
+    supervise: Supervise, send_when_ready: Callable[[int], None]
 ) -> None:
+    signum = signal.SIGUSR1
     send_when_ready(signum)
     run = supervise(
         f"signal.signal({int(signum)}, lambda *_: (folder / f'received-{{rank}}').touch())",

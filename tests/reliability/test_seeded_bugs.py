@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ def test_there_are_at_least_forty_different_bugs() -> None:
     assert len({bug.name for bug in BUGS}) == len({(bug.right, bug.wrong) for bug in BUGS}) >= 40
 
 
+@cache
+def functions_in(file: str) -> set[str]:
+    nodes = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_each_bug_can_be_injected_and_its_test_exists(bug: Bug, tmp_path: Path) -> None:
     (tmp_path / bug.file).parent.mkdir(parents=True)
@@ -25,9 +32,7 @@ def test_each_bug_can_be_injected_and_its_test_exists(bug: Bug, tmp_path: Path) 
     after = (tmp_path / bug.file).read_text(encoding="utf-8")
     assert ast.dump(ast.parse(after)) != ast.dump(ast.parse(before))
     file, _, test = bug.test.partition("::")
-    functions = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
-    names = {node.name for node in functions if isinstance(node, ast.FunctionDef)}
-    assert test.partition("[")[0] in names
+    assert test.partition("[")[0] in functions_in(file)
 
 
 def test_a_bug_whose_source_text_is_missing_is_reported(tmp_path: Path) -> None:
