@@ -56,7 +56,6 @@ LONGEST_FILES = (
     "parity/test_global_step.py",
     "training/test_no_waste.py",
     "end_to_end/test_docs.py",
-    "end_to_end/test_walk.py",
     "end_to_end/test_encoder_decoder.py",
     "bad_input/test_resume_runs.py",
     "doctor/test_bandwidth.py",
@@ -200,7 +199,7 @@ def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             with pytest.MonkeyPatch.context() as patch:
                 # Otherwise messages about the cache depend on which worker trained the run.
                 patch.setenv("LOFT_DATA_CACHE", str(parent / "cache"))
-                words = ("+experiment=quickstart", "evaluation.max_rows=80")
+                words = ("+experiment=quickstart", "evaluation.max_rows=40")
                 said = run_verb("train", *words, f"output.dir={parent / 'run'}")
             (parent / SCREEN).write_text(said)
     return parent / "run"

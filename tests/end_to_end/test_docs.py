@@ -123,6 +123,7 @@ def test_train_does_not_change_its_config(tmp_path: Path, monkeypatch: pytest.Mo
         os.environ.pop(name, None)
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_python_page_run_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures, hybrids and multimodal bases learn the sample lists by LoRA and QLoRA."""
+"""Mixtures and multimodal bases learn the sample lists by LoRA and QLoRA."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
 )
@@ -30,19 +28,13 @@ LISTS = ("lists.json", "lists_test.json")
 NUM_EXPERTS = 4
 
 
-def tiny_base(*other: str) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """Return weights and config of the shipped base, without config keys in `other`."""
-    dense = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
-    numbers = dense.config.to_dict()
-    for name in ("model_type", "architectures", "dtype", *other):
-        numbers.pop(name, None)
-    torch.manual_seed(0)
-    return dense.state_dict(), numbers
-
-
 def save_mixture(folder: Path) -> Path:
     """Save the tiny base with four similar experts in place of each feed-forward."""
-    weights, numbers = tiny_base("attention_bias", "mlp_bias")
+    dense = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
+    weights, numbers = dense.state_dict(), dense.config.to_dict()
+    for key in ("model_type", "architectures", "dtype", "attention_bias", "mlp_bias"):
+        numbers.pop(key, None)
+    torch.manual_seed(0)
     config = MixtralConfig(
         **numbers, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2, sliding_window=None
     )
@@ -57,26 +49,6 @@ def save_mixture(folder: Path) -> Path:
                 own = torch.cat([weights[f"{layer}.{part}.weight"] for part in parts])
                 weight.copy_(own + 0.02 * own.std() * torch.randn_like(weight))
     return save_with_tokenizer(mixture, folder)
-
-
-def save_hybrid(folder: Path) -> Path:
-    """Save the tiny base with a random Mamba 2 mixer parallel to each attention."""
-    weights, numbers = tiny_base("head_dim")
-    hybrid = FalconH1ForCausalLM(
-        FalconH1Config(
-            **numbers, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_state=16, mamba_chunk_size=64
-        )
-    )
-    renamed = {
-        ".mlp.": ".feed_forward.",
-        ".post_attention_layernorm.": ".pre_ff_layernorm.",
-        "model.norm.": "model.final_layernorm.",
-    }
-    for old, new in renamed.items():
-        weights = {name.replace(old, new): weight for name, weight in weights.items()}
-    missing, unexpected = hybrid.load_state_dict(weights, strict=False)
-    assert not unexpected and all(".mamba." in name for name in missing)
-    return save_with_tokenizer(hybrid, folder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +68,6 @@ KINDS = {
         words=("adapter.experts=lora", "trainer.max_steps=60"),
         adapts=".experts.",
     ),
-    "hybrid": Kind(save=save_hybrid, words=("trainer.max_steps=40",), adapts=".mamba."),
     "multimodal": Kind(
         save=llava_of_the_tiny_base,
         words=("trainer.max_steps=60",),
@@ -108,7 +79,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("kind", "quantization"),
-    [("mixture", "nf4"), ("hybrid", "nf4"), ("multimodal", "none")],
+    [("mixture", "nf4"), ("multimodal", "none")],
 )
 def test_other_kinds_of_bases_learn_the_lists(
     kind: str, quantization: str, shell: Shell, tmp_path: Path

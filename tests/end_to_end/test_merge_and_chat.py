@@ -334,7 +334,7 @@ def held_out_answers(run: Path) -> tuple[list[tuple[Any, ...]], list[str]]:
     questions = questions_of(run)
     assert len(questions) == len(measured)
     questions, measured = questions[::4], measured[::4]
-    assert len(measured) >= 60
+    assert len(measured) >= 30
     return questions, measured
 
 
@@ -434,13 +434,8 @@ def test_the_server_answers_as_evaluate(default_run: Path, shell: Shell, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["causal", "pair"])
-def test_a_server_requires_its_key_and_stops_during_an_answer(
-    kind: str, shell: Shell, tmp_path: Path
-) -> None:
-    base = small_base()
-    if kind == "pair":
-        base = save_with_tokenizer(tiny_t5(vocab_size=768), tmp_path / "base")
+def test_a_server_requires_its_key_and_stops_during_an_answer(shell: Shell, tmp_path: Path) -> None:
+    base = save_with_tokenizer(tiny_t5(vocab_size=768), tmp_path / "base")
     words = [f"model.path={base}", "chat.max_new_tokens=100000", "trainer.precision=fp32"]
     key = {"LOFT_SERVE_KEY": "s3cret-of-the-test"}
     first = (*words, "serve.port=0", f"output.dir={tmp_path / 'serve'}")

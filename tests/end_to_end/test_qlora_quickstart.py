@@ -13,7 +13,7 @@ import pytest
 from app.config import run_verb
 from app.evaluate import evaluate
 from tests.reliability.shell import Shell
-from tests.tiny import SAMPLES, train_into
+from tests.tiny import SAMPLES
 
 METHODS = ("none", "nf4")
 LISTS, LISTS_TEST = SAMPLES / "lists.json", SAMPLES / "lists_test.json"
@@ -61,16 +61,10 @@ def test_qlora_learns_what_lora_learns(runs: dict[str, tuple[Path, str]]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["nf4", "fp8"])
 def test_evaluate_measures_the_quantized_model_of_the_run(
-    method: str, request: pytest.FixtureRequest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    runs: dict[str, tuple[Path, str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if method == "nf4":
-        folder, _ = request.getfixturevalue("runs")[method]
-    else:
-        words = (f"quantization={method}", "evaluation.exact_match=true")
-        folder = train_into(tmp_path / "run", *words)
-    capfd.readouterr()
+    folder, _ = runs["nf4"]
     typed = [f"run={folder}", f"output.dir={tmp_path / 'again'}"]
     assert run_verb("evaluate", evaluate, words=typed) == 0
     screen = capfd.readouterr().out

@@ -33,7 +33,7 @@ def test_evaluate_repeats_the_closing_table(
 ) -> None:
     """Losses are measured on all rows, answers on a quarter of them."""
     folder = tmp_path / "evaluation"
-    words = (f"run={default_run}", "evaluation.max_rows=20")
+    words = (f"run={default_run}", "evaluation.max_rows=10")
     screen = shell.train_into(folder, *words, module="app.evaluate")
     assert screen.splitlines()[-1] == f"run: {folder}"
     again, at_training = (
@@ -49,7 +49,7 @@ def test_evaluate_repeats_the_closing_table(
         [json.loads(line) for line in (run / "predictions.jsonl").read_text().splitlines()]
         for run in (folder, default_run)
     )
-    assert len(answers) == 20 * len(TASKS) and all(answer in at_the_end for answer in answers)
+    assert len(answers) == 10 * len(TASKS) and all(answer in at_the_end for answer in answers)
 
 
 @pytest.mark.slow

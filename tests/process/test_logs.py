@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
+from app.process import logs
 from app.process.logs import LOG_FILE, RunLog, open_run_log, record, show, start_logging
 
 
@@ -34,7 +35,10 @@ def own_loggers() -> Iterator[None]:
 
 
 def test_what_is_printed_is_in_the_log_and_no_pipe_cuts_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_loggers: None
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    own_loggers: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start_logging()
     show("before the run has its folder")
@@ -43,7 +47,13 @@ def test_what_is_printed_is_in_the_log_and_no_pipe_cuts_a_table(
     table.add_row("a" * 150, "better")
     show(table)
     record("only in the log \x1b[31m")
+    logging.getLogger("app").debug("a detail")
     printed, logged = capsys.readouterr().out, (tmp_path / LOG_FILE).read_text()
     assert "a" * 150 in printed and "better" in printed and "only" not in printed
-    for text in ("before the run", "a" * 150, "better", "only in the log \\x1b"):
+    for text in ("before the run", "a" * 150, "better", "only in the log \\x1b", "a detail"):
         assert text in logged
+    assert "a detail" not in printed
+    monkeypatch.setattr(logs, "_is_verbose", True)
+    start_logging()
+    logging.getLogger("app").debug("a detail")
+    assert "a detail" in capsys.readouterr().out

@@ -48,7 +48,9 @@ import json, os, sys, time
 from pathlib import Path
 from common.errors import TrainingFault
 from app.process.heartbeat import send_heartbeat, refresh_liveness
+from app.process import peers as module
 from app.process.peers import Peers, start_peers
+module.REPORT_SECONDS, module.CHECK_SECONDS, module.VERDICT_SECONDS = 0.5, 2.0, 1.0
 from app.process.reporting import save_reason, report, write_error_file
 from app.process.launch import set_run_dir
 from app.process.signals import install_signal_handlers, defer_signals
@@ -69,7 +71,7 @@ start_peers(peers)
 (folder / f"started-{rank}").touch()
 while not (folder / f"started-{1 - rank}").exists():
     wait(0.05)
-wait(2)
+wait(1)
 for step in (1, 2, 3):
     send_heartbeat(step)
     peers.mark_trained()
@@ -302,7 +304,7 @@ def test_the_status_names_the_rank_that_is_late_until_it_goes_on(
 ) -> None:
     begin_status(tmp_path, 0)
     waits = [
-        "from app.process import peers as module; module.LATE_SECONDS = 2.0",
+        "module.LATE_SECONDS = 1.0",
         "send_heartbeat(4)",
         "read = lambda: json.loads((folder / 'status.json').read_text())['late']",
         "while read() is None: wait(0.1)",
@@ -314,7 +316,7 @@ def test_the_status_names_the_rank_that_is_late_until_it_goes_on(
     ]
     late = [
         "while not (folder / 'goes on').exists(): wait(0.1)",
-        "send_heartbeat(4); send_heartbeat(5); wait(3); peers.mark_done()",
+        "send_heartbeat(4); send_heartbeat(5); wait(1.5); peers.mark_done()",
     ]
     first, second = run_ranks(waits, late, hang_seconds=60.0)
     assert (first[0], second[0]) == (0, 0), first[1] + second[1]
@@ -414,5 +416,5 @@ def test_the_error_of_a_failed_rank_ends_the_others(run_ranks: RunRanks) -> None
 
 @pytest.mark.slow
 def test_a_stall_that_ends_during_the_check_is_not_a_hang(run_ranks: RunRanks) -> None:
-    stalls = ["wait(10)", "for _ in range(60): refresh_liveness(); wait(0.1)", "peers.mark_done()"]
-    assert [code for code, _ in run_ranks(stalls, stalls, hang_seconds=7.8)] == [0, 0]
+    stalls = ["wait(6)", "for _ in range(40): refresh_liveness(); wait(0.1)", "peers.mark_done()"]
+    assert [code for code, _ in run_ranks(stalls, stalls, hang_seconds=5.0)] == [0, 0]

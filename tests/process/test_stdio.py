@@ -15,7 +15,7 @@ import os, sys
 from app.process.environment import protect_streams
 protect_streams()
 file = open(sys.argv[1], "w")
-for line in range(20000):
+for line in range(5000):
     print("a line that fills the pipe", line)
     print("ä", file=sys.stderr)
 os.write(1, b"printed by a library\\n")
