@@ -29,9 +29,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from common.errors import DataError, Origin
-from common.limited import ProcessLimits
 from common.redaction import redacted
 from common.text import percent
+from common.untrusted import ProcessLimits
 from data_modules.audit.findings import Audit
 from data_modules.collator import Batch, Collator
 from data_modules.format import KTO, label_text

@@ -32,7 +32,7 @@ from app.model.base import ModelConfig
 from app.model.build import weight_dtype
 from app.model.classifier import has_reward
 from app.model.tokenizer import build_tokenizer, num_rows, saved_stop_ids
-from app.preflight.couplings.model import CHANGE_BASE
+from app.preflight.couplings.settings import CHANGE_BASE
 from app.process.launch import is_child, is_first_rank
 from app.run.find import FINAL, select_checkpoint
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING

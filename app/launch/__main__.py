@@ -18,8 +18,15 @@ from typing import Any
 
 from app.config import LaunchConfig, load_run_config, run_verb
 from app.config.verbs import LauncherConfig, LaunchSettings, TrainConfig
-from app.launch.jobs import SHARED
-from app.launch.schedulers import SCHEDULERS, Scheduler, Submission, missing_program, submit, watch
+from app.launch.schedulers import (
+    SCHEDULERS,
+    SHARED,
+    Scheduler,
+    Submission,
+    missing_program,
+    submit,
+    watch,
+)
 from app.plan import make_plan
 from app.preflight import check_compatibility, check_files
 from app.process.environment import configure_libraries, run_program

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from app.launch.jobs import RAY_VARIABLE
+from app.launch.schedulers import RAY_VARIABLE
 from app.process.reporting import report as report_error
 from app.status import StatusConfig, status
 from common.errors import ENVIRONMENT_ERROR, DataError, TrainingFault, UserError

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.config_values import read_source
 from app.model.contexts import replaced
 from common.errors import UserError, nearest
-from common.limited import LimitError, ProcessLimits, run_limited
-from common.untrusted import LIMITS_VARIABLE, limits
+from common.untrusted import LIMITS_VARIABLE, LimitError, ProcessLimits, limits, run_limited
 
 if TYPE_CHECKING:
     import torch

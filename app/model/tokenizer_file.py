@@ -24,9 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from common.limited import LimitError, ProcessLimits, run_limited
 from common.text import shortened
-from common.untrusted import read_json_object, reading, short_message
+from common.untrusted import (
+    LimitError,
+    ProcessLimits,
+    read_json_object,
+    reading,
+    run_limited,
+    short_message,
+)
 
 if TYPE_CHECKING:
     import tokenizers

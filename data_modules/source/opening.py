@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 from common.errors import DataError, Origin, RemoteError
 from common.facts import setting
 from common.files import kind_of
-from common.limited import LimitError, call_within
 from common.text import printable, reason_of, unreadable
+from common.untrusted import LimitError, call_within
 from data_modules.types import Row
 
 MAX_ROW_BYTES = 16 << 20

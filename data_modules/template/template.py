@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from common.errors import DataError, Origin
-from common.limited import LimitError, ProcessLimits, run_limited
+from common.untrusted import LimitError, ProcessLimits, run_limited
 from data_modules.template.encoding import (
     TextTokenizer,
     TokenizedText,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.errors import DataError, Origin
-from common.limited import LimitError, ProcessLimits, run_limited
+from common.untrusted import LimitError, ProcessLimits, run_limited
 from data_modules.template import ChatTemplate, RowProblem, rendering
 from data_modules.types import Conversation, Encoded, Turn
 from tests.data_modules.test_template import CHATML

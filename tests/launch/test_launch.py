@@ -18,8 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from app.config import load_config, run_verb
 from app.launch import schedulers
 from app.launch.__main__ import launch
-from app.launch.jobs import GRACE_SECONDS, RAY_VARIABLE, SHARED, SHUTDOWN_SECONDS
-from app.launch.schedulers import SCHEDULERS
+from app.launch.schedulers import GRACE_SECONDS, RAY_VARIABLE, SCHEDULERS, SHARED, SHUTDOWN_SECONDS
 from app.preflight import requested_devices
 from app.run.job import IMAGE_HOME
 from app.run.ranks import RENDEZVOUS_SECONDS

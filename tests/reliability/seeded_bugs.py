@@ -482,7 +482,7 @@ BUGS = [
     ),
     Bug(
         name="a busy machine is not waited for",
-        file="common/limited.py",
+        file="common/untrusted.py",
         right="receiver.poll(_PATIENCE * limits.seconds)",
         wrong="receiver.poll(limits.seconds)",
         test="tests/data_modules/test_template_limits.py::test_a_busy_machine_is_waited_for",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.launch.jobs import SHARED
+from app.launch.schedulers import SHARED
 from app.run.job import IMAGE_HOME
 from tests.conftest import ROOT
 

@@ -27,9 +27,9 @@ from app.training.checkpoint.schema import COUNT, FLAG, TEXT, Keys
 from app.training.run_documents import find_problem
 from common.errors import UserError
 from common.files import write_atomically
-from common.limited import LimitError, call_within
 from common.redaction import redact
 from common.text import printable
+from common.untrusted import LimitError, call_within
 
 FIRST_WAIT, MAX_WAIT = 1.0, 60.0
 """shortest and longest delay before a retry, in seconds"""

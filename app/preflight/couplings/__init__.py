@@ -1,6 +1,6 @@
 """Settings that cannot be combined: why, and what to type instead.
 
-The rows stand in the modules of their owners, `model`, `training` and `strategy`, in groups that
+The rows stand in `settings`, those of the strategy in `strategy`, in groups that
 have a condition in common (`conflict`, which also has the settings without effect). `devices` has
 the requested devices and ranks, and whether batches and shards divide by them. The range of a
 single setting is declared at its field. Needs no torch: GPUs are counted by their device files;
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from app.preflight.couplings import model, strategy, training
+from app.preflight.couplings import settings, strategy
 from app.preflight.couplings.conflict import find_conflicts, find_unused
 from app.preflight.couplings.devices import (
     check_devices,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from app.config.verbs import TrainConfig, TunedConfig
 
 
-GROUPS = (*model.GROUPS, *training.GROUPS, *strategy.GROUPS)
+GROUPS = (*settings.GROUPS, *strategy.GROUPS)
 """the rows, in the order in which conflicts are listed"""
 
 

@@ -9,7 +9,7 @@ from app.model.attention import EXCHANGED
 from app.preflight.couplings import conflict
 from app.preflight.couplings.conflict import Conflict, Group
 from app.preflight.couplings.devices import Devices, is_training, splits_matrices
-from app.preflight.couplings.model import uses_dora
+from app.preflight.couplings.settings import uses_dora
 from app.strategy.deepspeed_config import conflicting_keys, given_keys, refused_keys
 from app.strategy.settings import (
     FsdpConfig,
