@@ -40,13 +40,7 @@ from app.config.overrides import (
 )
 from app.config.run_config import experiment_from_run, find_source_run
 from app.config.schema import is_section
-from app.config.validation import (
-    Settings,
-    Sources,
-    describe_shape,
-    find_problems,
-    print_note,
-)
+from app.config.validation import Settings, Sources, describe_shape, find_problems, print_note
 from app.config.verbs import (
     ALTERNATIVES,
     PARTS,

@@ -20,14 +20,7 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from app.config.conf_files import ConfFile
-from app.config.verbs import (
-    PARTS,
-    PER_START,
-    VERBS,
-    VERBS_ON_A_RUN,
-    TrainConfig,
-    TunedConfig,
-)
+from app.config.verbs import PARTS, PER_START, VERBS, VERBS_ON_A_RUN, TrainConfig, TunedConfig
 from app.run import find_run, find_run_to_resume
 from app.run.find import FINAL
 from app.run.folder import CONFIG_FILE, NAME_PATTERN, verb_line

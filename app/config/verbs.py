@@ -14,13 +14,7 @@ from app.config.schema import Setting, list_settings
 from app.evaluation.conversation import ConversationConfig
 from app.evaluation.generation import EvaluationConfig, TrainEvaluationConfig
 from app.evaluation.judge.questions import JudgeConfig
-from app.model.adapter import (
-    AdapterConfig,
-    FreezeConfig,
-    FullConfig,
-    Ia3Config,
-    LoraConfig,
-)
+from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
 from app.model.attention import AttentionConfig
 from app.model.base import ModelConfig
 from app.model.merging import MergingConfig
@@ -150,10 +144,7 @@ class TrainConfig:
         default_factory=QuantizationConfig,
         resume="fixed",
         aliases=("load_in_4bit=nf4", "load_in_8bit=int8"),
-        option_aliases={
-            "4bit": "nf4",
-            "8bit": "int8",
-        },
+        option_aliases={"4bit": "nf4", "8bit": "int8"},
     )
     """quantization of the frozen base to 4 or 8 bits"""
     attention: AttentionConfig = setting(
@@ -170,18 +161,10 @@ class TrainConfig:
         default_factory=RecomputeConfig,
         resume="rounding",
         aliases=("gradient_checkpointing", "activation_checkpointing"),
-        option_aliases={
-            "true": "full",
-            "false": "none",
-            "block": "full",
-            "cpu_offload": "offload",
-        },
+        option_aliases={"true": "full", "false": "none", "block": "full", "cpu_offload": "offload"},
     )
     """activation checkpointing: recompute in the backward pass, less memory for more time"""
-    objective: ObjectiveConfig = setting(
-        default_factory=ObjectiveConfig,
-        resume="fixed",
-    )
+    objective: ObjectiveConfig = setting(default_factory=ObjectiveConfig, resume="fixed")
     """what is minimized: learning from answers, or from pairs of a better and a worse one"""
     data: DataConfig = setting(default_factory=DataConfig, resume="data")
     """data sets, chat template, and which tokens are trained on"""
@@ -189,10 +172,7 @@ class TrainConfig:
         default_factory=PackingConfig,
         resume="fixed",
         aliases=("sample_packing",),
-        option_aliases={
-            "true": "multipack",
-            "false": "none",
-        },
+        option_aliases={"true": "multipack", "false": "none"},
     )
     """packing of several documents into one row"""
     optimizer: OptimizerConfig = setting(
@@ -267,12 +247,7 @@ class TrainConfig:
         default_factory=LoggerConfig,
         resume="free",
         aliases=("report_to", "log_with"),
-        option_aliases={
-            "none": "csv",
-            "false": "csv",
-            "null": "csv",
-            "[]": "csv",
-        },
+        option_aliases={"none": "csv", "false": "csv", "null": "csv", "[]": "csv"},
     )
     """experiment trackers that metrics are logged to"""
     evaluation: TrainEvaluationConfig = setting(
@@ -291,12 +266,7 @@ class TrainConfig:
     """where the trials of a sweep run"""
     seed: int = setting(42, ge=0, le=2**32 - 1, resume="fixed", shown=("train", "preview"))
     """seed of every random choice: initial weights, order of the data, dropout"""
-    resume: str = setting(
-        "never",
-        resume="per_start",
-        shown=("train",),
-        grants="write",
-    )
+    resume: str = setting("never", resume="per_start", shown=("train",), grants="write")
     """never; auto = from the newest checkpoint of output.dir, else of the newest unfinished run of
     this name; must = the same or an error; or the folder of a run or checkpoint"""
     resume_allow: list[str] = setting(
@@ -488,8 +458,7 @@ ALL_VERBS = {
         PlanConfig,
     ),
     "merge": Verb(
-        "merge an adapter into its base and verify it: a Hugging Face folder, and GGUF",
-        MergeConfig,
+        "merge an adapter into its base and verify it: a Hugging Face folder, and GGUF", MergeConfig
     ),
     "push": Verb("upload a run's adapter or model and its card to the Hugging Face hub"),
     "chat": Verb("chat with a base and its adapter in the terminal", ChatConfig),

@@ -380,10 +380,7 @@ def read_hub(*, checks_address: bool) -> Hub:
         has_token = False
     address, failure = reach_hub() if checks_address else ("", None)
     return Hub(
-        has_token=has_token,
-        is_offline=is_offline_by_setting(),
-        address=address,
-        failure=failure,
+        has_token=has_token, is_offline=is_offline_by_setting(), address=address, failure=failure
     )
 
 

@@ -34,19 +34,8 @@ from app.model.hub import COMMIT
 from app.model.layers import compile_error
 from app.model.quantization import find_quantization_conflict
 from app.model.rope import rope_scaling
-from app.preflight.base_model import (
-    current_folder,
-    describe_base,
-    inspect_base,
-    inspect_tokenizer,
-)
-from app.preflight.couplings import (
-    has_data,
-    is_merge,
-    is_on_tuned,
-    is_training,
-    requested_devices,
-)
+from app.preflight.base_model import current_folder, describe_base, inspect_base, inspect_tokenizer
+from app.preflight.couplings import has_data, is_merge, is_on_tuned, is_training, requested_devices
 from app.preflight.couplings.devices import indivisible
 from app.strategy.settings import (
     PIPELINED,

@@ -25,12 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.process.heartbeat import (
-    STACKS_FILE,
-    Pauses,
-    format_progress,
-    progress,
-)
+from app.process.heartbeat import STACKS_FILE, Pauses, format_progress, progress
 from app.process.launch import is_first_on_machine, read_launch
 from app.process.signals import kill_workers, signal_received
 from app.process.status import update_status

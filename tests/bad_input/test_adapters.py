@@ -72,47 +72,28 @@ def change_the_config_of_the_base(adapter: Path) -> None:
 BOTH = ("no config", "another base")
 """damages that are refused by training and evaluation, for all of which one check decides"""
 DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    "no config": (
-        lambda adapter: (adapter / CONFIG).unlink(),
-        ["KEY=", "the folder has no adapter_config.json"],
-    ),
-    "no weights": (
-        lambda adapter: (adapter / WEIGHTS).unlink(),
-        ["KEY=", "the folder has no adapter_model.safetensors"],
-    ),
-    "no json": (
-        lambda adapter: (adapter / CONFIG).write_text("{"),
-        ["adapter_config.json:1:2 invalid JSON"],
-    ),
+    "no config": (lambda adapter: (adapter / CONFIG).unlink(), ["KEY=",
+        "the folder has no adapter_config.json"]),
+    "no weights": (lambda adapter: (adapter / WEIGHTS).unlink(), ["KEY=",
+        "the folder has no adapter_model.safetensors"]),
+    "no json": (lambda adapter: (adapter / CONFIG).write_text("{"),
+        ["adapter_config.json:1:2 invalid JSON"]),
     "another kind": (
         lambda adapter: (adapter / CONFIG).write_text('{"peft_type": "PREFIX_TUNING"}'),
-        ["peft_type 'PREFIX_TUNING' is not supported", "LORA or IA3"],
-    ),
-    "a pickle": (
-        lambda adapter: (adapter / WEIGHTS).rename(adapter / "adapter_model.bin"),
-        ["KEY=", "adapter_model.bin is a pickle", "save_file(torch.load("],
-    ),
-    "cut off": (
-        lambda adapter: os.truncate(adapter / WEIGHTS, (adapter / WEIGHTS).stat().st_size - 8),
-        ["cut off", "download it again"],
-    ),
-    "one is empty": (
-        lambda adapter: write_safetensors(adapter / WEIGHTS, EMPTY),
-        ["1 of 2 tensors are empty", "lora_B"],
-    ),
-    "all are empty": (
-        lambda adapter: write_safetensors(adapter / WEIGHTS, {}),
-        ["no tensors in this file"],
-    ),
-    "another base": (
-        change_the_base,
-        ["KEY=", "trained on another base", "weights differ (", "model.path="],
-    ),
-    "another config": (
-        change_the_config_of_the_base,
-        ["KEY=", "trained on another base", "config.json or shapes differ ("],
-    ),
-}
+        ["peft_type 'PREFIX_TUNING' is not supported", "LORA or IA3"]),
+    "a pickle": (lambda adapter: (adapter / WEIGHTS).rename(adapter / "adapter_model.bin"), ["KEY=",
+        "adapter_model.bin is a pickle", "save_file(torch.load("]),
+    "cut off": (lambda adapter: os.truncate(adapter / WEIGHTS,
+        (adapter / WEIGHTS).stat().st_size - 8), ["cut off", "download it again"]),
+    "one is empty": (lambda adapter: write_safetensors(adapter / WEIGHTS, EMPTY),
+        ["1 of 2 tensors are empty", "lora_B"]),
+    "all are empty": (lambda adapter: write_safetensors(adapter / WEIGHTS, {}),
+        ["no tensors in this file"]),
+    "another base": (change_the_base, ["KEY=", "trained on another base", "weights differ (",
+        "model.path="]),
+    "another config": (change_the_config_of_the_base, ["KEY=", "trained on another base",
+        "config.json or shapes differ ("]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGES)

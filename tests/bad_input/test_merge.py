@@ -1,4 +1,4 @@
-"""What cannot be merged is refused in words, exit code 2, before anything is written."""
+"""What cannot be merged or talked to is refused in words, exit code 2, at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.chat import chat
 from app.config import run_verb
 from app.config.load import load_config
 from app.config.run_config import save_config
@@ -148,3 +149,32 @@ def test_what_a_gguf_file_needs_is_named_with_how_to_get_it(
     said = refused(capsys, *words, "merge.gguf=q4_k_m")
     assert "pip install -e '.[gguf]'" in said and "merge.gguf=q8_0" in said
     assert "expected False, True, f16, q8_0 or q4_k_m" in refused(capsys, *words, "merge.gguf=q4")
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("a finished run without its adapter", "has neither an adapter nor a model"),
+        ("an unfinished run", "the run is not finished"),
+        ("an adapter of another base", "is 2 x 8, but"),
+        ("an adapter of another vocabulary", "was trained with tokens that the tokenizer in"),
+    ],
+)
+def test_what_cannot_be_talked_to(
+    what: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, adapter = tmp_path / "run", tmp_path / "adapter"
+    words = [f"run={run}"]
+    if "run" in what:
+        (run / "checkpoints" / "step-4").mkdir(parents=True)
+        save_config(load_config("train", ["+experiment=quickstart"]), run / "config.yaml")
+        if "unfinished" not in what:
+            (run / "metrics.json").write_text("{}")
+    else:
+        write_adapter(adapter, 128 if "vocabulary" in what else 8)
+        tokens = {"added_tokens": [{"content": "<of another>"}]}
+        (adapter / "tokenizer.json").write_text(json.dumps(tokens))
+        words = [f"model.path={TINY_BASE}", f"adapter_path={adapter}"]
+    os.environ.pop("LOFT_RUN_DIR", None)
+    assert run_verb("chat", chat, words=[*words, f"output.dir={tmp_path / 'chat'}"]) == 2
+    assert said in capsys.readouterr().err

@@ -51,8 +51,7 @@ def test_a_model_type_that_no_version_is_known_of(version: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    ["vit", "clip", "clip_vision_model", "siglip", "siglip2", "wav2vec2", "whisper"],
+    "model_type", ["vit", "clip", "clip_vision_model", "siglip", "siglip2", "wav2vec2", "whisper"]
 )
 def test_a_model_that_does_not_write_text_for_text(model_type: str, tmp_path: Path) -> None:
     said = said_of(tmp_path, model_type=model_type)

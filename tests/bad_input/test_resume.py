@@ -78,18 +78,11 @@ ALLOWED = [
 ]
 CATEGORIES = sorted({allow for _, allow, _ in ALLOWED})
 HARMLESS = [
-    "trainer.log_every_steps=1",
-    "trainer.validate_every_steps=2",
-    "trainer.checkpoint.every_steps=3",
-    "trainer.checkpoint.async=true",
-    "logger=csv",
-    "evaluation.exact_match=true",
-    "data.cache_dir=elsewhere",
-    "data.num_workers=2",
-    "output.name=other",
-    "attention=eager",
-    "recompute=full",
-]
+    "trainer.log_every_steps=1", "trainer.validate_every_steps=2",
+    "trainer.checkpoint.every_steps=3", "trainer.checkpoint.async=true", "logger=csv",
+    "evaluation.exact_match=true", "data.cache_dir=elsewhere", "data.num_workers=2",
+    "output.name=other", "attention=eager", "recompute=full",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("changed", [REFUSED, OTHER_OPTIONS], ids=["values", "options"])

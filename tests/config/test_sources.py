@@ -72,10 +72,8 @@ BAD_EXPERIMENTS = [
     ("defaults: [nope, _self_]", ": In 'experiment/mine': Could not load"),
     ("defaults: ['${oc.env:HOME}']", ":2: defaults=[${oc.env:HOME}]: expected a list"),
     ("defaults: [{/model: tiny}]", ":2 defaults: `/model: tiny`: write `override /model: tiny`"),
-    (
-        "defaults: [{adapter: lora}]",
-        ":2 defaults: `adapter: lora`: write `override /adapter: lora`",
-    ),
+    ("defaults: [{adapter: lora}]",
+        ":2 defaults: `adapter: lora`: write `override /adapter: lora`"),
     ("adapter.r: 4", ":2 adapter.r: write `adapter: {r: ...}`"),
     ("defaults: [override /model: tinny]", ":2: model=tinny: no such option"),
     ("defaults: [override /nothing: x]", ":2: nothing=x: train has no group nothing; it has"),
@@ -89,27 +87,18 @@ BAD_EXPERIMENTS = [
     ("data:\n  datasets:\n    - path: a\n      frmat: b", ":5 unknown key data.datasets[0].frmat"),
     ("model:\n  _target_: os.system", ":3 model._target_: _target_ is not allowed"),
     ("model: {architecture: {x: {token: abc}}}", "model.architecture: secrets do not go into"),
-    (
-        "model: {architecture: {x: '${oc.env:HOME}'}}",
-        "resolvers like ${oc.env:NAME} are not allowed",
-    ),
+    ("model: {architecture: {x: '${oc.env:HOME}'}}",
+        "resolvers like ${oc.env:NAME} are not allowed"),
     ("output:\n  name: ${oc.env:HOME}", ":3 output.name=${oc.env:HOME}: resolvers"),
     ("schedule: {warmup_steps: '${trainer.nothing}'}", "'trainer.nothing' not found"),
     ("seed: 1\nseed: 2", ":3: seed is set twice, first on line 2"),
     ("seed: [1", ":3: not valid YAML"),
-    (
-        "trainer:\n  checkpoint: {async: true}\n  max_stepz: 3",
-        ":4 unknown key trainer.max_stepz=3",
-    ),
-    (
-        "trainer:\n  checkpoint:\n    async: maybe",
-        ":4 trainer.checkpoint.asynchronous=maybe: expected true or false",
-    ),
-    (
-        "trainer:\n  checkpoint:\n    async: true\n    asynchronous: true",
-        ":5: trainer.checkpoint.asynchronous is set twice, first on line 4",
-    ),
-]
+    ("trainer:\n  checkpoint: {async: true}\n  max_stepz: 3", ":4 unknown key trainer.max_stepz=3"),
+    ("trainer:\n  checkpoint:\n    async: maybe",
+        ":4 trainer.checkpoint.asynchronous=maybe: expected true or false"),
+    ("trainer:\n  checkpoint:\n    async: true\n    asynchronous: true",
+        ":5: trainer.checkpoint.asynchronous is set twice, first on line 4"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

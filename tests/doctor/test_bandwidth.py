@@ -221,9 +221,7 @@ def test_larger_messages_are_sent_while_time_is_left(monkeypatch: pytest.MonkeyP
     assert best_bandwidth(found, ALL_TO_ALL) == pytest.approx(2**30 / 2 / 1e9)
 
 
-def test_more_ranks_than_gpus_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """On every rank of the machine, since ranks with a GPU would wait for those without."""
     ranks = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "4", "LOCAL_RANK": "0"}
     for name, value in (ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():

@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 
 from app.doctor.facts import Facts, Folder, Hub, Imports, Package, Torch
-from app.doctor.rows import (
-    MALICIOUS,
-    OK,
-    PROBLEM,
-    WARNING,
-    Row,
-    compare_machines,
-    list_rows,
-)
+from app.doctor.rows import MALICIOUS, OK, PROBLEM, WARNING, Row, compare_machines, list_rows
 from app.process.gpus import Machine
 from common import installation
 from tests.machines import H100, TWO
@@ -60,141 +52,57 @@ def folder(what: str, **changed: Any) -> tuple[Folder, ...]:
 
 
 BAD: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
-    "a malicious release": (
-        {"suspects": {"lightning": "2.6.3"}},
-        "lightning",
-        PROBLEM,
-        ("2.6.3 is a malicious release", "GHSA-w37p-236h-pfx3", "pip uninstall lightning"),
-    ),
-    "too old": (
-        {"packages": (torch_of(version="2.4.0", is_supported=False),)},
-        "torch",
-        PROBLEM,
-        ("2.4.0; this program needs >=2.10", "'torch>=2.10'"),
-    ),
-    "not installed": (
-        {"packages": (torch_of(version=None),)},
-        "torch",
-        PROBLEM,
-        ("not installed", "pip install -c constraints.txt 'torch>=2.10'"),
-    ),
-    "cannot be imported": (
-        {"imports": fails("torch", "OSError: libcudnn.so.9: cannot open shared object")},
-        "torch",
-        PROBLEM,
-        ("cannot be imported: OSError: libcudnn.so.9", "--force-reinstall"),
-    ),
-    "an extra of another PyTorch": (
-        {"imports": fails("flash-attn", "ImportError: undefined symbol: _ZN3c105Error")},
-        "flash-attn",
-        WARNING,
-        ("undefined symbol", "pip uninstall flash-attn, or"),
-    ),
-    "not installed at all": (
-        {"is_installed": False, "packages": ()},
-        "packages",
-        PROBLEM,
-        ("make install",),
-    ),
-    "Python too old": (
-        {"python": "3.9.2", "supports_python": False},
-        "Python",
-        PROBLEM,
-        ("3.9.2", ">=3.10"),
-    ),
-    "a driver too old": (
-        {"machine": OLD_DRIVER},
-        "GPUs",
-        PROBLEM,
-        ("driver 550.54.15 supports CUDA up to 12.4", "update the driver", "cu126"),
-    ),
-    "no driver": (
-        {"machine": Machine()},
-        "GPUs",
-        WARNING,
-        ("2 NVIDIA GPUs on the PCI bus, but no driver", "driver 580", "--gpus all"),
-    ),
-    "GPUs that PyTorch does not see": (
-        {"imports": Imports(torch=Torch(nccl="2.29.7", num_gpus=0))},
-        "GPUs",
-        PROBLEM,
-        ("the driver lists 2, but PyTorch can use 0",),
-    ),
-    "no peer access": (
-        {"imports": Imports(torch=Torch(nccl="2.29.7", num_gpus=2))},
-        "peer access",
-        WARNING,
-        ("0 of 2 directions", "nvidia-smi topo"),
-    ),
-    "no NCCL for two GPUs": (
-        {"imports": Imports(torch=Torch(num_gpus=2, peers=((0, 1), (1, 0))))},
-        "NCCL",
-        PROBLEM,
-        ("not in this build",),
-    ),
-    "little memory": (
-        {"memory_gib": 2.0, "memory_left_gib": 1.0},
-        "host memory",
-        WARNING,
-        ("1.0 of 2.0 GiB",),
-    ),
-    "a container's /dev/shm": (
-        {"shared_memory_gib": 0.0625},
-        "/dev/shm",
-        WARNING,
-        ("64 MiB", "--shm-size=8g"),
-    ),
-    "a full disk": (
-        {"folders": folder("output.dir", free_gib=0.2)},
-        "output.dir",
-        PROBLEM,
-        ("0.2 GiB free",),
-    ),
-    "a small disk for models": (
-        {"folders": folder("hub's cache", free_gib=12.0)},
-        "hub's cache",
-        WARNING,
-        ("12.0 GiB", "export HF_HOME=FOLDER"),
-    ),
-    "a folder that cannot be written to": (
-        {"folders": folder("output.dir", failure="Read-only file system")},
-        "output.dir",
-        PROBLEM,
-        ("/there cannot be written to: Read-only file system", "output.dir=FOLDER"),
-    ),
-    "TMPDIR that is not there": (
-        {"folders": folder("TMPDIR", failure="Permission denied")},
-        "TMPDIR",
-        WARNING,
-        ("export TMPDIR=",),
-    ),
+    "a malicious release": ({"suspects": {"lightning": "2.6.3"}}, "lightning", PROBLEM,
+        ("2.6.3 is a malicious release", "GHSA-w37p-236h-pfx3", "pip uninstall lightning")),
+    "too old": ({"packages": (torch_of(version="2.4.0", is_supported=False),)}, "torch", PROBLEM,
+        ("2.4.0; this program needs >=2.10", "'torch>=2.10'")),
+    "not installed": ({"packages": (torch_of(version=None),)}, "torch", PROBLEM, ("not installed",
+        "pip install -c constraints.txt 'torch>=2.10'")),
+    "cannot be imported": ({"imports": fails("torch",
+        "OSError: libcudnn.so.9: cannot open shared object")}, "torch", PROBLEM,
+        ("cannot be imported: OSError: libcudnn.so.9", "--force-reinstall")),
+    "an extra of another PyTorch": ({"imports": fails("flash-attn",
+        "ImportError: undefined symbol: _ZN3c105Error")}, "flash-attn", WARNING,
+        ("undefined symbol", "pip uninstall flash-attn, or")),
+    "not installed at all": ({"is_installed": False, "packages": ()}, "packages", PROBLEM,
+        ("make install",)),
+    "Python too old": ({"python": "3.9.2", "supports_python": False}, "Python", PROBLEM, ("3.9.2",
+        ">=3.10")),
+    "a driver too old": ({"machine": OLD_DRIVER}, "GPUs", PROBLEM,
+        ("driver 550.54.15 supports CUDA up to 12.4", "update the driver", "cu126")),
+    "no driver": ({"machine": Machine()}, "GPUs", WARNING,
+        ("2 NVIDIA GPUs on the PCI bus, but no driver", "driver 580", "--gpus all")),
+    "GPUs that PyTorch does not see": ({"imports": Imports(torch=Torch(nccl="2.29.7", num_gpus=0))},
+        "GPUs", PROBLEM, ("the driver lists 2, but PyTorch can use 0",)),
+    "no peer access": ({"imports": Imports(torch=Torch(nccl="2.29.7", num_gpus=2))}, "peer access",
+        WARNING, ("0 of 2 directions", "nvidia-smi topo")),
+    "no NCCL for two GPUs": ({"imports": Imports(torch=Torch(num_gpus=2, peers=((0, 1), (1, 0))))},
+        "NCCL", PROBLEM, ("not in this build",)),
+    "little memory": ({"memory_gib": 2.0, "memory_left_gib": 1.0}, "host memory", WARNING,
+        ("1.0 of 2.0 GiB",)),
+    "a container's /dev/shm": ({"shared_memory_gib": 0.0625}, "/dev/shm", WARNING, ("64 MiB",
+        "--shm-size=8g")),
+    "a full disk": ({"folders": folder("output.dir", free_gib=0.2)}, "output.dir", PROBLEM,
+        ("0.2 GiB free",)),
+    "a small disk for models": ({"folders": folder("hub's cache", free_gib=12.0)}, "hub's cache",
+        WARNING, ("12.0 GiB", "export HF_HOME=FOLDER")),
+    "a folder that cannot be written to": ({"folders": folder("output.dir",
+        failure="Read-only file system")}, "output.dir", PROBLEM,
+        ("/there cannot be written to: Read-only file system", "output.dir=FOLDER")),
+    "TMPDIR that is not there": ({"folders": folder("TMPDIR", failure="Permission denied")},
+        "TMPDIR", WARNING, ("export TMPDIR=",)),
     "few open files": ({"open_files": (256, 4096)}, "open files", WARNING, ("ulimit -n 4096",)),
-    "few open files, by the administrator": (
-        {"open_files": (256, 256)},
-        "open files",
-        WARNING,
-        ("limits.conf",),
-    ),
-    "a clock before the packages": (
-        {"wall": 1.8e9},
-        "clock",
-        WARNING,
-        ("1,157.4 days before", "timedatectl"),
-    ),
+    "few open files, by the administrator": ({"open_files": (256, 256)}, "open files", WARNING,
+        ("limits.conf",)),
+    "a clock before the packages": ({"wall": 1.8e9}, "clock", WARNING, ("1,157.4 days before",
+        "timedatectl")),
     "a clock that jumps": ({"drift": -3.2}, "clock", WARNING, ("jumped by -3.2 s",)),
     "half of torchrun's variables": (
         {"launch_problems": ("RANK=0 says that ..., but LOCAL_RANK is not set; unset RANK",)},
-        "launcher",
-        PROBLEM,
-        ("LOCAL_RANK is not set", "unset RANK"),
-    ),
-    "no network": (
-        {"hub": Hub(address="huggingface.co:443", failure="no answer within 2.5 s")},
-        "network",
-        PROBLEM,
-        ("huggingface.co:443 cannot be reached", "HF_ENDPOINT"),
-    ),
-}
+        "launcher", PROBLEM, ("LOCAL_RANK is not set", "unset RANK")),
+    "no network": ({"hub": Hub(address="huggingface.co:443", failure="no answer within 2.5 s")},
+        "network", PROBLEM, ("huggingface.co:443 cannot be reached", "HF_ENDPOINT")),
+}  # fmt: skip
 
 
 def test_a_good_machine_has_no_warning() -> None:

@@ -106,7 +106,7 @@ SIX = {
 ARCHITECTURES = {
     "t5": "{model_type: t5, vocab_size: 768, d_model: 64, d_kv: 16, d_ff: 128, num_layers: 2,"
     " num_heads: 4, dropout_rate: 0.0, decoder_start_token_id: 0, eos_token_id: 2,"
-    " pad_token_id: 0}",
+    " pad_token_id: 0}"
 }
 
 

@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from app.config import load_config
 from app.evaluate import evaluate
@@ -77,10 +73,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "quantization"),
-    [("mixture", "nf4"), ("multimodal", "none")],
-)
+@pytest.mark.parametrize(("kind", "quantization"), [("mixture", "nf4"), ("multimodal", "none")])
 def test_other_kinds_of_bases_learn_the_lists(
     kind: str, quantization: str, shell: Shell, tmp_path: Path
 ) -> None:

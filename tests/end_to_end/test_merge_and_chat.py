@@ -146,12 +146,7 @@ def test_a_merge_killed_at_any_change_of_its_folder_never_looks_whole_and_goes_o
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "word",
-    [
-        "model.added_tokens=[<a>]",
-        "adapter.init=pissa",
-        "quantization=nf4",
-    ],
+    "word", ["model.added_tokens=[<a>]", "adapter.init=pissa", "quantization=nf4"]
 )
 def test_the_newest_checkpoint_is_merged_only_on_request(
     word: str, tmp_path: Path, train_run: TrainRun
@@ -258,10 +253,7 @@ def test_llama_cpp_generates_as_the_merged_model(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pair", "multimodal", "mixture"])
 def test_weighted_adapters_of_other_kinds_of_bases_are_merged(
-    kind: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers = {"vocab_size": 768}
     makers = {

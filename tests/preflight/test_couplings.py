@@ -390,24 +390,15 @@ UNUSED = [
 ON_A_RESULT = [
     ("merge", "merge.llama_cpp=FOLDER", "merge.gguf=true"),
     ("evaluate", "evaluation.judge.reward_model=RUN", "evaluation.judge.questions=FILE"),
-    (
-        "evaluate",
-        "evaluation=mt_bench evaluation.judge.reward_model=RUN evaluation.judge.url=URL",
-        "evaluation.judge.reward_model=null",
-    ),
-    (
-        "evaluate",
-        "evaluation=mt_bench evaluation.judge.best_of=4",
-        "evaluation.judge.reward_model=RUN",
-    ),
-    (
-        "evaluate",
-        "evaluation=mt_bench evaluation.judge.temperature=0.5",
-        "evaluation.judge.reward_model=RUN evaluation.judge.best_of=4",
-    ),
+    ("evaluate", "evaluation=mt_bench evaluation.judge.reward_model=RUN evaluation.judge.url=URL",
+        "evaluation.judge.reward_model=null"),
+    ("evaluate", "evaluation=mt_bench evaluation.judge.best_of=4",
+        "evaluation.judge.reward_model=RUN"),
+    ("evaluate", "evaluation=mt_bench evaluation.judge.temperature=0.5",
+        "evaluation.judge.reward_model=RUN evaluation.judge.best_of=4"),
     ("serve", "serve.engine=vllm serve.max_waiting=1", "serve.engine=loft"),
     ("serve", "serve.engine=vllm serve.timeout_seconds=9.0", "serve.engine=loft"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "more"), UNUSED, ids=[f"{a} + {b}" for a, b in UNUSED])

@@ -71,30 +71,22 @@ DAMAGES: dict[str, tuple[dict[str, str | None], list[str]]] = {
     "a pointer": ({WEIGHTS: LFS}, ["is a git-lfs pointer", "git lfs pull"]),
     "html": ({WEIGHTS: "<html>not found</html>" * 10}, ["no safetensors header"]),
     "no header": ({WEIGHTS: "\b" + 7 * "\0" + '{"a": 1}'}, ["safetensors header is damaged"]),
-    "a pickle": (
-        {WEIGHTS: None, "pytorch_model.bin": ""},
-        ["pytorch_model.bin is a pickle", "save_pretrained"],
-    ),
-    "partial": (
-        {WEIGHTS: None, f"{WEIGHTS}.incomplete": ""},
-        ["download is incomplete", ".incomplete"],
-    ),
+    "a pickle": ({WEIGHTS: None, "pytorch_model.bin": ""}, ["pytorch_model.bin is a pickle",
+        "save_pretrained"]),
+    "partial": ({WEIGHTS: None, f"{WEIGHTS}.incomplete": ""}, ["download is incomplete",
+        ".incomplete"]),
     "no json": ({CONFIG: '{"model_type": "llama",}'}, ["config.json:1:24 invalid JSON"]),
     "no type": ({CONFIG: "{}"}, ["config.json: no model_type"]),
     "no config": ({CONFIG: None}, ["has no config.json, only model.safetensors, tokenizer."]),
     "an adapter": ({CONFIG: None, "adapter_config.json": "{}"}, ["is an adapter, not a base"]),
     "no tokenizer": ({"tokenizer.json": None}, ["no tokenizer found", "model.tokenizer_path="]),
     "bad tokenizer": ({"tokenizer.json": "{"}, ["tokenizer.json:1:2 invalid JSON"]),
-    "python": (
-        {"modeling_llama.py": "raise SystemExit"},
-        ["contains its own Python code (modeling_llama.py)", "model.trust_remote_code=true"],
-    ),
+    "python": ({"modeling_llama.py": "raise SystemExit"},
+        ["contains its own Python code (modeling_llama.py)", "model.trust_remote_code=true"]),
     "auto_map": ({CONFIG: AUTO_MAP}, ["auto_map in config.json", "model.trust_remote_code=true"]),
-    "private": (
-        {CONFIG: PRIVATE},
-        ["_attn_implementation_internal selects", "can name other code"],
-    ),
-}
+    "private": ({CONFIG: PRIVATE}, ["_attn_implementation_internal selects",
+        "can name other code"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("files", "fragments"), DAMAGES.values(), ids=DAMAGES)

@@ -33,95 +33,44 @@ def machine(**changed: Any) -> Machine:
 OLD = {"driver": "550.54.15", "cuda": (12, 4)}
 CU126 = "torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126"
 BAD: dict[str, tuple[Machine, int, str, tuple[str, ...]]] = {
-    "a driver too old": (
-        machine(**OLD, failure="the provided PTX was compiled with an unsupported toolchain."),
-        2,
-        "auto",
-        ("driver 550.54.15", "CUDA up to 12.4", "built for CUDA 13.0", "driver 580", CU126),
-    ),
-    "a driver too old for any build": (
-        machine(driver="470.82.01", cuda=(11, 4)),
-        1,
-        "auto",
-        ("CUDA up to 11.4", "driver 580 or newer; update the driver: it is too old"),
-    ),
-    "PyTorch for CPUs": (
-        machine(torch="2.13.0+cpu", torch_cuda=None, **OLD),
-        2,
-        "auto",
-        ("PyTorch 2.13.0+cpu is built without CUDA", CU126, "trainer.accelerator=cpu"),
-    ),
-    "no driver": (
-        machine(driver=None, cuda=None, gpus=(), failure="libcuda.so.1: cannot open shared object"),
-        2,
-        "auto",
-        ("2 NVIDIA devices", "libcuda.so.1: cannot open", "--gpus all", "trainer.accelerator=cpu"),
-    ),
-    "a driver that does not start": (
-        machine(gpus=(), failure="system not yet initialized (CUDA error 802)"),
-        2,
-        "auto",
-        ("driver 580.65.06 does not start CUDA: system not yet initialized (CUDA error 802)",),
-    ),
-    "an empty CUDA_VISIBLE_DEVICES": (
-        machine(visible="", gpus=()),
-        1,
-        "auto",
-        ("CUDA_VISIBLE_DEVICES= hides the 2", "unset CUDA_VISIBLE_DEVICES", "accelerator=cpu"),
-    ),
+    "a driver too old": (machine(**OLD,
+        failure="the provided PTX was compiled with an unsupported toolchain."), 2, "auto",
+        ("driver 550.54.15", "CUDA up to 12.4", "built for CUDA 13.0", "driver 580", CU126)),
+    "a driver too old for any build": (machine(driver="470.82.01", cuda=(11, 4)), 1, "auto",
+        ("CUDA up to 11.4", "driver 580 or newer; update the driver: it is too old")),
+    "PyTorch for CPUs": (machine(torch="2.13.0+cpu", torch_cuda=None, **OLD), 2, "auto",
+        ("PyTorch 2.13.0+cpu is built without CUDA", CU126, "trainer.accelerator=cpu")),
+    "no driver": (machine(driver=None, cuda=None, gpus=(),
+        failure="libcuda.so.1: cannot open shared object"), 2, "auto", ("2 NVIDIA devices",
+        "libcuda.so.1: cannot open", "--gpus all", "trainer.accelerator=cpu")),
+    "a driver that does not start": (machine(gpus=(),
+        failure="system not yet initialized (CUDA error 802)"), 2, "auto",
+        ("driver 580.65.06 does not start CUDA: system not yet initialized (CUDA error 802)",)),
+    "an empty CUDA_VISIBLE_DEVICES": (machine(visible="", gpus=()), 1, "auto",
+        ("CUDA_VISIBLE_DEVICES= hides the 2", "unset CUDA_VISIBLE_DEVICES", "accelerator=cpu")),
     "CUDA_VISIBLE_DEVICES=-1": (machine(visible="-1", gpus=()), 1, "auto", ("hides the 2",)),
-    "a GPU that is not there": (
-        machine(visible="7", gpus=()),
-        1,
-        "auto",
-        ("CUDA_VISIBLE_DEVICES=7: CUDA finds 0 of 1 GPUs; choose from 0 to 1",),
-    ),
-    "one of two that is not there": (
-        machine(visible="0,5", gpus=(H100,)),
-        2,
-        "auto",
-        ("CUDA_VISIBLE_DEVICES=0,5: CUDA finds 1 of 2 GPUs", "type trainer.devices=1"),
-    ),
-    "device files of others": (
-        machine(gpus=(H100,)), 2, "auto", ("CUDA finds 1 of 2 GPUs", "trainer.devices=1"),
-    ),
-    "two slices": (
-        machine(gpus=(SLICE,)), 2, "auto", ("MIG 3g.40gb is a MIG slice", "trainer.devices=1"),
-    ),
-    "a GPU without bf16": (
-        machine(gpus=(T4, T4)),
-        2,
-        "auto",
-        ("Tesla T4 has compute capability 7.5", "8.0 or newer", "trainer.precision=fp16"),
-    ),
+    "a GPU that is not there": (machine(visible="7", gpus=()), 1, "auto",
+        ("CUDA_VISIBLE_DEVICES=7: CUDA finds 0 of 1 GPUs; choose from 0 to 1",)),
+    "one of two that is not there": (machine(visible="0,5", gpus=(H100,)), 2, "auto",
+        ("CUDA_VISIBLE_DEVICES=0,5: CUDA finds 1 of 2 GPUs", "type trainer.devices=1")),
+    "device files of others": (machine(gpus=(H100,)), 2, "auto", ("CUDA finds 1 of 2 GPUs",
+        "trainer.devices=1")),
+    "two slices": (machine(gpus=(SLICE,)), 2, "auto", ("MIG 3g.40gb is a MIG slice",
+        "trainer.devices=1")),
+    "a GPU without bf16": (machine(gpus=(T4, T4)), 2, "auto",
+        ("Tesla T4 has compute capability 7.5", "8.0 or newer", "trainer.precision=fp16")),
     "the second without bf16": (machine(gpus=(L4, T4)), 2, "bf16", ("Tesla T4 has compute",)),
-    "a GPU that CUDA 13 has left": (
-        machine(gpus=(V100, V100)),
-        2,
-        "fp16",
-        ("V100-SXM2-16GB has compute capability 7.0", "CUDA 13, which supports 7.5", CU126),
-    ),
-    "a GPU that is newer than CUDA 12.6": (
-        machine(**OLD, torch="2.13.0+cu126", torch_cuda=(12, 6), gpus=(B200, B200)),
-        2,
-        "auto",
-        ("B200 has compute capability 10.0", "CUDA 12.6, which has no kernels", "driver 580"),
-    ),
-    "two of unlike memory": (
-        machine(gpus=(L4, H100)),
-        2,
-        "auto",
-        (
-            "differ in memory (NVIDIA L4 22 GiB, NVIDIA H100 80GB HBM3 79 GiB)",
-            "CUDA_VISIBLE_DEVICES=1 before the command, and type trainer.devices=1",
-        ),
-    ),
-    "unlike memory among the visible": (
-        machine(num_files=8, visible="2,3,5", gpus=(H100, L4, H100)),
-        3,
-        "auto",
-        ("CUDA_VISIBLE_DEVICES=2,5 before the command, and type trainer.devices=2",),
-    ),
+    "a GPU that CUDA 13 has left": (machine(gpus=(V100, V100)), 2, "fp16",
+        ("V100-SXM2-16GB has compute capability 7.0", "CUDA 13, which supports 7.5", CU126)),
+    "a GPU that is newer than CUDA 12.6": (machine(**OLD, torch="2.13.0+cu126", torch_cuda=(12, 6),
+        gpus=(B200, B200)), 2, "auto", ("B200 has compute capability 10.0",
+        "CUDA 12.6, which has no kernels", "driver 580")),
+    "two of unlike memory": (machine(gpus=(L4, H100)), 2, "auto",
+        ("differ in memory (NVIDIA L4 22 GiB, NVIDIA H100 80GB HBM3 79 GiB)",
+        "CUDA_VISIBLE_DEVICES=1 before the command, and type trainer.devices=1")),
+    "unlike memory among the visible": (machine(num_files=8, visible="2,3,5", gpus=(H100, L4,
+        H100)), 3, "auto",
+        ("CUDA_VISIBLE_DEVICES=2,5 before the command, and type trainer.devices=2",)),
 }  # fmt: skip
 GOOD: dict[str, tuple[Machine, int, str]] = {
     "two alike": (TWO, 2, "auto"),
@@ -317,10 +266,7 @@ def test_the_driver_says_what_pytorch_says() -> None:
     assert len(found.gpus) == torch.cuda.device_count()
     for index, gpu in enumerate(found.gpus):
         properties = torch.cuda.get_device_properties(index)
-        assert (gpu.name, gpu.capability) == (
-            properties.name,
-            (properties.major, properties.minor),
-        )
+        assert (gpu.name, gpu.capability) == (properties.name, (properties.major, properties.minor))
         assert gpu.memory_gib == pytest.approx(properties.total_memory / 2**30, rel=0.01)
     assert found.cuda is not None and found.torch_cuda is not None
     assert found.cuda[0] >= found.torch_cuda[0]

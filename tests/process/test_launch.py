@@ -12,13 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.process.launch import (
-    RANK_VARIABLES,
-    check_launch,
-    is_child,
-    is_first_rank,
-    read_launch,
-)
+from app.process.launch import RANK_VARIABLES, check_launch, is_child, is_first_rank, read_launch
 from app.process.supervisor import SuperviseConfig
 from app.run.ranks import REQUEUE_SECONDS, requeue
 from common.installation import ROOT

@@ -1,10 +1,11 @@
-"""What verbs print fits into narrow terminals without a broken word, and is whole in a file."""
+"""What verbs print fits into narrow terminals without a broken word, and is whole in the log."""
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from rich.text import Text
 from app.doctor.__main__ import Findings, print_findings
 from app.doctor.rows import PROBLEM, Row
 from app.evaluation.significance import Change, report_comparison
-from app.process.logs import show, wrapped
+from app.process import logs
+from app.process.logs import LOG_FILE, RunLog, open_run_log, record, show, start_logging, wrapped
 from app.sweep.parameters import parse_parameters
 from app.sweep.results import print_results
 from app.sweep.trials import Trial
@@ -126,11 +128,58 @@ def test_a_time_has_one_form(seconds: float, text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_plan_breaks_no_word_in_a_terminal(width: int, tmp_path: Any) -> None:
+def test_a_plan_breaks_no_word_in_a_terminal(tmp_path: Any) -> None:
     typed = ("+experiment=llama8b", "hardware=1xh100")
-    screen = type_in_terminal(sys.executable, width, "app.plan", *typed, f"output.dir={tmp_path}/a")
+    screen = type_in_terminal(
+        sys.executable, WIDTHS[0], "app.plan", *typed, f"output.dir={tmp_path}/a"
+    )
     assert screen.code == 0
     prose = "\n".join(screen.lines).partition("fastest settings that fit")[0]
     wide = type_in_terminal(sys.executable, 1000, "app.plan", *typed, f"output.dir={tmp_path}/b")
     assert words(prose) <= words("\n".join(wide.lines))
+
+
+def test_a_malformed_message_of_a_library_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler, library = RunLog(), logging.Logger("library")
+    library.addHandler(handler)
+    library.warning("deprecated", FutureWarning)
+    library.warning("still here")
+    handler.write_into(tmp_path)
+    assert "still here" in (tmp_path / LOG_FILE).read_text()
+    assert "Logging error" in capsys.readouterr().err
+
+
+@pytest.fixture
+def own_loggers() -> Iterator[None]:
+    """The handlers of a process, restored afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def test_what_is_printed_is_in_the_log_and_no_pipe_cuts_a_table(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    own_loggers: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start_logging()
+    show("before the run has its folder")
+    open_run_log(tmp_path)
+    table = Table("data set", "verdict")
+    table.add_row("a" * 150, "better")
+    show(table)
+    record("only in the log \x1b[31m")
+    logging.getLogger("app").debug("a detail")
+    printed, logged = capsys.readouterr().out, (tmp_path / LOG_FILE).read_text()
+    assert "a" * 150 in printed and "better" in printed and "only" not in printed
+    for text in ("before the run", "a" * 150, "better", "only in the log \\x1b", "a detail"):
+        assert text in logged
+    assert "a detail" not in printed
+    monkeypatch.setattr(logs, "_is_verbose", True)
+    start_logging()
+    logging.getLogger("app").debug("a detail")
+    assert "a detail" in capsys.readouterr().out

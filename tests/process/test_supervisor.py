@@ -153,12 +153,7 @@ def test_an_unexplained_exit_is_named(supervise: Supervise) -> None:
 def test_an_error_that_a_rank_reports_is_printed_once_without_a_restart(
     supervise: Supervise, error: str, code: int
 ) -> None:
-    run = supervise(
-        "if rank == 1: wait()",
-        f"sys.exit(report({error}))",
-        grace=0.0,
-        max_restarts=3,
-    )
+    run = supervise("if rank == 1: wait()", f"sys.exit(report({error}))", grace=0.0, max_restarts=3)
     assert run.code == code
     assert run.stderr.count("error") == 1 and "rank" not in run.stderr
     assert len(run.starts(0)) == 1 and not run.has_live_ranks()

@@ -131,12 +131,7 @@ def _die_and_resume(
     for number, death in enumerate([*chain.deaths, None]):
         is_warm = number != chain.cold or (death is not None and death.fault is None)
         result.num_cold += not is_warm
-        ending = shell.type_train(
-            typed,
-            folder,
-            is_warm=is_warm,
-            meanwhile=_sender(death, folder),
-        )
+        ending = shell.type_train(typed, folder, is_warm=is_warm, meanwhile=_sender(death, folder))
         result.seconds_until_gone = max(result.seconds_until_gone, ending.seconds_until_gone)
         problems = _problems(death, ending, folder / RUN, expected_output)
         where = "the end" if death is None else f"{death.fault or death.signum} at {death.step}"

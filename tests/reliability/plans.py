@@ -124,10 +124,7 @@ def plan_write_points(
             parts = _parts(operations.all, SAMPLED_WRITE_POINTS // len(counted))
             points = [dice.randint(*part) for part in parts]
         chains += _die_within_saves(
-            variant,
-            "write points",
-            [f"disk:{point}" for point in points],
-            code=_killed(variant),
+            variant, "write points", [f"disk:{point}" for point in points], code=_killed(variant)
         )
     return chains
 

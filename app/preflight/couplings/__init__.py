@@ -37,10 +37,7 @@ GROUPS = (*settings.GROUPS, *strategy.GROUPS)
 
 
 def check_compatibility(
-    config: TrainConfig | TunedConfig,
-    num_gpus: int | None = None,
-    *,
-    on_this_machine: bool = True,
+    config: TrainConfig | TunedConfig, num_gpus: int | None = None, *, on_this_machine: bool = True
 ) -> list[str]:
     """List the values out of range, or if there are none, the settings that cannot be combined.
 

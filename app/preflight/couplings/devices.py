@@ -81,9 +81,7 @@ def is_on_tuned(config: TrainConfig | TunedConfig) -> TypeGuard[TunedConfig]:
     return not is_training(config)
 
 
-def has_data(
-    config: TrainConfig | TunedConfig,
-) -> TypeGuard[TrainConfig | EvaluateConfig]:
+def has_data(config: TrainConfig | TunedConfig) -> TypeGuard[TrainConfig | EvaluateConfig]:
     """Return whether these are the settings of a verb that reads data."""
     return "data" in config.__dataclass_fields__
 
