@@ -428,7 +428,7 @@ def test_a_run_folder_that_was_inherited_is_not_believed(
     assert result.code == 0
     assert contents(received) == before
     # Nor by a process that only has been started by another one than it names.
-    other = of_a_shell(received) | {"LOFT_PARENT": "1"}
+    other = of_a_shell(received) | {"LOFT_PARENT": str(os.getpid())}
     result = run_command("model.path=/nope", *words[1:], environment=other)
     assert result.code == 2
 
