@@ -41,7 +41,7 @@ def attached_in(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("folder", ["app", "common", "data_modules", "tools", "benchmarks"])
 def test_no_percentage_is_written_otherwise(folder: str) -> None:
-    writers = {ROOT / "data_modules/source/opening.py", ROOT / "common/text.py"}
+    writers = {ROOT / "data_modules/source/locating.py", ROOT / "common/text.py"}
     for file in {*(ROOT / folder).rglob("*.py")} - writers:
         assert attached_in(file) == [], file
 
