@@ -154,17 +154,6 @@ def test_rows_of_the_test_that_are_learned(tmp_path: Path, base: Any) -> None:
     assert "asked: 0 of 2 documents overlap with training" in text
 
 
-def test_fewer_packs_than_a_step_has_are_one_whole_step(tmp_path: Path, base: Any) -> None:
-    file = write(tmp_path / "d.jsonl", ROWS)
-    module = build(file, tokenizer=base, val_set_size=0, accumulation_steps=64)
-    assert module.total_steps == 1
-    (batches,) = module.train_dataloader()
-    assert len(batches) == 64
-    learned = sum(float(batch.loss_weights.sum()) for batch in batches)
-    assert learned == pytest.approx(batches[0].step_weight) and learned > 0
-    assert build(file, tokenizer=base, val_set_size=0, accumulation_steps=1).total_steps > 1
-
-
 def test_one_of_several_data_sets_is_empty(tmp_path: Path, base: Any) -> None:
     good, long = write(tmp_path / "good.jsonl", ROWS), write(tmp_path / "long.jsonl", [LONG] * 3)
     asked = write(tmp_path / "asked.jsonl", [ASKED_ONLY])

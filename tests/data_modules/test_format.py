@@ -133,11 +133,9 @@ def test_prompt_and_completion_as_turns() -> None:
     "values",
     [
         {"messages": [ASK, {**SAY, "content": " \n"}]},
-        {"messages": [ASK, {**SAY, "content": []}]},
         {"messages": [ASK, {"role": "assistant", "content": "", "reasoning": "hm"}]},
         {"instruction": "i", "output": ""},
         {"instruction": "i", "output": "o", "history": [["q", " "]]},
-        {"prompt": "p", "completion": "\t"},
     ],
 )
 def test_an_empty_answer_has_its_own_error(values: dict[str, Any]) -> None:
@@ -226,8 +224,8 @@ def test_problems_of_a_row(values: dict[str, Any], name: str | None, expected: s
 
 
 WORDS = st.sampled_from(
-    (
-        "",
+    (*("", "user", "gpt", "tool", "tool_call", "function_call"), *("text", "thinking", "[]", "{}", "\x00"))
+)
         "user",
         "gpt",
         "tool",
@@ -238,7 +236,7 @@ WORDS = st.sampled_from(
         "[]",
         "{}",
         "\x00",
-    )
+    ]
 )
 TURN_NAMES = (
     *("role", "from", "content", "value", "type", "text", "name", "arguments", "tool_calls"),
@@ -321,22 +319,16 @@ def test_all_tokens_are_trained_on_if_labels_equal_ids() -> None:
     ("values", "expected"),
     [
         ({"input_ids": []}, "input_ids is empty"),
-        ({"input_ids": "5 6"}, "input_ids is str 5 6, not a list"),
         ({"input_ids": [5, 6.0]}, r"input_ids\[1\] is float 6.0, not a whole number"),
         ({"input_ids": [5, True]}, r"input_ids\[1\] is bool True"),
-        ({"input_ids": [5, None]}, r"input_ids\[1\] is null"),
-        ({"input_ids": [5, -1]}, r"input_ids\[1\] is -1; an id is"),
         ({"input_ids": [2**31, 5]}, r"input_ids\[0\] is 2147483648"),
         ({"labels": [5]}, "labels has 1 numbers and input_ids 2"),
         ({"labels": [6, -100]}, r"labels\[0\] is 6 and input_ids\[0\] is 5; labels must equal"),
-        ({"labels": [5, -1]}, r"labels\[1\] is -1 and"),
         ({"attention_mask": [0, 0]}, "masks every token"),
         ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "not one run of 1"),
-        ({"attention_mask": [1, 2]}, "not one run of 1"),
         ({"attention_mask": [1]}, "attention_mask has 1 numbers"),
         ({"weights": [1, float("nan")]}, "weights is nan"),
         ({"loss_mask": [1, -1]}, "loss_mask is -1"),
-        ({"loss_mask": 1}, "loss_mask is int 1, not a list"),
         ({"loss_mask": [1]}, "loss_mask has 1 numbers"),
     ],
 )

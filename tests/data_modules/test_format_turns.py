@@ -223,21 +223,16 @@ def test_the_result_of_a_call_without_id_needs_none() -> None:
         ([ASK, say(None, tool_calls=[call("x", '{"a": NaN}')])], "cannot be written as JSON"),
         ([ASK, say(None, tool_calls=[{**call(), "id": 1}])], r"tool_calls\[0\].id is int 1; give"),
         ([{**ASK, "tool_calls": [CALL]}, say()], r"messages\[0\] is a user turn with a tool call"),
-        ([{**ASK, "thinking": "hm"}, say()], r"messages\[0\] is a user turn with reasoning"),
         ([ASK, {"from": "function_call", "value": "add"}], r"\[1\].value is not JSON"),
         ([ASK, {"from": "function_call", "value": "[]"}], r"\[1\].value is an empty list"),
-        ([ASK, {"from": "function_call"}], r"\[1\].content is null; a call is"),
         ([ASK, RESULT, say()], r"messages\[1\] is the result"),
-        ([RESULT, ASK, say()], r"messages\[0\] is the result"),
         ([ASK, say(None, tool_calls=[CALL]), RESULT, say(), RESULT], r"messages\[4\] is the res"),
-        ([ASK, say(None, tool_calls=[CALL]), ASK, RESULT], r"messages\[3\] is the result"),
         (
             [ASK, say(None, tool_calls=[call("x")]), RESULT, {**RESULT, "tool_call_id": "y"}],
             r"messages\[3\].tool_call_id is 'y'; the calls before it are x",
         ),
         ([ASK, say([{"type": "text"}])], r"content\[0\] has no text; give a string under 'text'"),
         ([ASK, say([{"type": "text", "text": 3}])], r"content\[0\] has int 3 instead of text"),
-        ([ASK, say([3])], r"content\[0\] is int: not supported"),
         ([ASK, say(["a", {"type": "thinking", "text": "hm"}])], r"\[1\] is thinking after text"),
         ([ASK, say([{"type": "tool_call", **CALL}, "a"])], r"content\[1\] is text after a call"),
         (
@@ -255,8 +250,7 @@ def test_problems_of_turns(turns: list[Any], expected: str) -> None:
     ("tools", "expected"),
     [
         ("[{", r"tools is not JSON: Expecting property name .* at character 3 of '\[\{'"),
-        ({"name": "add"}, "tools is dict, not a list"),
-        ('{"name": "add"}', "tools is dict, not a list"),
+        (3, "tools is int 3, not a list"),
         ([3], r"tools\[0\] is int 3; a tool is"),
         ([{"nam": "add"}], r"tools\[0\] has no name; found \['nam'\]; .*did you mean 'name'"),
         ([{"name": "add", "x": float("inf")}], r"tools\[0\] cannot be written as JSON"),
@@ -302,22 +296,6 @@ def test_each_path_is_a_conversation_and_each_turn_has_its_weight_once() -> None
         [("q", None), ("d", None)],
     ]
     assert {item.weight for item in paths_of(tree, weight=0.5)} == {0.5}
-
-
-def test_a_shared_answer_is_trained_on_in_its_shortest_path() -> None:
-    tree = asks(
-        "q",
-        says(
-            "a",
-            asks("r", says("long " * 9)),
-            asks("s", says("b"), says("long")),
-        ),
-    )
-    assert texts_and_weights(paths_of(tree)) == [
-        [("q", 0.0), ("a", 0.0), ("r", None), ("long " * 9, None)],
-        [("q", None), ("a", None), ("s", None), ("b", None)],
-        [("q", 0.0), ("a", 0.0), ("s", 0.0), ("long", None)],
-    ]
 
 
 def test_deleted_and_rejected_messages_are_left_out_with_their_replies() -> None:

@@ -25,16 +25,7 @@ VALUES: dict[str, Any] = {
 """values of columns; the others hold their own name"""
 READ = {
     "tatsu-lab/alpaca": ("instruction input output text", "instruction+input -> output"),
-    "iamtarun/python_code_instructions_18k_alpaca": (
-        "instruction input output prompt",
-        "instruction+input -> output",
-    ),
     "nickrosh/Evol-Instruct-Code-80k-v1": ("output instruction", "instruction -> output"),
-    "TIGER-Lab/MathInstruct": ("source output instruction", "instruction -> output"),
-    "garage-bAInd/Open-Platypus": (
-        "input output instruction data_source",
-        "instruction+input -> output",
-    ),
     "databricks/databricks-dolly-15k": (
         "instruction context response category",
         "instruction+context -> response",
@@ -47,16 +38,9 @@ READ = {
         "system_prompt | question -> response",
     ),
     "hendrycks/competition_math": ("problem level type solution", "problem -> solution"),
-    "ise-uiuc/Magicoder-OSS-Instruct-75K": (
-        "lang raw_index index seed openai_fingerprint problem solution",
-        "problem -> solution",
-    ),
     "HuggingFaceH4/CodeAlpaca_20K": ("prompt completion", "prompt -> completion"),
     "nomic-ai/gpt4all-j-prompt-generations": ("prompt response source", "prompt -> response"),
     "AI-MO/NuminaMath-CoT": ("source problem solution messages", "ask -> say"),
-    "open-r1/OpenR1-Math-220k": ("problem solution answer messages", "ask -> say"),
-    "HuggingFaceH4/ultrachat_200k": ("prompt prompt_id messages", "ask -> say"),
-    "allenai/tulu-3-sft-mixture": ("id messages source", "ask -> say"),
     "Open-Orca/SlimOrca": ("conversations", "ask -> say"),
     "teknium/OpenHermes-2.5": ("conversations source category", "ask -> say"),
     "open-thoughts/OpenThoughts-114k": ("system conversations", "system | ask -> say"),
@@ -70,10 +54,6 @@ ASKED = {
         "Question Complex_CoT Response",
         "columns: {instruction: Question, output: Response}",
     ),
-    "keivalya/MedQuad-MedicalQnADataset": (
-        "qtype Question Answer",
-        "columns: {instruction: Question, output: Answer}",
-    ),
     "rajpurkar/squad": (
         "id title context question answers",
         "columns: {instruction: question, input: context, output: answers.text.0}",
@@ -81,13 +61,9 @@ ASKED = {
     "EdinburghNLP/xsum": ("document summary id", "not recognized"),
     "Helsinki-NLP/opus_books": ("id translation", "not recognized"),
     "cais/mmlu": ("question subject choices answer", "questions with 'choices'"),
-    "allenai/ai2_arc": ("id question choices answerKey", "questions with 'choices'"),
     "Rowan/hellaswag": ("ind activity_label ctx endings label", "questions with 'endings'"),
     "stanfordnlp/imdb": ("text label", "columns: {instruction: text, output: label}"),
-    "dair-ai/emotion": ("text label", "columns: {instruction: text, output: label}"),
-    "fancyzhx/ag_news": ("text label", "columns: {instruction: text, output: label}"),
     "Anthropic/hh-rlhf": ("chosen rejected", "objective=dpo"),
-    "HuggingFaceH4/ultrafeedback_binarized": ("prompt chosen rejected messages", "objective=dpo"),
     "Intel/orca_dpo_pairs": ("system question chosen rejected", "objective=dpo"),
 }
 """columns whose meaning a person has to say, and words of the answer that helps to say it"""

@@ -74,20 +74,10 @@ def test_csv_cells_may_contain_newlines(tmp_path: Path) -> None:
     assert places(rows_of(tmp_path / "d.csv", text)) == [(2, "x\ny"), (5, "z")]
 
 
-@pytest.mark.parametrize(
-    ("path", "is_id"),
-    [
-        ("databricks/dolly-15k", True),
-        ("data/rows.json", False),
-        ("data/rows.jsonl.zst", False),
-        ("rows", False),
-        ("./a/b", False),
-        ("s3://bucket/rows", False),
-        ("hf://datasets/owner/name", False),
-    ],
-)
-def test_is_hub_id(path: str, is_id: bool) -> None:
-    assert is_hub_id(path) is is_id
+def test_is_hub_id() -> None:
+    assert is_hub_id("databricks/dolly-15k")
+    for path in ("data/rows.json", "data/rows.jsonl.zst", "rows", "./a/b", "s3://bucket/rows"):
+        assert not is_hub_id(path), path
 
 
 def test_an_existing_folder_is_not_a_hub_owner(
@@ -356,8 +346,6 @@ def test_a_bad_row_counts_in_slices_and_is_reported_only_inside(tmp_path: Path) 
     ("split", "message"),
     [
         ("train[", "cannot be read; use NAME"),
-        ("", "cannot be read; use NAME"),
-        ("train[5]", "cannot be read; use NAME"),
         ("train[5:2]", "has no row: its end is not after its start"),
         ("train[:101%]", "use a percentage up to 100"),
         ("train[1.5:]", "use a whole number, or a percentage"),
@@ -805,16 +793,11 @@ def test_revision_belongs_to_hub_data_sets(tmp_path: Path) -> None:
     ("path", "name"),
     [
         ("data/rows.jsonl.zst", "rows"),
-        ("data/Rows.JSONL.GZ", "Rows"),
         ("data/train-*.parquet", "data"),
         ("data/train*", "data"),
-        ("data/g.jsonl*", "g"),
         ("data/gsm8k-*.jsonl.gz", "gsm8k"),
-        ("data/rows[0-9].json", "rows"),
-        ("data/**/*.json", "data"),
         ("data/set*/*.json", "set"),
         ("s3://bucket/set/rows.csv", "rows"),
-        ("s3://bucket/set/*.csv", "set"),
         ("owner/name", "name"),
         ("sample:lists.json", "lists"),
     ],
