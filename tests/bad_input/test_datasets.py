@@ -17,7 +17,7 @@ from data_modules import DataConfig, DatasetConfig, PackingConfig, check_dataset
 from data_modules.datamodule import FinetuneDataModule
 from data_modules.tokens.datasets import DataSpec
 from data_modules.types import BatchSpec, ModelSpec
-from tests.bad_input.prepared import ASKED_ONLY, LONG, ROWS, chat, named, prepare, write
+from tests.bad_input.prepared import ASKED_ONLY, LONG, ROWS, chat, named, write
 from tests.conftest import TrainRun, read_column
 from tests.in_process import make_data
 
@@ -86,34 +86,6 @@ def test_answers_that_are_cut_away(tmp_path: Path, base: Any) -> None:
     assert "1 of 13 rows have nothing to train on" in text and f"left out, first {file}:13" in text
     with pytest.raises(DataError, match=f"sequence_len={tokens}"):
         build(write(file, [LONG]), **{**settings, "on_long": "drop"})
-
-
-@pytest.mark.parametrize("on_long", ["drop", "truncate_left", "truncate_right", "split", "error"])
-def test_long_rows_are_counted_with_the_tokens_lost(
-    on_long: str, tmp_path: Path, base: Any
-) -> None:
-    file = write(tmp_path / "d.jsonl", [*ROWS, LONG])
-    if on_long == "error":
-        (problem,) = problems_of(tmp_path, file, tokenizer=base, on_long=on_long)
-        assert problem.startswith("d.jsonl: 1 rows are longer than 64 tokens; the longest, d.jsonl")
-        assert (
-            "raise data.sequence_len, or set data.on_long=split, truncate_right or drop" in problem
-        )
-    else:
-        counts = prepare(file, base, on_long=on_long, sequence_len=64).counts
-        tokens = counts.longest[0][0]
-        lost = {"drop": tokens, "split": 0}.get(on_long, tokens - 64)
-        done = (counts.dropped, counts.truncated, counts.split, counts.lost_tokens)
-        assert done == (
-            on_long == "drop",
-            on_long.startswith("truncate"),
-            on_long == "split",
-            lost,
-        )
-    # The twin fits.
-    assert (
-        prepare(write(file, ROWS), base, on_long=on_long, sequence_len=64).counts.lost_tokens == 0
-    )
 
 
 def test_weights_of_zero(tmp_path: Path, base: Any) -> None:

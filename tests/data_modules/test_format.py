@@ -223,21 +223,8 @@ def test_problems_of_a_row(values: dict[str, Any], name: str | None, expected: s
         convert(values, name)
 
 
-WORDS = st.sampled_from(
-    (*("", "user", "gpt", "tool", "tool_call", "function_call"), *("text", "thinking", "[]", "{}", "\x00"))
-)
-        "user",
-        "gpt",
-        "tool",
-        "tool_call",
-        "function_call",
-        "text",
-        "thinking",
-        "[]",
-        "{}",
-        "\x00",
-    ]
-)
+SHORT = ("", "user", "gpt", "tool", "tool_call", "function_call", "text", "thinking")
+WORDS = st.sampled_from((*SHORT, "[]", "{}", "\x00"))
 TURN_NAMES = (
     *("role", "from", "content", "value", "type", "text", "name", "arguments", "tool_calls"),
     *("function", "weight", "train", "reasoning", "replies", "deleted", "id", "tool_call_id"),
