@@ -278,24 +278,20 @@ def unread_in(row: Row, name: str, columns: Mapping[str, str], items: Sequence[I
     if columns:
         values = _without_aliases(_apply_columns(values, columns), form, columns)
     has_turns = _has_turns(form, values, item)
-    read, others = _columns_read(name, tuple(values), isinstance(item, Document), has_turns)
-    return find_unread(row.values, values, columns, read, others, has_turns=has_turns)
+    others = _unread_columns(name, tuple(values), isinstance(item, Document), has_turns)
+    return find_unread(row.values, values, columns, others, has_turns=has_turns)
 
 
 @functools.lru_cache(maxsize=1024)
-def _columns_read(
+def _unread_columns(
     name: str, present: tuple[str, ...], is_text: bool, has_turns: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return which of the columns that are present a format reads, and the others."""
+) -> frozenset[str]:
+    """Return which of the columns that are present a format does not read."""
     if name == KTO:
+        verdicts = [column for column in VERDICTS if column in present]
         rest = tuple(column for column in present if column not in VERDICTS)
-        verdict = next(column for column in VERDICTS if column in present)
-        _, others = _columns_read(_answered_by(rest) or "", rest, is_text, has_turns)
-        unread = {*others, *VERDICTS} - {verdict}
-        return (
-            tuple(column for column in present if column not in unread),
-            tuple(column for column in present if column in unread),
-        )
+        others = _unread_columns(_answered_by(rest) or "", rest, is_text, has_turns)
+        return others.union(verdicts[1:])
     form = FORMATS[name]
     read = {*WEIGHTS, "loss_scale"}
     for names in form.required:
@@ -311,10 +307,7 @@ def _columns_read(
         read -= unused_prompts(present)
     if has_turns:
         read.add("loss_mask")
-    return (
-        tuple(column for column in present if column in read),
-        tuple(column for column in present if column not in read),
-    )
+    return frozenset(present) - read
 
 
 def _apply_columns(values: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:

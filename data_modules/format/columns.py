@@ -90,16 +90,15 @@ def find_unread(
     row: Mapping[str, Any],
     values: Mapping[str, Any],
     columns: Mapping[str, str],
-    read: Iterable[str],
-    others: Iterable[str],
+    others: frozenset[str],
     *,
     has_turns: bool,
 ) -> set[str]:
     """Return the names of a row's columns and inner keys that nothing reads and that hold a value.
 
-    `row` is as in its file, `values` the same after `columns` is applied; the columns of `values`
-    are `read` by the format, or `others`. Of those FLAGS are read nevertheless if they hold a truth
-    value, or one for each turn.
+    `row` is as in its file, `values` the same after `columns` is applied; `others` are the columns
+    of `values` that the format does not read. Of those FLAGS are read nevertheless if they hold a
+    truth value, or one for each turn.
     """
     unread = {name for name in others if is_filled(values[name])}
     if columns:
@@ -109,7 +108,7 @@ def find_unread(
     for name in unread.intersection(FLAGS) if unread else ():
         if is_flag(values.get(name)) or (has_turns and isinstance(values.get(name), list)):
             unread.discard(name)
-    for name in read:
+    for name in values.keys() - others:
         if isinstance(values[name], (list, dict)):
             unread.update(_unread_below(values[name], name))
     return unread

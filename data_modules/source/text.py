@@ -81,13 +81,9 @@ class TextChunk(Chunk):
                 if bad is not None:
                     yield bad
                     continue
-            # Counting bytes takes time, and a character has at most four.
-            if len(part) * 4 > self.max_row_bytes:
-                size = len(part.encode())
-                if size > self.max_row_bytes:
-                    yield too_large(origin, f"{size:,}", self.max_row_bytes, part)
-                    continue
-            if self.kind == "json":
+            if size := _too_many_bytes(part, self.max_row_bytes):
+                yield too_large(origin, f"{size:,}", self.max_row_bytes, part)
+            elif self.kind == "json":
                 yield _parse_json_line(origin, part, line == last, self.limits)
             else:
                 yield Row({"text": part.replace("\r\n", "\n").rstrip("\r\n")}, origin)
@@ -163,11 +159,18 @@ def _parse_element(
         # Only the value is refused; its end can still be found.
         _, end = _LENIENT_DECODER.raw_decode(text, start)
         return BadRow(origin, _unreadable(error, limits), text[start:end][:MAX_RAW]), end
-    if (end - start) * 4 > max_row_bytes:
-        size = len(text[start:end].encode())
-        if size > max_row_bytes:
-            return too_large(origin, f"{size:,}", max_row_bytes, text[start:end]), end
+    if (end - start) * 4 > max_row_bytes and (
+        size := _too_many_bytes(text[start:end], max_row_bytes)
+    ):
+        return too_large(origin, f"{size:,}", max_row_bytes, text[start:end]), end
     return _row_of(values, origin, text, start, end, limits), end
+
+
+def _too_many_bytes(text: str, most: int) -> int:
+    """Return the size of a text of more than `most` bytes; 0 of others."""
+    # Counting bytes takes time, and a character has at most four.
+    size = len(text.encode()) if len(text) * 4 > most else 0
+    return size if size > most else 0
 
 
 def _row_of(

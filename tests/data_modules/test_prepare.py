@@ -113,6 +113,8 @@ def test_long_rows(
     longest, second = prepared.counts.longest[:2]
     assert longest[1].endswith("d.jsonl:3")
     assert second[0] == length(tokenizer, long) and second[1].endswith("d.jsonl:2")
+    cut = 0 if kept is None else 2 * limit
+    assert prepared.counts.lost_tokens == longest[0] + second[0] - cut
 
 
 def test_long_rows_are_split_without_loss(tmp_path: Path, tokenizer: Any) -> None:
