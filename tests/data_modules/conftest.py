@@ -119,7 +119,7 @@ def read_rows(
 
 def write_jsonl(file: Path, rows: list[dict[str, Any]]) -> DatasetConfig:
     """Write rows as JSON lines."""
-    file.write_bytes(lines_of(rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DatasetConfig(path=str(file))
 
 
