@@ -38,8 +38,8 @@ WIDTH = 320
 BARS = {
     "lora": 16_500.0,
     "lora, real lengths": 17_900.0,
-    "lora fp8": 20_900.0,
-    "lora fp8, real lengths": 24_800.0,
+    "lora fp8": 21_000.0,
+    "lora fp8, real lengths": 25_000.0,
     "full": 10_800.0,
     "full on eight": 12_000.0,
     "full fp8 on eight": 13_500.0,

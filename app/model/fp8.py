@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """largest finite value of e4m3"""
-_SMALLEST = 1e-30
+SMALLEST = 1e-30
 """magnitude below which a token or a row of weights counts as zeros"""
 _MULTIPLE = 16
 """FP8 kernels need widths that are multiples of it"""
@@ -175,6 +175,11 @@ class _Rounding:
     is_on = True
 
 
+def is_rounding() -> bool:
+    """Return whether products are in FP8 here: false inside `without_rounding`."""
+    return _Rounding.is_on
+
+
 @contextmanager
 def without_rounding() -> Iterator[None]:
     """Compute the products of all FP8 layers in the dtype of their inputs, to compare with them.
@@ -195,12 +200,16 @@ def linear(rows: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     return product(quantize_rows(rows), matrix, bias, rows.dtype)
 
 
-def input_gradient(grads: Sequence[Tensor], matrices: Sequence[Matrix]) -> Tensor:
+def input_gradient(
+    grads: Sequence[Tensor], matrices: Sequence[Matrix], quantized: Rows | None = None
+) -> Tensor:
     """Return the sum of grad @ matrix over pairs, in one product; grads [tokens, features].
 
     The gradients of a token share a scale: what that rounds away of small ones is small in the sum.
+    quantized: the gradients times the scales of features, side by side, if a kernel has made them.
     """
-    quantized = quantize_rows(*grads, factors=[matrix.scales for matrix in matrices])
+    if quantized is None:
+        quantized = quantize_rows(*grads, factors=[matrix.scales for matrix in matrices])
     columns = matrices[0].columns
     if columns is None or columns.shape[1] != quantized.values.shape[1]:
         columns = transpose([matrix.values for matrix in matrices])
@@ -254,7 +263,7 @@ def quantize_rows(*parts: Tensor, factors: Sequence[Tensor] = ()) -> Rows:
     if not _Rounding.is_on:
         return Rows(_side_by_side(parts, factors), torch.ones(len(parts[0]), device=device))
     if (kernels := _proven_kernels(device)) is not None:
-        return Rows(*kernels.quantize_rows(parts, factors, largest=LARGEST, smallest=_SMALLEST))
+        return Rows(*kernels.quantize_rows(parts, factors, largest=LARGEST, smallest=SMALLEST))
     return _quantize_rows(_side_by_side(parts, factors))
 
 
@@ -272,7 +281,7 @@ def _proven_kernels(device: torch.device) -> ModuleType | None:
     rows = torch.linspace(-3, 5, 40 * 160, device=device).view(40, 160).bfloat16()
     parts = rows.split([64, 96], 1)
     factors = torch.linspace(0.1, 2, 160, device=device).split([64, 96])
-    bounds = {"largest": LARGEST, "smallest": _SMALLEST}
+    bounds = {"largest": LARGEST, "smallest": SMALLEST}
     try:
         from app.model import fp8_kernel
 
@@ -299,7 +308,7 @@ def _quantize_rows(rows: Tensor) -> Rows:
     largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
     # In the dtype of the rows, so that no fp32 copy of them is made. Rounded up in bf16, the
     # largest value stays below 464, which still rounds to 448.
-    scale = LARGEST / largest.clamp_min(_SMALLEST)
+    scale = LARGEST / largest.clamp_min(SMALLEST)
     return Rows((rows * scale).to(_E4M3), 1 / scale.squeeze(1).float())
 
 
@@ -308,7 +317,7 @@ def _quantize_columns(tensor: Tensor) -> Rows:
     if not _Rounding.is_on or (kernels := _proven_kernels(tensor.device)) is None:
         return quantize_rows(_filled_columns(tensor))
     length = len(tensor) + -len(tensor) % _MULTIPLE
-    return Rows(*kernels.quantize_columns(tensor, length, largest=LARGEST, smallest=_SMALLEST))
+    return Rows(*kernels.quantize_columns(tensor, length, largest=LARGEST, smallest=SMALLEST))
 
 
 def _filled_columns(tensor: Tensor) -> Tensor:

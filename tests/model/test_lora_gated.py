@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -28,17 +28,26 @@ def _backward(
     up: Tensor,
     low: Tensor,
     low_down: Tensor,
-    *rest: Tensor,
+    b_gate: Tensor,
+    b_up: Tensor,
+    a_down: Tensor,
+    factors: Sequence[Tensor] = (),
+    *,
     is_gelu: bool,
 ) -> tuple[Tensor, ...]:
-    """Gradients by autograd; those of gate and up overwrite them, as by the kernel."""
+    """Gradients by autograd; those of gate and up overwrite them, or are quantized."""
     with torch.enable_grad():
-        inputs = [each.detach().clone().requires_grad_() for each in (gate, up, low, *rest)]
+        inputs = [
+            each.detach().clone().requires_grad_() for each in (gate, up, low, b_gate, b_up, a_down)
+        ]
         outputs = by_operators(*inputs, is_gelu=is_gelu)
         found = torch.autograd.grad(outputs, inputs, [grad, low_down])
+    sums = found[2], found[3].T, found[4].T, found[5]
+    if factors:
+        return *sums, *fp8.quantize_rows(*found[:2], factors=factors)
     gate.data.copy_(found[0])
     up.data.copy_(found[1])
-    return found[2], found[3].T, found[4].T, found[5]
+    return sums
 
 
 STANDIN: Any = SimpleNamespace(forward=by_operators, backward=_backward, MAX_RANK=6, MULTIPLE=16)
@@ -47,7 +56,7 @@ STANDIN: Any = SimpleNamespace(forward=by_operators, backward=_backward, MAX_RAN
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the GPU's code path on the CPU."""
-    monkeypatch.setattr(gated, "_proven_kernels", lambda device: STANDIN)
+    monkeypatch.setattr(gated, "_proven_kernels", lambda *_: STANDIN)
     monkeypatch.setattr(gated, "_HALF", (torch.float32,))
     monkeypatch.setattr("app.model.adapter.fused.lora_comes_first", lambda x: True)
     monkeypatch.setattr("app.model.adapter.fused._is_faster_in_4_bits", lambda x, _: x.training)
@@ -165,7 +174,7 @@ def test_the_gates_output_is_not_saved() -> None:
 def test_the_kernel_is_left_out_where_it_is_slower(
     taken: float, expected: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gated, "_proven_kernels", lambda device: STANDIN)
+    monkeypatch.setattr(gated, "_proven_kernels", lambda *_: STANDIN)
     seconds = iter([1.0, taken])
 
     def measure(run: Any, device: torch.device) -> float:
@@ -199,13 +208,23 @@ def test_kernels_that_compute_something_else_are_found(is_gelu: bool) -> None:
     assert gated._are_equal(STANDIN, CPU, is_gelu)
     for number in range(4):
 
-        def wrong(*given: Tensor, is_gelu: bool, number: int = number) -> tuple[Tensor, ...]:
+        def wrong(*given: Any, is_gelu: bool, number: int = number) -> tuple[Tensor, ...]:
             found = list(_backward(*given, is_gelu=is_gelu))
             found[number] = 1.05 * found[number]
             return tuple(found)
 
         differing = SimpleNamespace(**vars(STANDIN) | {"backward": wrong})
         assert not gated._are_equal(differing, CPU, is_gelu)  # type: ignore[arg-type]
+    assert gated._quantizes_equally(STANDIN, CPU, is_gelu)
+    for number in range(4, 6):
+
+        def coarse(*given: Any, is_gelu: bool, number: int = number) -> tuple[Tensor, ...]:
+            found = list(_backward(*given, is_gelu=is_gelu))
+            found[number:] = [(1.05 * each.float()).to(each) for each in found[number:]]
+            return tuple(found)
+
+        differing = SimpleNamespace(**vars(STANDIN) | {"backward": coarse})
+        assert not gated._quantizes_equally(differing, CPU, is_gelu)  # type: ignore[arg-type]
     other = SimpleNamespace(
         **vars(STANDIN)
         | {"forward": lambda *given, is_gelu: by_operators(*given, is_gelu=not is_gelu)}
@@ -224,7 +243,7 @@ def test_on_a_gpu_the_kernels_give_what_the_layers_give(base: str, rank: int) ->
         fp8.quantize_to_fp8(model, torch.bfloat16)
     plain, fused = (each.to("cuda") for each in pair(model, r=rank))
     device = torch.device("cuda", 0)
-    found = gated._proven_kernels(device)
+    found = gated._proven_kernels(device, base == "fp8")
     assert found is not None and found.__name__.endswith("gate_kernel")
     kernels.fuse_layers(fused, device=device)
     grouped(fused)

@@ -80,6 +80,32 @@ def lora_gate_backward(
     return low_sums, gate.new_empty(3, chunks, rank, width, dtype=torch.float32)
 
 
+@custom_op("standin::lora_gate_maxima", mutates_args=())
+def lora_gate_maxima(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    low: Tensor,
+    grad_low_down: Tensor,
+    b_gate: Tensor,
+    b_up: Tensor,
+    a_down: Tensor,
+    factors: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sums by tile, and the largest value of each row by tile."""
+    low_sums, sums = lora_gate_backward._init_fn(
+        grad, gate, up, low, grad_low_down, b_gate, b_up, a_down
+    )
+    return low_sums, sums, sums.new_empty(len(low_sums), len(gate))
+
+
+@custom_op("standin::lora_gate_quantized", mutates_args=())
+def lora_gate_quantized(given: list[Tensor]) -> Tensor:
+    """Return quantized gradients of gate and up side by side, from the same tensors."""
+    rows, width = given[1].shape
+    return given[1].new_empty(rows, 2 * width, dtype=torch.float8_e4m3fn)
+
+
 @custom_op("standin::rope", mutates_args=())
 def rope(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
     new_query, new_key = (torch.empty_like(part.transpose(1, 2)) for part in (query, key))
@@ -117,7 +143,7 @@ def adamw8bit(weight: Tensor, grad: Tensor, state1: Tensor, state2: Tensor) -> N
 
 for _operator in (
     rms_norm, rms_norm_backward, add_rms_norm, add_rms_norm_backward, gate, rope, lora_gate,
-    lora_gate_backward, quantize_rows, quantize_columns,
+    lora_gate_backward, lora_gate_maxima, lora_gate_quantized, quantize_rows, quantize_columns,
 ):  # fmt: skip
     _operator.register_fake(_operator._init_fn)
 for _operator in (gate_backward, cross_entropy, cross_entropy_gradient, adamw8bit):
@@ -229,9 +255,17 @@ def forward_gate(*tensors: Tensor, is_gelu: bool) -> tuple[Tensor, Tensor]:
     return gated, sums.sum(0)
 
 
-def backward_gate(*tensors: Tensor, is_gelu: bool) -> tuple[Tensor, ...]:
-    low_sums, sums = torch.ops.standin.lora_gate_backward(*tensors)
-    return low_sums.sum(0), *sums.sum(1)
+def backward_gate(*tensors: Any, is_gelu: bool) -> tuple[Tensor, ...]:
+    given, factors = tensors[:8], list(*tensors[8:])
+    if not factors:
+        low_sums, sums = torch.ops.standin.lora_gate_backward(*given)
+        return low_sums.sum(0), *sums.sum(1)
+    from app.model.fp8 import LARGEST, SMALLEST
+
+    low_sums, sums, maxima = torch.ops.standin.lora_gate_maxima(*given, factors)
+    scales = maxima.amax(0).clamp_min_(SMALLEST) / LARGEST
+    values = torch.ops.standin.lora_gate_quantized([*given, *factors, scales])
+    return low_sums.sum(0), *sums.sum(1), values, scales
 
 
 @functools.cache

@@ -8,10 +8,14 @@ would round differently each time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from app.model import fp8
 
 MAX_RANK = 64
 MULTIPLE = 256
@@ -148,11 +152,33 @@ def forward(
 
 
 @triton.jit
-def _differentiate(gate, up, grad, tensor, IS_GELU: tl.constexpr):  # type: ignore[no-untyped-def]
-    # The gate's output, and the gradients of both inputs, in the dtype of `tensor`.
-    kind = tensor.dtype.element_ty
-    active, slope = _activate(gate, IS_GELU)
-    return (active * up).to(kind), (grad * up * slope).to(kind), (grad * active).to(kind)
+def _differentiate(  # type: ignore[no-untyped-def]
+    gate,
+    up,
+    grad,
+    rows,
+    columns,
+    width,
+    are_there,
+    low_gate,
+    low_up,
+    low_down,
+    of_gate,
+    of_up,
+    of_down,
+    IS_GELU: tl.constexpr,
+):
+    # The gate's output, and the gradients of both its inputs, of one tile.
+    kind = gate.dtype.element_ty
+    values = _read(gate, rows, columns, width, are_there)
+    others = _read(up, rows, columns, width, are_there)
+    outer = _read(grad, rows, columns, width, are_there)
+    others = _add_product(others, low_up, tl.trans(of_up))
+    outer = _add_product(outer, low_down, of_down)
+    values = _add_product(values, low_gate, tl.trans(of_gate))
+    active, slope = _activate(values, IS_GELU)
+    grad_gate, grad_up = (outer * others * slope).to(kind), (outer * active).to(kind)
+    return (active * others).to(kind), grad_gate, grad_up
 
 
 @triton.jit
@@ -165,6 +191,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     b_gate,
     b_up,
     a_down,
+    factors,
+    maxima,
     grad_low,
     grad_b_gate,
     grad_b_up,
@@ -185,6 +213,9 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     of_gate = _read(b_gate + tile * COLUMNS * rank, columns, ranks, rank, in_rank)
     of_up = _read(b_up + tile * COLUMNS * rank, columns, ranks, rank, in_rank)
     of_down = _read(a_down + tile * COLUMNS, ranks, columns, width, rank_is_there)
+    if maxima is not None:
+        gate_factors = tl.load(factors[0] + tile * COLUMNS + columns)[None, :]
+        up_factors = tl.load(factors[1] + tile * COLUMNS + columns)[None, :]
     sum_gate = tl.zeros([RANK, COLUMNS], tl.float32)
     sum_up = tl.zeros([RANK, COLUMNS], tl.float32)
     sum_down = tl.zeros([RANK, COLUMNS], tl.float32)
@@ -197,15 +228,20 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         low_gate = _read(low + 2 * low_at, rows, ranks, 2 * rank, are_there & in_rank)
         low_up = _read(low + 2 * low_at + rank, rows, ranks, 2 * rank, are_there & in_rank)
         low_down = _read(grad_low_down + low_at, rows, ranks, rank, are_there & in_rank)
-        values = _read(gate + at, rows, columns, width, are_there)
-        others = _read(up + at, rows, columns, width, are_there)
-        outer = _read(grad + at, rows, columns, width, are_there)
-        others = _add_product(others, low_up, tl.trans(of_up))
-        outer = _add_product(outer, low_down, of_down)
-        values = _add_product(values, low_gate, tl.trans(of_gate))
-        gated, grad_gate, grad_up = _differentiate(values, others, outer, low, IS_GELU)
-        _write(grad_gate, gate + at, rows, columns, width, are_there)
-        _write(grad_up, up + at, rows, columns, width, are_there)
+        gated, grad_gate, grad_up = _differentiate(
+            gate + at, up + at, grad + at, rows, columns, width, are_there,
+            low_gate, low_up, low_down, of_gate, of_up, of_down, IS_GELU,
+        )  # fmt: skip
+        if maxima is not None:
+            highest = tl.maximum(
+                tl.max(tl.abs(grad_gate * gate_factors), axis=1),
+                tl.max(tl.abs(grad_up * up_factors), axis=1),
+            )
+            own_rows = first + start + rows
+            tl.store(maxima + tile * num_rows + own_rows, highest, mask=own_rows < num_rows)
+        else:
+            _write(grad_gate, gate + at, rows, columns, width, are_there)
+            _write(grad_up, up + at, rows, columns, width, are_there)
         sum_down = _add_product(sum_down, tl.trans(low_down), gated)
         sum_gate = _add_product(sum_gate, tl.trans(low_gate), grad_gate)
         sum_up = _add_product(sum_up, tl.trans(low_up), grad_up)
@@ -218,6 +254,52 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     _write(sum_down, grad_a_down + at, ranks, columns, width, rank_is_there)
 
 
+@triton.jit
+def _quantize_kernel(  # type: ignore[no-untyped-def]
+    grad,
+    gate,
+    up,
+    low,
+    grad_low_down,
+    b_gate,
+    b_up,
+    a_down,
+    factors,
+    scales,
+    quantized,
+    num_rows,
+    width,
+    rank,
+    IS_GELU: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    first, chunk = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1)
+    rows, columns, ranks = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, RANK)
+    are_there, in_rank = (rows < num_rows - first)[:, None], (ranks < rank)[None, :]
+    low += first * 2 * rank
+    low_gate = _read(low, rows, ranks, 2 * rank, are_there & in_rank)
+    low_up = _read(low + rank, rows, ranks, 2 * rank, are_there & in_rank)
+    low_down = _read(grad_low_down + first * rank, rows, ranks, rank, are_there & in_rank)
+    scale = tl.load(scales + first + rows, mask=rows < num_rows - first, other=1.0)[:, None]
+    for start in range(chunk * CHUNK, min(width, (chunk + 1) * CHUNK), COLUMNS):
+        at = first * width + start
+        of_gate = _read(b_gate + start * rank, columns, ranks, rank, in_rank)
+        of_up = _read(b_up + start * rank, columns, ranks, rank, in_rank)
+        of_down = _read(a_down + start, ranks, columns, width, (ranks < rank)[:, None])
+        _, grad_gate, grad_up = _differentiate(
+            gate + at, up + at, grad + at, rows, columns, width, are_there,
+            low_gate, low_up, low_down, of_gate, of_up, of_down, IS_GELU,
+        )  # fmt: skip
+        part = quantized + 2 * first * width + start
+        values = grad_gate * tl.load(factors[0] + start + columns)[None, :] / scale
+        others = grad_up * tl.load(factors[1] + start + columns)[None, :] / scale
+        _write(values, part, rows, columns, 2 * width, are_there)
+        _write(others, part + width, rows, columns, 2 * width, are_there)
+
+
 def backward(
     grad: Tensor,
     gate: Tensor,
@@ -227,13 +309,17 @@ def backward(
     b_gate: Tensor,
     b_up: Tensor,
     a_down: Tensor,
+    factors: Sequence[Tensor] = (),
     *,
     is_gelu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Overwrite gate and up by the gradients of both sums; return those of low, B and A_down.
+) -> tuple[Tensor, ...]:
+    """Return the gradients of low, B and A_down; overwrite gate and up by those of both sums.
 
     Arguments as in `forward`. grad [n, width] is the output's, to which grad_low_down A_down is
     added; grad_low_down [n, rank]. Results: [n, 2 rank], and transposed for B: [rank, width].
+    With `factors`, fp32 [width] each, gate and up stay, and their gradients times factors are
+    returned last, as `fp8.quantize_rows` does it: computed again when the largest value of each
+    row is known, which moves fewer bytes than writing and reading them.
     """
     (num_rows, width), rank = gate.shape, b_gate.shape[1]
     filled = _filled(rank)
@@ -241,15 +327,11 @@ def backward(
     num_tiles, num_chunks = width // columns, triton.cdiv(num_rows, _BACKWARD_CHUNK)
     grad_low = torch.empty(num_tiles, num_rows, 2 * rank, dtype=gate.dtype, device=gate.device)
     sums = torch.empty(3, num_chunks, rank, width, dtype=torch.float32, device=gate.device)
+    maxima = sums.new_empty(num_tiles, num_rows) if factors else None
+    given = grad, gate, up, low, grad_low_down, b_gate, b_up, a_down, tuple(factors)
     _backward_kernel[(num_tiles, num_chunks)](
-        grad,
-        gate,
-        up,
-        low,
-        grad_low_down,
-        b_gate,
-        b_up,
-        a_down,
+        *given,
+        maxima,
         grad_low,
         *sums,
         num_rows,
@@ -263,7 +345,26 @@ def backward(
         STAGES=_BACKWARD_STAGES,
         num_warps=_BACKWARD_WARPS,
     )
-    return grad_low.sum(0), *sums.sum(1)
+    results = grad_low.sum(0), *sums.sum(1)
+    if maxima is None:
+        return results
+    scales = maxima.amax(0).clamp_min_(fp8.SMALLEST) / fp8.LARGEST
+    quantized = torch.empty(num_rows, 2 * width, dtype=torch.float8_e4m3fn, device=gate.device)
+    _quantize_kernel[(triton.cdiv(num_rows, _ROWS), triton.cdiv(width, _CHUNK))](
+        *given,
+        scales,
+        quantized,
+        num_rows,
+        width,
+        rank,
+        IS_GELU=is_gelu,
+        RANK=filled,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        CHUNK=_CHUNK,
+        num_warps=_WARPS,
+    )
+    return *results, quantized, scales
 
 
 def _filled(rank: int) -> int:

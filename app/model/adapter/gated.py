@@ -7,6 +7,7 @@ products of their own; the output of the gate is not saved, since the backward p
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from functools import cache, partial
@@ -80,10 +81,11 @@ def join_gate(module: Any, activation: str, device: torch.device) -> GatedLora |
     Its kernels take one rank for all three matrices, widths that are multiples of 256, and no
     biases or dropout.
     """
-    layers = module.gate_proj, module.up_proj, module.down_proj
-    if not all(map(_can_join, layers)) or (kernels := _proven_kernels(device)) is None:
+    layers = gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    if not all(map(_can_join, layers)):
         return None
-    gate, up, down = layers
+    if (kernels := _proven_kernels(device, isinstance(gate, fused.FusedLoraFp8))) is None:
+        return None
     ranks = {layer.r["default"] for layer in layers}
     kinds = {type(layer) for layer in layers}
     can_join = (
@@ -106,14 +108,16 @@ def _can_join(layer: Any) -> bool:
 
 
 @cache
-def _proven_kernels(device: torch.device) -> ModuleType | None:
+def _proven_kernels(device: torch.device, is_fp8: bool) -> ModuleType | None:
     """Return the kernels of a GPU; None, with a warning, if their results or gradients differ."""
     if device.type != "cuda":
         return None
     try:
         from app.model.adapter import gate_kernel
 
-        is_equal = all(_are_equal(gate_kernel, device, is_gelu) for is_gelu in (False, True))
+        checks = [_are_equal, _quantizes_equally] if is_fp8 else [_are_equal]
+        pairs = itertools.product(checks, (False, True))
+        is_equal = all(check(gate_kernel, device, is_gelu) for check, is_gelu in pairs)
         reason = "" if is_equal else "they differ"
     except Exception as error:  # noqa: BLE001  kernel compilers raise any type
         reason = reason_of(error)
@@ -125,11 +129,7 @@ def _proven_kernels(device: torch.device) -> ModuleType | None:
 
 def _are_equal(kernels: ModuleType, device: torch.device, is_gelu: bool) -> bool:
     """Compare the kernels with PyTorch's operators in fp32, on random tensors in bf16."""
-    random = torch.Generator(device).manual_seed(0)
-    rows, width, rank = 80, kernels.MULTIPLE, 8
-    shapes = [(rows, width)] * 3 + [(rows, 2 * rank), (rows, rank)]
-    shapes += [(width, rank)] * 2 + [(rank, width)]
-    given = [torch.randn(s, generator=random, device=device).bfloat16() for s in shapes]
+    given = _probe(kernels, device)
     outer, gate, up, low, outer_low, b_gate, b_up, a_down = given
     inputs = [each.float().requires_grad_() for each in (gate, up, low, b_gate, b_up, a_down)]
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -143,6 +143,33 @@ def _are_equal(kernels: ModuleType, device: torch.device, is_gelu: bool) -> bool
         bool((one.float() - two).norm() < 0.01 * two.norm())
         for one, two in zip([*found, gate, up, *rest], expected, strict=True)
     )
+
+
+def _quantizes_equally(kernels: ModuleType, device: torch.device, is_gelu: bool) -> bool:
+    """Compare gradients that the kernels quantize with those that they write."""
+    given = _probe(kernels, device)
+    _, gate, up, *_ = given
+    factors = torch.linspace(0.1, 2, 2 * gate.shape[1], device=device).chunk(2)
+    *sums, values, scales = kernels.backward(*given, factors, is_gelu=is_gelu)
+    expected = kernels.backward(*given, is_gelu=is_gelu)
+    quantized = fp8.quantize_rows(gate, up, factors=factors)
+    found, exact = (
+        [*rest, fp8.dequantize(fp8.Matrix(*rows), torch.float32)]
+        for *rest, rows in ([*sums, (values, scales)], [*expected, quantized])
+    )
+    # Values next to the middle of two may be rounded to either.
+    return all(
+        bool((one - two).norm() < 0.005 * two.norm()) for one, two in zip(found, exact, strict=True)
+    )
+
+
+def _probe(kernels: ModuleType, device: torch.device) -> list[Tensor]:
+    """Return random arguments of the kernels' backward pass, in bf16."""
+    random = torch.Generator(device).manual_seed(0)
+    rows, width, rank = 80, kernels.MULTIPLE, 8
+    shapes = [(rows, width)] * 3 + [(rows, 2 * rank), (rows, rank)]
+    shapes += [(width, rank)] * 2 + [(rank, width)]
+    return [torch.randn(s, generator=random, device=device).bfloat16() for s in shapes]
 
 
 def by_operators(
@@ -211,21 +238,21 @@ class _GatedLora(torch.autograd.Function):
         grad_b_down = grad.T @ low_down
         matrix = down[1](down[0])
         grad_gated = fp8.linear(grad, matrix.T) if form.is_fp8 else grad @ matrix
-        # From here on, gate and up are their gradients.
-        results = form.kernels.backward(
-            grad_gated, gate, up, low, grad_low_down, b_gate, b_up, a_down, is_gelu=form.is_gelu
-        )
-        grad_low, grad_b_gate, grad_b_up, grad_a_down = results
+        matrices = [make(weight) for weight, make in first] if form.is_fp8 else []
+        factors = [each.scales for each in matrices if fp8.is_rounding()]
+        # From here on, gate and up are their gradients, or those are quantized.
+        given = grad_gated, gate, up, low, grad_low_down, b_gate, b_up, a_down, factors
+        results = form.kernels.backward(*given, is_gelu=form.is_gelu)
+        grad_low, grad_b_gate, grad_b_up, grad_a_down, *quantized = results
         grad_low = (grad_low * scale).to(x.dtype)
         grad_x = None
-        if ctx.needs_input_grad[0]:
-            if form.is_fp8:
-                matrices = [make(weight) for weight, make in first]
-                grad_x = fp8.input_gradient([gate, up], matrices).addmm_(grad_low, stacked)
-            else:
-                grad_x = grad_low @ stacked
-                for part, (weight, make) in zip((gate, up), first, strict=True):
-                    grad_x.addmm_(part, make(weight))
+        if form.is_fp8 and ctx.needs_input_grad[0]:
+            rows = fp8.Rows(*quantized) if quantized else None
+            grad_x = fp8.input_gradient([gate, up], matrices, rows).addmm_(grad_low, stacked)
+        elif ctx.needs_input_grad[0]:
+            grad_x = grad_low @ stacked
+            for part, (weight, make) in zip((gate, up), first, strict=True):
+                grad_x.addmm_(part, make(weight))
         grad_bs = (each.T.to(x.dtype) for each in (grad_b_gate, grad_b_up))
         grads = grad_low.T @ x, grad_a_down.to(x.dtype), *grad_bs, grad_b_down
         return grad_x, None, *grads, *[None] * len(weights)
