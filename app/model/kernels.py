@@ -471,21 +471,26 @@ def _find_equal_forwards(
     was_training = model.training
     model.eval()  # dropout would make the two results differ
     for width, candidates in _candidates(model, kernels):
-        with gathered(candidates[0].module):
-            if any(weight.is_meta for weight in candidates[0].module.parameters()):
+        module = candidates[0].module
+        with gathered(module):
+            if any(weight.is_meta for weight in module.parameters()):
                 continue  # of another rank's stage
+            width = width or len(module.weight)
             equal = (each for each in candidates if is_equal(each, width, dtype, device))
             forward = next(equal, None)
         if forward is not None:
             fused.append(forward)
         else:
-            differing.add(type(candidates[0].module).__name__)
+            differing.add(type(module).__name__)
     model.train(was_training)
     return fused, differing
 
 
 def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int, Sequence[Fused]]]:
-    """Yield the input width of each replaceable module, and the fused forwards to compare."""
+    """Yield the input width of each replaceable module, and the fused forwards to compare.
+
+    The width of a norm, yielded as 0, is that of its weight, which may have to be gathered first.
+    """
     for module in model.modules():
         attributes, children = vars(module), module._modules
         eps = attributes.get("variance_epsilon", attributes.get("eps"))
@@ -501,7 +506,7 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
                 FusedNorm(kernels.norm, module, eps, *variant, kernels.norm_of_sum)
                 for variant in _NORM_VARIANTS
             )
-            yield len(module.weight), list(variants)
+            yield 0, list(variants)
         elif kernels.gates and {"gate_proj", "up_proj", "down_proj"} <= children.keys():
             gates = [FusedGate(kernel, module, name) for name, kernel in kernels.gates.items()]
             yield module.gate_proj.in_features, gates

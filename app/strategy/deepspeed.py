@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -83,7 +83,7 @@ class Zero(StrategyMixin, DDPStrategy):
         super().__init__(timeout=TIMEOUT)
         self.zero_config, self._accumulation = config, accumulation
         self.shards_weights = config.stage == 3
-        self.fuses_adapters = not self.shards_weights
+        self.gathers_by_module, self.fuses_adapters = self.shards_weights, not self.shards_weights
         self._zero: Any = None
         """DeepSpeed's optimizer, after setup"""
         self._weights_by_group: list[list[torch.nn.Parameter]] = []
@@ -179,6 +179,16 @@ class Zero(StrategyMixin, DDPStrategy):
             config_dict_or_path=config,
         )
         log_host_memory(self._peak_before, reads_here=broadcaster.reads_here)
+
+    def gathered(self, module: torch.nn.Module) -> AbstractContextManager[None]:
+        if not self.shards_weights:
+            return super().gathered(module)
+        import deepspeed
+
+        gather: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
+            list(module.parameters(recurse=False))
+        )
+        return gather
 
     def set_leaf_modules(self, modules: Iterable[torch.nn.Module]) -> None:
         """Mark modules as ZeRO-3 leaves, whose weights are gathered with those of all submodules.

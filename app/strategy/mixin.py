@@ -38,6 +38,8 @@ class Placement:
     """whether weights are sharded; forward passes and saves then need all ranks"""
     fuses_adapters = True
     """whether a layer may read its submodules' weights without calling their forward"""
+    gathers_by_module = False
+    """whether weights are whole only while the forward of the module that has them runs"""
 
     context_size = 1
     """neighbouring ranks that hold slices of the same rows"""

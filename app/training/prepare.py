@@ -89,19 +89,21 @@ def prepare_model(module: FinetuneModule) -> None:
         # 3. Products in FP8, then fused layers, each verified against the layer that it replaces.
         if module.trains_in_fp8:
             train_in_fp8(model)
-        if module.uses_fused_kernels and strategy.fuses_adapters:
+        on_gpu = device.type == "cuda"
+        if module.uses_fused_kernels and (on_gpu or strategy.fuses_adapters):
             run = partial(run_probe, model, backend, device)
             kinds = {weight.kind for weight in trainable_weights(model)}
             # Fused adapters read the weights of their layers without calling them.
             accumulates = strategy.accumulates_in_products and kinds <= {"weight", "bias"}
             fuse_layers(model, strategy.gathered, device, run, accumulates=accumulates)
-            if device.type == "cuda":  # results on a CPU must not change
+            if on_gpu and not strategy.gathers_by_module:  # results on a CPU must not change
                 joins_layers = not strategy.shards_weights
                 fuse_sums(model, strategy.gathered, run, joins_layers=joins_layers)
+            if on_gpu and strategy.fuses_adapters:
                 group_adapters(model, run)
                 decided = module.resume.state.get("joined_gates", {}) if module.resume else {}
                 module.joined_gates = join_adapters(model, strategy.gathered, device, decided)
-            if module.recomputes_layers:
+            if module.recomputes_layers and strategy.fuses_adapters:
                 chunk_feed_forwards(model)
     # 4. The base's log-probabilities, by the layers that will train.
     if module.store_references is not None:

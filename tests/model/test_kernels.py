@@ -8,6 +8,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from app.model import kernels
@@ -108,32 +110,32 @@ class Wrong(torch.autograd.Function):
         return outer * up, outer * silu(gate)
 
 
+def install_references(
+    patch: pytest.MonkeyPatch, rms_norm: Any = rms_norm, swiglu: Any = swiglu, rope: Any = rope
+) -> None:
+    """Replace Liger's package and our rope by the references above, and pretend to be on a GPU."""
+    package = types.ModuleType("liger_kernel")
+    package.__spec__ = importlib.util.spec_from_loader("liger_kernel", None)
+    functional = types.ModuleType("liger_kernel.transformers.functional")
+    functional.liger_rms_norm, functional.liger_swiglu = rms_norm, swiglu  # type: ignore[attr-defined]
+    functional.liger_fused_add_rms_norm = add_rms_norm  # type: ignore[attr-defined]
+    functional.liger_geglu = geglu  # type: ignore[attr-defined]
+    own = types.ModuleType("app.model.rope_kernel")
+    own.rotate = rope  # type: ignore[attr-defined]
+    for name, module in (
+        ("liger_kernel", package),
+        ("liger_kernel.transformers", types.ModuleType("liger_kernel.transformers")),
+        ("liger_kernel.transformers.functional", functional),
+        ("app.model.rope_kernel", own),
+    ):
+        patch.setitem(sys.modules, name, module)
+    patch.setattr(kernels, "_is_on_gpu", lambda model: True)
+
+
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Replace Liger's package by the references above, and pretend to be on a GPU.
-
-    A rope that a test has replaced in a module of transformers is restored after it.
-    """
-
-    def installed(rms_norm: Any = rms_norm, swiglu: Any = swiglu, rope: Any = rope) -> None:
-        package = types.ModuleType("liger_kernel")
-        package.__spec__ = importlib.util.spec_from_loader("liger_kernel", None)
-        functional = types.ModuleType("liger_kernel.transformers.functional")
-        functional.liger_rms_norm, functional.liger_swiglu = rms_norm, swiglu  # type: ignore[attr-defined]
-        functional.liger_fused_add_rms_norm = add_rms_norm  # type: ignore[attr-defined]
-        functional.liger_geglu = geglu  # type: ignore[attr-defined]
-        own = types.ModuleType("app.model.rope_kernel")
-        own.rotate = rope  # type: ignore[attr-defined]
-        for name, module in (
-            ("liger_kernel", package),
-            ("liger_kernel.transformers", types.ModuleType("liger_kernel.transformers")),
-            ("liger_kernel.transformers.functional", functional),
-            ("app.model.rope_kernel", own),
-        ):
-            monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr(kernels, "_is_on_gpu", lambda model: True)
-
-    yield installed
+    """Replace the kernels by references; a rope that a test has replaced is restored after it."""
+    yield partial(install_references, monkeypatch)
     for source in list(sys.modules.values()):
         if isinstance(replaced := vars(source).get(ROPE), FusedRope):
             setattr(source, ROPE, replaced.original)
@@ -606,6 +608,21 @@ def test_products_add_gradients_on_a_gpu() -> None:
         assert rows.grad is not None and weight.grad is not None
         assert (rows.grad - outer @ weight).norm() <= 1e-2 * rows.grad.norm()
     assert (weight.grad.float() - exact).norm() <= 1e-2 * exact.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rotated", [64, 16])
+def test_rope_is_equal_on_a_gpu(rotated: int) -> None:
+    from app.model.rope_kernel import rotate
+
+    inputs = [
+        torch.randn(2, 40, heads, 64, device="cuda").bfloat16().transpose(1, 2).requires_grad_()
+        for heads in (6, 2)
+    ]
+    angles = torch.randn(1, 40, rotated // 2, device="cuda").repeat(1, 1, 2)
+    tables = angles.cos().bfloat16(), angles.sin().bfloat16()
+    ways = (apply_rotary_pos_emb, rotate)
+    assert kernels.agree([partial(way, *inputs, *tables) for way in ways], inputs)
 
 
 @pytest.mark.gpu

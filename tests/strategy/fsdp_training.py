@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,11 +22,12 @@ from app.model.attention.inputs import attention_inputs
 from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.experts import expert_modules
-from app.model.head import head_loss
-from app.model.kernels import fuse_layers
+from app.model.head import head_loss, run_probe
+from app.model.kernels import Fused, fuse_layers
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
+from app.model.residuals import fuse_sums
 from app.strategy import tensor_parallel
 from app.strategy.loading import Broadcaster, peak_host_bytes
 from app.strategy.mixin import ShardedTensor, local
@@ -31,6 +35,7 @@ from app.strategy.settings import FsdpConfig, build_strategy
 from app.training.checkpoint.state import trainable_parameters
 from app.training.nonfinite import StepSkipped, propagate_nonfinite, skip_nonfinite_step
 from common.errors import UserError
+from tests.model.test_kernels import install_references
 from tests.ranks import prepare_strategy
 from tests.tiny import TINY_BASE
 
@@ -235,6 +240,19 @@ def train_cases(cases: list[tuple[FsdpConfig, dict[str, Any], dict[str, Any]]]) 
         strategy, model = build_sharded_model(config, model_builder(**made), precision)
         results.append(train(model, strategy, **how))
     return results
+
+
+def train_with_kernels(config: FsdpConfig, made: dict[str, Any]) -> dict[str, Any]:
+    """Train with references of a GPU's kernels; `kernels` counts them by class."""
+    with pytest.MonkeyPatch.context() as patch:
+        install_references(patch)
+        strategy, model = build_sharded_model(config, model_builder(**made))
+        run = partial(run_probe, model, "sdpa", strategy.root_device)
+        fuse_layers(model, strategy.gathered, run=run)
+        fuse_sums(model, strategy.gathered, run, joins_layers=False)
+        forwards = (vars(module).get("forward") for module in model.modules())
+        kinds = Counter(type(each).__name__ for each in forwards if isinstance(each, Fused))
+        return train(model, strategy) | {"kernels": kinds}
 
 
 def has_gradients_by_micro_batch(config: FsdpConfig, kind: str) -> tuple[bool, bool]:

@@ -206,6 +206,14 @@ def test_ranks_train_as_one_process() -> None:
                 assert found["built"] == ["cpu" if is_reader else "meta"], config.name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS[-2:], ids=lambda config: config.name)
+def test_kernels_train_on_sharded_weights(config: ZeroConfig) -> None:
+    for number, expected, found in on_ranks(2, zero_training.train_with_kernels, config):
+        assert number == 7 and expected["norms"][0] > CLIP
+        assert_same_results(found, expected, config.name)
+
+
 def assert_same_results(found: dict[str, Any], alone: dict[str, Any], which: str) -> None:
     assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4, nan_ok=True), which
     assert found["kept"].keys() == alone["kept"].keys(), which

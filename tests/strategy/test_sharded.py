@@ -72,6 +72,22 @@ def test_two_ranks_train_as_one(config: FsdpConfig, cases: list[Any]) -> None:
     check_cases(2, config, cases)
 
 
+@pytest.mark.parametrize(
+    "made",
+    [{"kind": "full", "model_type": "qwen3", "head_dim": 8}, {"kind": "lora", **UNTIED}],
+    ids=["full", "lora"],
+)
+@pytest.mark.parametrize(("num_ranks", "config"), [(2, TP), (4, FSDP_TP)], ids=["tp", "fsdp_tp"])
+def test_kernels_train_on_split_weights(
+    num_ranks: int, config: FsdpConfig, made: dict[str, Any]
+) -> None:
+    norms = 13 if "model_type" in made else 7
+    alone = fsdp.train(model_builder(**made)())
+    for answer in on_ranks(num_ranks, fsdp.train_with_kernels, config, made):
+        assert answer["kernels"] == {"FusedNorm": norms, "FusedGate": 3, "FusedLayer": 3}
+        assert_same_results(answer, alone, config.name)
+
+
 @pytest.mark.parametrize("config", [COPIES, FSDP_TP], ids=["2x2", "fsdp_tp"])
 def test_four_ranks_train_as_one(config: FsdpConfig) -> None:
     """Replicated shards, and shards of split matrices."""

@@ -6,11 +6,16 @@ import os
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor
 
+from app.model.head import run_probe
+from app.model.kernels import Fused, fuse_layers
 from app.strategy.settings import ZeroConfig, build_strategy
 from app.training.nonfinite import skip_nonfinite_step
+from tests.model.test_kernels import install_references
+from tests.tiny import random_ids, tiny_llama
 
 SHARD_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """without this, DeepSpeed would not shard weights as small as those of the tests"""
@@ -131,6 +136,45 @@ class Module(L.LightningModule):
             assert torch.equal(gathered[key].view(torch.uint8), value.view(torch.uint8)), key
 
 
+class LlamaModule(Module):
+    """Trains a Llama, by kernels if it is told to."""
+
+    def __init__(self, *, is_fused: bool) -> None:
+        super().__init__(None)
+        self.is_fused, self.fused = is_fused, 0
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            strategy: Any = self.trainer.strategy
+            self.model = strategy.build_model(_build_llama)
+
+    def on_train_start(self) -> None:
+        if self.is_fused:
+            strategy: Any = self.trainer.strategy
+            fuse_layers(self.model, strategy.gathered, run=self.run_once)
+        forwards = [vars(each).get("forward") for each in self.model.modules()]
+        self.fused = sum(isinstance(each, Fused) for each in forwards)
+
+    def run_once(self) -> None:
+        run_probe(self.model, "sdpa", self.device)
+
+    def training_step(self, batch: Any, step: int) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        rows = random_ids(4, 16).roll(step, 1)[2 * self.global_rank :]
+        return strategy.run_micro_batches(
+            rows[:2].split(1),
+            lambda ids: self.model(input_ids=ids, labels=ids, use_cache=False).loss / 2,
+        )
+
+    def on_train_end(self) -> None:
+        self.kept = self.gathered()
+
+
+def _build_llama(on_meta: bool = False, **_: Any) -> Any:
+    with torch.device("meta" if on_meta else "cpu"):
+        return tiny_llama().train()
+
+
 SHAPES = {name: weight.shape for name, weight in build(on_meta=True).named_parameters()}
 
 
@@ -139,11 +183,14 @@ def _full_tensor(state: Any) -> Tensor:
 
 
 def train(
-    config: ZeroConfig, bad_rank: int | None = None, accelerator: str = "cpu"
+    config: ZeroConfig,
+    bad_rank: int | None = None,
+    accelerator: str = "cpu",
+    module: Module | None = None,
 ) -> dict[str, Any]:
     """Train under a strategy; return the final tensors, the norms, and where weights were built."""
     num_ranks = int(os.environ["WORLD_SIZE"])
-    module = Module(bad_rank)
+    module = module or Module(bad_rank)
     trainer = L.Trainer(
         accelerator=accelerator,
         devices=num_ranks,
@@ -164,6 +211,18 @@ def train(
     trainer.fit(module, [0] * STEPS)
     kept = {name: value.cpu() for name, value in module.kept.items()}
     return {"kept": kept, "norms": module.norms, "built": module.built}
+
+
+def train_with_kernels(config: ZeroConfig) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Train a Llama with and without kernels; return their number, and both results."""
+    environment, results = dict(os.environ), []
+    for is_fused in (False, True):
+        os.environ |= environment
+        module = LlamaModule(is_fused=is_fused)
+        with pytest.MonkeyPatch.context() as patch:
+            install_references(patch)
+            results.append(train(config, module=module))
+    return module.fused, *results
 
 
 def train_all(configs: list[ZeroConfig]) -> list[list[dict[str, Any]]]:
