@@ -18,15 +18,14 @@ from app.model.recompute import RecomputeConfig, apply_recompute
 from app.model.residuals import FusedLayer, fuse_sums
 from tests.families import tiny_family
 from tests.model.test_kernels import add_rms_norm, install, packed_losses
-from tests.tiny import tiny_llama
+from tests.tiny import random_ids, tiny_llama
 
 __all__ = ["install"]
-CPU = torch.device("cpu")
 
 
 def with_sums(model: Any, *, joins_layers: bool = True) -> list[FusedLayer]:
     """Fuse a model's layers and their sums; the layers that have fused sums."""
-    run = partial(run_probe, model, "sdpa", CPU)
+    run = partial(run_probe, model, "sdpa", model.device)
     fuse_layers(model.train(), run=run)
     fuse_sums(model, lambda module: nullcontext(), run, joins_layers=joins_layers)
     forwards = (vars(module).get("forward") for module in model.modules())
@@ -135,3 +134,21 @@ def test_a_kernel_that_differs_is_left_out(
     assert with_sums(tiny_llama()) == []
     reason = "no such block" if way == "broken" else "the results differ"
     assert f"residual sums by PyTorch's operators ({reason})" in caplog.text
+
+
+@pytest.mark.gpu
+def test_sums_are_equal_on_a_gpu() -> None:
+    pytest.importorskip("liger_kernel")
+    model: Any = tiny_llama(hidden_size=256, intermediate_size=512).to("cuda", torch.bfloat16)
+    ids = random_ids(2, 64).cuda()
+
+    def gradients() -> dict[str, Tensor]:
+        model.train().zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+    own = gradients()
+    assert len(with_sums(model)) == 2
+    for name, grad in gradients().items():
+        assert (grad - own[name]).norm() <= 0.15 * own[name].norm(), name
+    unfuse_layers(model)
