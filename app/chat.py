@@ -24,7 +24,7 @@ from common.text import printable
 from data_modules import Turn
 
 if TYPE_CHECKING:
-    from app.assembly.tuned import Tuned
+    from app.assembly.base import Tuned
     from app.evaluation.conversation import Responder
     from app.training.trainer import Environment
 
@@ -42,7 +42,7 @@ def chat(config: ChatConfig) -> None:
     configure_libraries(offline=is_offline(config.model))
 
     # Imported late, so that --help and config errors do not wait for torch.
-    from app.assembly.tuned import open_tuned, with_checkpoint
+    from app.assembly.base import open_tuned, with_checkpoint
     from app.training.trainer import resolve_single_device
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)

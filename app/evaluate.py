@@ -54,22 +54,21 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 
     print_loading()
     # Imported late, so that --help and config errors do not wait for torch.
-    from app.assembly import tuned
-    from app.assembly.base import build_datamodule, open_base
+    from app.assembly import base as models
     from app.evaluation.evaluator import print_samples, report_confusion
     from app.evaluation.significance import change_metrics, check_regression, report_comparison
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
-    config = tuned.with_checkpoint(config, env, folder)
-    base = open_base(config, env, tuned.adapter_of(config))
+    config = models.with_checkpoint(config, env, folder)
+    base = models.open_base(config, env, models.adapter_of(config))
     batching = BatchSpec(
         micro_batch_size=config.trainer.micro_batch_size, row_multiple=env.row_multiple
     )
-    data = build_datamodule(config, base.tokenizer, base.spec, batching)
+    data = models.build_datamodule(config, base.tokenizer, base.spec, batching)
     data.setup("validate")
-    rate = tuned.open_reward_model(judged.reward_model, config.trainer.accelerator)
+    rate = models.open_reward_model(judged.reward_model, config.trainer.accelerator)
     evaluator, runner, metrics = _measure_models(config, folder, env, base, data, bench)
     if not is_first_rank():
         return metrics
@@ -80,7 +79,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         metrics |= verdicts.metrics()
         write_atomically(folder / _JUDGE_PAGE, _verdicts_page(bench, verdicts))
     grades = {} if verdicts is None or bench is None else verdicts.row_scores(bench.name)
-    changes = evaluator.changes(tuned.trained_datasets(config), grades)
+    changes = evaluator.changes(models.trained_datasets(config), grades)
     groups = evaluator.group_changes()
     metrics |= change_metrics([*changes, *groups])
     write_atomically(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
@@ -124,7 +123,7 @@ def _measure_models(
 
     Returns the evaluator, the runner that saves partial results in `folder`, and the metrics.
     """
-    from app.assembly.tuned import adapter_of, place_as_trained
+    from app.assembly.base import adapter_of, place_as_trained
     from app.evaluation.evaluator import Evaluator
     from app.evaluation.row_runner import Progress, build_row_runner, build_sum_over_ranks
     from app.evaluation.tasks.questions import build_tasks
@@ -221,7 +220,7 @@ def start(config: EvaluateConfig) -> None:
         return
     folder = decide_run_dir(config.output)
     if config.checkpoint != FINAL:  # once, before the ranks open it
-        from app.assembly.tuned import with_checkpoint
+        from app.assembly.base import with_checkpoint
         from app.training.trainer import resolve_single_device
 
         configure_libraries(offline=is_offline(config.model, config.data))

@@ -53,7 +53,7 @@ def merge(config: MergeConfig) -> Difference | None:
 
     print_loading()
     # Imported late, so that --help and config errors do not wait for torch.
-    from app.assembly.tuned import open_tuned, with_checkpoint
+    from app.assembly.base import open_tuned, with_checkpoint
     from app.evaluation.merged import (
         CHECKED,
         check_gguf,

@@ -161,7 +161,7 @@ def _print_files(repo: str, folder: Path, left_out: Sequence[str]) -> None:
 
 def save_checkpoint(config: PushConfig, run: Path, folder: Path) -> Path:
     """Save the selected checkpoint under `folder` as a finished run saves its result."""
-    from app.assembly.tuned import with_checkpoint
+    from app.assembly.base import with_checkpoint
     from app.training.trainer import resolve_single_device
 
     words = [f"run={run}", f"checkpoint={config.checkpoint}"]

@@ -65,7 +65,7 @@ class TrainedRun:
         """Return the tuned model's answer to each prompt, as `loft chat` does with `chat.*`."""
         config = self._config("chat", ChatConfig, settings)
         if self._responder is None:  # the model is loaded once
-            from app.assembly.tuned import open_tuned
+            from app.assembly.base import open_tuned
             from app.training.trainer import resolve_single_device
 
             env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)

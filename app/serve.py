@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from app.assembly.tuned import Tuned
+    from app.assembly.base import Tuned
 
 log = logging.getLogger(__name__)
 _MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -56,7 +56,7 @@ def serve(config: ServerConfig) -> None:
     configure_libraries(offline=is_offline(config.model))
 
     # Imported late, so that --help and config errors do not wait for torch.
-    from app.assembly.tuned import open_tuned, with_checkpoint
+    from app.assembly.base import open_tuned, with_checkpoint
     from app.evaluation.conversation import check_served_tokens
     from app.serving.server import build_app
     from app.training.trainer import resolve_single_device

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from app.training.checkpoint.store import CheckpointStore
+from tests.conftest import read_column
 
 MEASURED = ("speed/", "machine/", "memory/")
 """prefixes of metrics of time and memory, which differ between runs"""
@@ -34,6 +38,15 @@ def figures_of(run: Path) -> dict[str, float]:
         for key, value in figures.items()
         if not key.startswith(MEASURED) and "/perplexity" not in key
     }
+
+
+def check_close(
+    run: Path, expected: Path, columns: Sequence[str], *, rel: float = 1e-5, abs: float = 1e-6
+) -> None:
+    """Compare columns of metrics.csv of two runs that split the same steps otherwise."""
+    for column in columns:
+        ours, theirs = (read_column(each, column) for each in (run, expected))
+        assert ours == pytest.approx(theirs, rel=rel, abs=abs), column
 
 
 def check_same_run(resumed: Path, uninterrupted: Path) -> None:

@@ -58,9 +58,8 @@ from app.training.callbacks import (
 )
 from app.training.checkpoint.saving import build_checkpoints, build_saver, signals_of
 from app.training.loggers import RunLogger
-from app.training.metrics import FirstLoss, Metrics, is_measured_at
+from app.training.metrics import FirstLoss, Metrics, StepWatch, is_measured_at
 from app.training.module import FinetuneModule
-from app.training.nonfinite import StepWatch
 from app.training.objective.distill import open_references
 from app.training.objective.objective import Objective
 from app.training.objective.settings import build_objective

@@ -38,7 +38,7 @@ from common.text import percent
 from data_modules import Turn
 
 if TYPE_CHECKING:
-    from app.assembly.tuned import Tuned
+    from app.assembly.base import Tuned
     from app.config import MergeConfig
     from app.training.trainer import Environment
 

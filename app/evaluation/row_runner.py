@@ -25,7 +25,7 @@ from rich.progress import Progress as Bar
 
 from app.process.collectives import all_gather
 from app.process.launch import is_first_rank, local_rank, read_launch
-from app.training.checkpoint.schema import differences
+from app.training.checkpoint.documents import differences
 from app.training.run_documents import RESULT
 from common.errors import UserError
 from common.files import open_no_follow

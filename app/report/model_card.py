@@ -24,7 +24,7 @@ from data_modules import is_hub_id
 if TYPE_CHECKING:
     import torch
 
-    from app.assembly.tuned import Tuned
+    from app.assembly.base import Tuned
     from app.config import MergeConfig
     from app.model.merging import Difference
 

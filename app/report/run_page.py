@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from app.process.launch import is_first_rank
 from app.report import render_template
 from app.report.chart import COLORS, Chart, Series, draw_png, draw_svg, format_number, frame_of
-from app.training.checkpoint.schema import differences
+from app.training.checkpoint.documents import differences
 from app.training.machine import LOST
 from app.training.run_documents import (
     AGAIN,

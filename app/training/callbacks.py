@@ -52,7 +52,6 @@ _LOCATIONS = ("path", "tokenizer_path", "chat_template", "cache_dir")
 """settings that may differ between machines: files are compared by content, not by path"""
 PACKAGES = ("app", "common", "data_modules", "conf")
 """source folders of this program"""
-NUMBER = re.compile(r"\d+")
 _LINES_PER_RUN = 10
 _BAR_FIGURES = {
     "train/loss": "loss {:.4f}",
@@ -246,7 +245,7 @@ def _check_gradients(weights: list[TrainableWeight], is_reached: list[bool]) -> 
 def _place(weight: TrainableWeight) -> str:
     """Return a module's name with * for the numbers of experts."""
     place, expert, inside = weight.module.partition("expert")
-    return place + expert + NUMBER.sub("*", inside)
+    return place + expert + re.sub(r"\d+", "*", inside)
 
 
 def _num_modules(weights: list[TrainableWeight]) -> int:

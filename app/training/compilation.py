@@ -1,4 +1,4 @@
-"""X"""
+"""Compile the layers of a model one by one with torch.compile; a failure only leaves them plain."""
 
 from __future__ import annotations
 

@@ -22,18 +22,13 @@ from app.strategy.disk_states import AdamWOnDisk
 from app.strategy.mixin import StrategyMixin
 from app.training.algorithms import use_averaged_weights, use_training_weights
 from app.training.checkpoint.state import (
+    Resume,
     loop_state_after,
     model_state,
     optimizer_state,
     restore_model,
 )
 from app.training.metrics import Metrics, StepRecord
-from app.training.nonfinite import (
-    StepSkipped,
-    inject_faults,
-    propagate_nonfinite,
-    skip_nonfinite_step,
-)
 from app.training.objective.objective import (
     DatasetSums,
     Objective,
@@ -43,11 +38,58 @@ from app.training.objective.objective import (
 )
 from app.training.optimizers import ScheduleConfig, base_lr, build_schedule
 from app.training.prepare import prepare_model, print_parameter_table, room_for_transposed
-from app.training.resume import Resume
 from app.training.routing import ExpertLoad, RouterBalance
 from data_modules import Batch
 
 log = logging.getLogger(__name__)
+
+_LOSS_FAULTS = {"nan": math.nan, "inf": math.inf}
+_GRADIENT_FAULTS = {"grad_nan": math.nan, "grad_inf": math.inf}
+"""injected values by fault name"""
+
+
+class StepSkipped(Exception):
+    """Ends an optimizer step before it has changed anything."""
+
+
+def propagate_nonfinite(loss: Tensor) -> Tensor:
+    """Return `loss`, with NaN gradients if it is not finite.
+
+    An infinite loss may have finite gradients. This way the gradient norm, which covers all ranks,
+    is not finite in either case.
+    """
+    return loss * (1 + 0 * loss.detach())
+
+
+def skip_nonfinite_step(optimizer: Any, grad_norm: Tensor, *, is_scaled: bool) -> None:
+    """Make `optimizer` skip its step if `grad_norm` is not finite.
+
+    Called within the step's closure. `is_scaled`: a loss scaler checks the gradients. Raises
+    StepSkipped if the optimizer cannot skip on the device.
+    """
+    if is_scaled:
+        return  # the scaler has checked the gradients, and skips by itself
+    groups = optimizer.param_groups
+    if isinstance(optimizer, torch.optim.AdamW) and all(group["fused"] for group in groups):
+        # Fused kernels read this on the device, and change nothing if it is 1.
+        optimizer.found_inf = grad_norm.isfinite().logical_not().float()
+    # Other optimizers have no such flag, and a zero gradient or learning rate would still change
+    # their moments: one number is read on the host in every step.
+    elif not math.isfinite(grad_norm.item()):
+        raise StepSkipped
+
+
+def inject_faults(loss: Tensor, step: int, batch: Batch, sums: DatasetSums) -> Tensor:
+    """Return `loss` with the faults that are due at `step`; a faulty loss also enters `sums`."""
+    for name, value in _LOSS_FAULTS.items():
+        if faults.is_due(name, step):
+            sums.scale_losses(batch.dataset_ids[batch.labels >= 0].unique(), value)
+            loss = loss + value  # its gradients stay finite
+    for name, value in _GRADIENT_FAULTS.items():
+        if faults.is_due(name, step):
+            loss = loss * 1.0  # a separate node for the hook
+            loss.register_hook(lambda grad, value=value: grad * value)
+    return loss
 
 
 class FinetuneModule(L.LightningModule):

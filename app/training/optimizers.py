@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,30 +143,9 @@ def build_optimizer(
     weights = trainable_weights(model)
     _check_patterns(weights, config.lr_by_pattern)
     if isinstance(config, MuonConfig):
-        optimizer = _build_muon(model, weights, config, adapter, lr, fused)
-    else:
-        groups = _parameter_groups(
-            weights,
-            adapter,
-            lr=lr,
-            weight_decay=config.weight_decay,
-            patterns=config.lr_by_pattern,
-        )
-        optimizer = _build(model, weights, groups, config, fused, states_folder)
-    check_every_weight_is_in_one_group(weights, optimizer.param_groups)
-    return optimizer
-
-
-def _build(
-    model: torch.nn.Module,
-    weights: Sequence[TrainableWeight],
-    groups: list[dict[str, Any]],
-    config: OptimizerConfig,
-    fused: bool,
-    states_folder: Path | None,
-) -> torch.optim.Optimizer:
-    from app.training.algorithms import build_schedule_free
-
+        return _build_muon(model, weights, config, adapter, lr, fused)
+    decay, patterns = config.weight_decay, config.lr_by_pattern
+    groups = _parameter_groups(weights, adapter, lr=lr, weight_decay=decay, patterns=patterns)
     if isinstance(config, AdafactorConfig):
         from transformers.optimization import Adafactor
 
@@ -183,13 +161,17 @@ def _build(
     assert isinstance(config, AdamWConfig)
     betas = (config.beta1, config.beta2)
     if isinstance(config, ScheduleFreeConfig):
+        from app.training.algorithms import build_schedule_free
+
         return build_schedule_free(groups, betas=betas, eps=config.eps)
     if isinstance(config, AdamW8bitConfig):
         from app.training.eight_bit import build_adamw8bit
 
+        # Of these a step only uses the rows or columns of its tokens.
+        by_kind = [w.parameter for w in weights if w.kind in ("token rows", "lora embedding A")]
         return build_adamw8bit(
             groups,
-            _embeddings(model, weights),
+            {id(parameter) for parameter in (*embedding_weights(model), *by_kind)},
             betas=betas,
             eps=config.eps,
             is_paged=isinstance(config, PagedAdamW8bitConfig),
@@ -225,12 +207,12 @@ def _build_muon(
     from app.training.algorithms import MuonWithAdamW
 
     vocabulary = {id(parameter) for parameter in vocabulary_weights(model)}
-    matrices, others = [], []
+    matrices: list[TrainableWeight] = []
+    others: list[TrainableWeight] = []
     for weight in weights:
-        if weight.parameter.ndim != 2 or weight.is_vector or id(weight.parameter) in vocabulary:
-            others.append(weight)
-        else:
-            matrices.append(weight)
+        is_other = weight.parameter.ndim != 2 or weight.is_vector
+        is_other |= id(weight.parameter) in vocabulary
+        (others if is_other else matrices).append(weight)
     patterns = config.lr_by_pattern
     parts: list[torch.optim.Optimizer] = []
     if matrices:
@@ -243,12 +225,6 @@ def _build_muon(
         groups = _parameter_groups(others, adapter, lr=lr, weight_decay=0.0, patterns=patterns)
         parts.append(_build_adamw(groups, config, fused))
     return parts[0] if len(parts) == 1 else MuonWithAdamW(*parts)
-
-
-def _embeddings(model: torch.nn.Module, weights: Sequence[TrainableWeight]) -> set[int]:
-    """Return the ids of parameters of which a step only uses the rows or columns of its tokens."""
-    by_kind = [w.parameter for w in weights if w.kind in ("token rows", "lora embedding A")]
-    return {id(parameter) for parameter in (*embedding_weights(model), *by_kind)}
 
 
 def base_lr(optimizer: torch.optim.Optimizer) -> float:
@@ -375,21 +351,6 @@ def vocabulary_weights(model: Any) -> list[torch.nn.Parameter]:
     # The wrapper of an adapter also contains the adapter's matrices.
     in_head = [m.weight for m in head.modules() if isinstance(m, torch.nn.Linear)]
     return weights + [weight for weight in in_head if weight.shape in shapes]
-
-
-def check_every_weight_is_in_one_group(
-    weights: Iterable[TrainableWeight], groups: Iterable[Mapping[str, Any]]
-) -> None:
-    """Raise ValueError if a weight is in no group or in several, or a group is empty."""
-    groups = list(groups)
-    if empty := [group["name"] for group in groups if not group["params"]]:
-        raise ValueError(f"the parameter group {empty[0]} is empty")
-    grouped = Counter(id(p) for group in groups for p in group["params"])
-    for weight in weights:
-        if (count := grouped.pop(id(weight.parameter), 0)) != 1:
-            raise ValueError(f"{weight.module} ({weight.kind}) is in {count} parameter groups")
-    if grouped:
-        raise ValueError(f"the optimizer holds {len(grouped)} weights that are not trainable")
 
 
 _STATES = {"adamw": 2, "schedule_free": 2, "muon": 1, "adafactor": 0, "paged_adamw8bit": 0}

@@ -42,8 +42,8 @@ from app.model.quantization import quantize_tokens_independently
 from app.model.residuals import fuse_sums
 from app.process.launch import is_first_rank
 from app.process.logs import laid_out, show, text_table
+from app.training.checkpoint.state import check_same_step
 from app.training.optimizers import format_lr
-from app.training.resume import check_same_step
 from common.errors import UserError
 from common.text import percent
 
@@ -306,6 +306,13 @@ class TrainedPattern:
     shapes: dict[str, None] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """Parent and name of the module, relative to its layer if it is in one."""
+        before, star, inside = self.pattern.partition("*.")
+        parent, _, name = (inside if star else before).rpartition(".")
+        return (parent, name) if star else ("", name)
+
 
 def trained_patterns(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -338,8 +345,13 @@ def trainable_table(patterns: list[TrainedPattern], *, is_brief: bool = False) -
     """
     from rich.box import SIMPLE_HEAD
 
-    rows = _by_parent(patterns) if is_brief else [[pattern] for pattern in patterns]
-    most, others = MAX_BRIEF_ROWS if is_brief else MAX_ROWS, []
+    by_row: dict[Any, list[TrainedPattern]] = {}
+    for each in patterns:
+        settings = each.dtype, each.lr, each.weight_decay
+        key = (each.place[0], *each.kinds, *settings) if is_brief else id(each)
+        by_row.setdefault(key, []).append(each)
+    rows, others = list(by_row.values()), []
+    most = MAX_BRIEF_ROWS if is_brief else MAX_ROWS
     if len(rows) > most:
         largest = sorted(rows, key=_num_weights, reverse=True)[: most - 1]
         others = [pattern for row in rows if row not in largest for pattern in row]
@@ -349,12 +361,19 @@ def trainable_table(patterns: list[TrainedPattern], *, is_brief: bool = False) -
     shapes = [] if is_brief else ["shapes"]
     cells = [["module", "part", "modules", *shapes, "params", "share", *own]]
     for row in rows:
-        names = [f"{len(others):,} smaller ones", ""] if row is others else _names_of(row, is_brief)
+        first, kinds = row[0], ", ".join(row[0].kinds)
+        names = [first.pattern, kinds]
+        if row is others:
+            names = [f"{len(others):,} smaller ones", ""]
+        elif is_brief:
+            joined = ", ".join(dict.fromkeys(each.place[1] for each in row))
+            parent = f"{first.place[0]}: " if first.place[0] else ""
+            names = [f"{parent}{joined}", kinds.replace(", lora ", ", ")]
         number = sum(len(pattern.modules) for pattern in row)
-        own_shapes = "" if row is others else _at_most(_MAX_SHAPES, row[0].shapes)
-        settings = _settings(row)
+        own_shapes = "" if row is others else _at_most(_MAX_SHAPES, first.shapes)
+        texts_of = _settings(row)
         row_cells = [*names, f"{number:,}", *([own_shapes] * len(shapes))]
-        cells.append([*row_cells, *_size(_num_weights(row), total), *(settings[n] for n in own)])
+        cells.append([*row_cells, *_size(_num_weights(row), total), *(texts_of[n] for n in own)])
     texts = ("part", "shapes")
     if is_brief:
         return text_table(cells, texts=texts, box=None, pad_edge=False)
@@ -362,35 +381,8 @@ def trainable_table(patterns: list[TrainedPattern], *, is_brief: bool = False) -
     return text_table(cells, ", ".join(title), texts, box=SIMPLE_HEAD)
 
 
-def _by_parent(patterns: list[TrainedPattern]) -> list[list[TrainedPattern]]:
-    rows: dict[Any, list[TrainedPattern]] = {}
-    for pattern in patterns:
-        parent, _ = _short_name(pattern.pattern)
-        settings = (pattern.dtype, pattern.lr, pattern.weight_decay)
-        rows.setdefault((parent, tuple(pattern.kinds), settings), []).append(pattern)
-    return list(rows.values())
-
-
 def _num_weights(patterns: Iterable[TrainedPattern]) -> int:
     return sum(pattern.num_weights for pattern in patterns)
-
-
-def _short_name(pattern: str) -> tuple[str, str]:
-    """Return the parent and the name of a module, relative to its layer if it is in one."""
-    before, star, inside = pattern.partition("*.")
-    parent, _, name = (inside if star else before).rpartition(".")
-    return (parent, name) if star else ("", name)
-
-
-def _names_of(row: list[TrainedPattern], is_brief: bool) -> list[str]:
-    """Return the names of the modules of a row, and of their trainable parts."""
-    kinds = ", ".join(row[0].kinds)
-    if not is_brief:
-        return [row[0].pattern, kinds]
-    parents, names = zip(*(_short_name(pattern.pattern) for pattern in row), strict=True)
-    joined = ", ".join(dict.fromkeys(names))
-    name = f"{parents[0]}: {joined}" if parents[0] else joined
-    return [name, kinds.replace(", lora ", ", ")]
 
 
 def _size(num_weights: int, total: int) -> tuple[str, str]:

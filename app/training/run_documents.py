@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.training.checkpoint.schema import (
+from app.training.checkpoint.documents import (
     ANYTHING,
     COUNT,
     POSITIVE_COUNT,
@@ -49,7 +49,7 @@ _NUMBERS = dict.fromkeys(("r", "alpha"), or_null(_FIGURE))
 _BATCH = ("packs", "micro_batch_size", "gradient_accumulation_steps", "num_ranks")
 _REQUIRED = {
     "versions": MapOf(TEXT),
-    "base": Keys(dict.fromkeys(_BASE, NULLABLE_TEXT), {}, allows_others=True),
+    "base": Keys(dict.fromkeys(_BASE, NULLABLE_TEXT), allows_others=True),
     "data": ListOf(Keys(_DATASET, _COUNTS, allows_others=True)),
     "total_steps": COUNT,
 }
@@ -70,7 +70,7 @@ _OPTIONAL = {
 }
 MANIFEST = Keys(
     _REQUIRED | {"command": ListOf(TEXT), "started": TEXT, "run": RUN},
-    _OPTIONAL | {"global_batch": Keys(dict.fromkeys(_BATCH, POSITIVE_COUNT), {})},
+    _OPTIONAL | {"global_batch": Keys(dict.fromkeys(_BATCH, POSITIVE_COUNT))},
     allows_others=True,
 )
 """manifest.json of a run that is resumed"""
@@ -99,7 +99,7 @@ MIXTURE = ListOf(Keys({}, dict.fromkeys(_MIXED, or_null(_FIGURE)), allows_others
 VERDICT = Keys(
     {
         "verdict": TEXT,
-        "changes": ListOf(Keys({"measure": TEXT, "name": TEXT}, {}, allows_others=True)),
+        "changes": ListOf(Keys({"measure": TEXT, "name": TEXT}, allows_others=True)),
         "table": ListOf(ListOf(TEXT)),
     },
     {},
@@ -207,7 +207,7 @@ STATUS = Keys(
     allows_others=True,
 )
 """status.json"""
-RESULT = Keys({"stamp": TEXT, "row": COUNT, "result": ANYTHING}, {})
+RESULT = Keys({"stamp": TEXT, "row": COUNT, "result": ANYTHING})
 """a line of what a killed evaluation has measured"""
 
 

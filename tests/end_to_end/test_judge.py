@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from app.assembly.tuned import open_reward_model
+from app.assembly.base import open_reward_model
 from app.config import load_config
 from app.evaluate import evaluate
 from app.evaluation.judge import endpoint, grading

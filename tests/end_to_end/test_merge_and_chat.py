@@ -345,7 +345,7 @@ def questions_of(run: Path) -> list[tuple[Any, ...]]:
 
 def answers_of(questions: list[tuple[Any, ...]], *words: str) -> list[str]:
     """Return the streamed answers of chat's responder to each conversation."""
-    from app.assembly.tuned import open_tuned
+    from app.assembly.base import open_tuned
     from app.evaluation.conversation import ConversationConfig, Responder
     from app.training.trainer import resolve_single_device
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from app.assembly.tuned import open_tuned
+from app.assembly.base import open_tuned
 from app.config import load_config
 from app.model.base import ModelConfig
 from app.model.tokenizer import (

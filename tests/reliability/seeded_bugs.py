@@ -40,10 +40,10 @@ UNKNOWN_NAME = 2
 COLLATOR = "data_modules/collator.py"
 STORE = "app/training/checkpoint/store.py"
 MODULE = "app/training/module.py"
-RESUME = "app/training/resume.py"
+RESUME = "app/training/checkpoint/state.py"
 START = "app/run/start.py"
 KILLED = "tests/training/checkpoint/test_store_killed.py"
-ROTATION = "tests/training/checkpoint/test_store_rotation.py"
+ROTATION = "tests/training/checkpoint/test_store.py"
 RESUMED = "tests/training/checkpoint/test_resume.py"
 RESUMED_RUN = f"{RESUMED}::test_a_resumed_run_is_the_uninterrupted_one[lora packed]"
 STEPS = "tests/parity/strategies/test_steps.py::test_lora_accumulated_and_clipped"
@@ -66,8 +66,7 @@ BUGS = [
     Bug(
         name="a rank's random state is lost",
         file=RESUME,
-        right="            restore_random_state(read_random_state(source, rank), "
-        "module.strategy.root_device)\n",
+        right="            restore_random_state(self._random_state, module.strategy.root_device)\n",
         wrong="            pass\n",
         test=RESUMED_RUN,
     ),
@@ -133,7 +132,7 @@ BUGS = [
         file="app/training/loggers.py",
         right="            file.truncate(end)\n",
         wrong="            pass\n",
-        test="tests/training/test_loggers_resumed.py::test_no_point_is_shown_twice",
+        test="tests/training/test_loggers.py::test_no_point_is_shown_twice",
     ),
     Bug(
         name="the marker is written first",
@@ -173,7 +172,7 @@ BUGS = [
         file="app/training/checkpoint/disk.py",
         right="        os.fsync(stream.fileno())\n",
         wrong="",
-        test="tests/training/checkpoint/test_disk.py::test_a_file_is_written_hashed_and_synced",
+        test="tests/training/checkpoint/test_tensors.py::test_a_file_is_written_hashed_and_synced",
     ),
     Bug(
         name="the newest checkpoint is chosen by modification time",
@@ -190,7 +189,7 @@ BUGS = [
             for _, older in self._folders():
                 self._remove(older)
 """,
-        test="tests/training/checkpoint/test_store_disk_full.py"
+        test="tests/training/checkpoint/test_store.py"
         "::test_a_full_disk_at_any_point_keeps_the_last_good_one",
     ),
     Bug(
@@ -198,16 +197,14 @@ BUGS = [
         file="app/training/checkpoint/checkpoint.py",
         right="if disk.read_hash(file) != expected.sha256:",
         wrong="if False:",
-        test="tests/training/checkpoint/test_store_damaged.py"
-        "::test_every_damage_is_found_and_named",
+        test="tests/training/checkpoint/test_store.py::test_every_damage_is_found_and_named",
     ),
     Bug(
         name="the manifest is not checked against the marker",
         file="app/training/checkpoint/checkpoint.py",
         right="    if marker != marker_of(hashlib.sha256(text).hexdigest()):\n",
         wrong="    if not marker:\n",
-        test="tests/training/checkpoint/test_store_damaged.py"
-        "::test_every_damage_is_found_and_named",
+        test="tests/training/checkpoint/test_store.py::test_every_damage_is_found_and_named",
     ),
     Bug(
         name="a run with only damaged checkpoints starts from scratch",
@@ -240,7 +237,7 @@ BUGS = [
     ),
     Bug(
         name="a step with a nonfinite loss is taken",
-        file="app/training/nonfinite.py",
+        file="app/training/module.py",
         right="    return loss * (1 + 0 * loss.detach())\n",
         wrong="    return loss\n",
         test="tests/training/test_nonfinite.py::test_an_infinite_loss_makes_its_gradients_nan",
@@ -250,7 +247,7 @@ BUGS = [
         file="app/training/checkpoint/saving.py",
         right="copies[key] = copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)",
         wrong="copies[key] = tensor.detach()",
-        test="tests/training/checkpoint/test_background.py"
+        test="tests/training/checkpoint/test_saving.py"
         "::test_what_is_written_is_what_was_at_the_step",
     ),
     Bug(
@@ -272,7 +269,7 @@ BUGS = [
         file="app/training/objective/objective.py",
         right="        numbers = batch.sequence.take(numbers)\n",
         wrong="        numbers = numbers[:, : batch.labels.shape[1]]\n",
-        test="tests/training/test_sequence_slice.py::test_the_parts_of_rows_add_up",
+        test="tests/training/test_loss.py::test_the_parts_of_rows_add_up",
     ),
     Bug(
         name="a rank clips by the norm of its own shards",
@@ -400,7 +397,7 @@ BUGS = [
         file="app/training/optimizers.py",
         right='"lr": lr * ratio,',
         wrong='"lr": lr,',
-        test="tests/training/test_parameter_groups.py"
+        test="tests/training/test_optimizer.py"
         "::test_the_first_pattern_that_fits_a_whole_name_decides",
     ),
     Bug(
@@ -553,7 +550,7 @@ BUGS = [
         file="app/training/prepare.py",
         right="torch.initial_seed() + strategy.random_rank",
         wrong="torch.initial_seed()",
-        test="tests/training/test_prepare_model.py::test_ranks_draw_other_dropout_unless_they_share_rows",
+        test="tests/training/test_prepare.py::test_ranks_draw_other_dropout_unless_they_share_rows",
     ),
     Bug(
         name="a text passes for a number of config.json",
@@ -870,7 +867,7 @@ BUGS = [
         file="app/training/prepare.py",
         right="    module.reset_step()\n",
         wrong="",
-        test="tests/training/test_fp8_check.py::test_the_check_leaves_no_trace",
+        test="tests/training/test_prepare.py::test_the_check_leaves_no_trace",
     ),
     Bug(
         name="auto splits rows that are as fast whole",

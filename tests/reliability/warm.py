@@ -121,8 +121,8 @@ def import_all() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import app.assembly.auto
+    import app.assembly.base
     import app.assembly.training
-    import app.assembly.tuned
     import app.evaluation.evaluator
     import app.model.adapter.experts
     import app.model.adapter.fused

@@ -338,7 +338,7 @@ def test_a_step_of_a_run_that_trusts_code_of_its_base_is_pushed_once_that_is_typ
         opened.append(config.model.trust_remote_code)
         return replace(config, adapter_path=str(run / "adapter"))
 
-    monkeypatch.setattr("app.assembly.tuned.with_checkpoint", with_checkpoint)
+    monkeypatch.setattr("app.assembly.base.with_checkpoint", with_checkpoint)
     text = (run / "config.yaml").read_text()
     trusts = text.replace("trust_remote_code: false", "trust_remote_code: true")
     (run / "config.yaml").write_text(trusts)

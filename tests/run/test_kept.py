@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.assembly.tuned import with_checkpoint
+from app.assembly.base import with_checkpoint
 from app.config import load_config
 from app.run.find import check_selected, select_checkpoint
 from app.training.checkpoint.store import CheckpointStore

@@ -33,7 +33,7 @@ from app.strategy.loading import Broadcaster, peak_host_bytes
 from app.strategy.mixin import ShardedTensor, local
 from app.strategy.settings import FsdpConfig, build_strategy
 from app.training.checkpoint.state import trainable_parameters
-from app.training.nonfinite import StepSkipped, propagate_nonfinite, skip_nonfinite_step
+from app.training.module import StepSkipped, propagate_nonfinite, skip_nonfinite_step
 from common.errors import UserError
 from tests.model.test_kernels import install_references
 from tests.ranks import prepare_strategy

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.strategy import mixin as interface
 from app.strategy.mixin import Step
-from app.training.nonfinite import skip_nonfinite_step
+from app.training.module import skip_nonfinite_step
 from tests.tiny import train_into
 
 

@@ -18,7 +18,7 @@ from app.strategy.deepspeed_config import (
     deepspeed_config,
 )
 from app.strategy.settings import ZeroConfig, build_strategy
-from app.training.nonfinite import skip_nonfinite_step
+from app.training.module import skip_nonfinite_step
 from common.errors import UserError
 from tests.conftest import read_column
 from tests.processes import type_train

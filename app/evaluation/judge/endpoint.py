@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from app.evaluation.judge.questions import KEY_VARIABLE, JudgeConfig, Message
 from app.process.launch import is_loopback
-from app.training.checkpoint.schema import COUNT, FLAG, TEXT, Keys
+from app.training.checkpoint.documents import COUNT, FLAG, TEXT, Keys
 from app.training.run_documents import find_problem
 from common.errors import UserError
 from common.files import write_atomically
@@ -39,7 +39,7 @@ _MAX_BYTES = 2**22
 """largest response in bytes"""
 _PERMANENT_ERRORS = (400, 401, 403, 404, 405, 413, 422)
 """status codes for which a retry is useless"""
-_REPLY = Keys({"text": TEXT, "read_tokens": COUNT, "written_tokens": COUNT, "is_cached": FLAG}, {})
+_REPLY = Keys({"text": TEXT, "read_tokens": COUNT, "written_tokens": COUNT, "is_cached": FLAG})
 """a file of the cache; one that is incomplete is requested again"""
 
 

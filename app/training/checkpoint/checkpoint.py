@@ -11,7 +11,6 @@ block and one gathered tensor.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -23,13 +22,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.process.heartbeat import refresh_liveness
 from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint import disk
-from app.training.checkpoint.schema import (
+from app.training.checkpoint.documents import (
     ANYTHING,
     COUNT,
     NUMBER,
@@ -61,9 +61,8 @@ _KEYS = Keys(
         "metric": or_null(NUMBER),
         "details": ANYTHING,
         "versions": ANYTHING,
-        "files": MapOf(Keys({"sha256": TEXT, "num_bytes": COUNT}, {})),
-    },
-    {},
+        "files": MapOf(Keys({"sha256": TEXT, "num_bytes": COUNT})),
+    }
 )
 """manifest.json, as `commit` writes it"""
 _LIBRARIES = ("loft", "torch", "lightning", "transformers", "peft", "safetensors")
@@ -210,51 +209,36 @@ def write_share(
     in the remaining gathers before it raises.
     """
     writers = writer_ranks(tensors, num_ranks)
-    gathers = _OrderedGather(tensors, check)
+    remaining = deque(
+        (key, tensor)
+        for key, tensor in file_order(tensors).items()
+        if isinstance(tensor, ShardedTensor)
+    )
+
+    def gather_up_to(last: str | None) -> Any:
+        """Gather in the same order on all ranks, also the tensors that others write."""
+        while remaining:
+            key, tensor = remaining.popleft()
+            full = tensor.gather()
+            refresh_liveness()
+            if key == last:
+                check({key: full})
+                return full
+            del full
+        return None
+
     share = {
-        key: gathers.in_turn(key, tensor) for key, tensor in tensors.items() if writers[key] == rank
+        key: replace(tensor, gather=partial(gather_up_to, key))
+        if isinstance(tensor, ShardedTensor)
+        else tensor
+        for key, tensor in tensors.items()
+        if writers[key] == rank
     }
     try:
         if share or rank == 0:
             write(rank_file_name(name, rank), share)
     finally:
-        gathers.finish()
-
-
-class _OrderedGather:
-    """Gather sharded tensors in the same order on all ranks."""
-
-    def __init__(
-        self, tensors: Mapping[str, StateTensor], check: Callable[[Mapping[str, Tensor]], None]
-    ) -> None:
-        self._check = check
-        self._remaining = deque(
-            (name, tensor)
-            for name, tensor in file_order(tensors).items()
-            if isinstance(tensor, ShardedTensor)
-        )
-
-    def in_turn(self, name: str, tensor: StateTensor) -> StateTensor:
-        """Return a copy of `tensor` whose gather first gathers all tensors before it."""
-        if not isinstance(tensor, ShardedTensor):
-            return tensor
-        return replace(tensor, gather=lambda: self._gather(name))
-
-    def _gather(self, name: str) -> Tensor:
-        while self._remaining:
-            key, tensor = self._remaining.popleft()
-            full = tensor.gather()
-            refresh_liveness()
-            if key == name:
-                self._check({name: full})
-                return full
-        raise RuntimeError(f"{name} has been gathered already")
-
-    def finish(self) -> None:
-        """Gather the remaining tensors, for the ranks that write them."""
-        while self._remaining:
-            self._remaining.popleft()[1].gather()
-            refresh_liveness()
+        gather_up_to(None)
 
 
 class DamageError(ValueError):
@@ -436,7 +420,7 @@ def _check_content(file: Path, expected: disk.WrittenFile) -> str | None:
     return None
 
 
-@functools.cache
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that the content of a checkpoint may depend on."""
     from importlib.metadata import PackageNotFoundError, version

@@ -39,15 +39,14 @@ from app.training.checkpoint.documents import (
     MODEL,
     OPTIMIZER,
     TRAINING,
+    Json,
     local_state_name,
     random_state_name,
     read_training,
 )
-from app.training.checkpoint.schema import Json
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
-from app.training.metrics import Metrics, is_measured_at
-from app.training.nonfinite import check_finite
+from app.training.metrics import Metrics, check_finite, is_measured_at
 from app.training.trainer import (
     DEFAULT_MONITOR,
     CheckpointConfig,

@@ -38,7 +38,7 @@ from app.training.checkpoint.checkpoint import (
     write_tensors,
 )
 from app.training.checkpoint.disk import SaveError, describe_shortage, format_bytes
-from app.training.checkpoint.schema import Json
+from app.training.checkpoint.documents import Json
 from common.errors import UserError
 from common.text import counted
 
