@@ -9,20 +9,8 @@ import pytest
 
 from app.config import run_verb
 from app.merge import merge
-from tests.in_process import run_command
 from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES
-
-
-def test_rows_beyond_the_context_are_refused_with_both_ways_out() -> None:
-    result = run_command("+experiment=quickstart", "data.sequence_len=3000")
-    assert result.code == 2
-    assert "type data.sequence_len=1024, or model.context_len=3000" in result.stderr
-    words = ("+experiment=quickstart", "data.sequence_len=3000", "model.context_len=2048")
-    assert "exceeds the context length" in run_command(*words).stderr
-    assert run_command(*words[:2], "model.context_len=4096").code == 0
-    result = run_command("+experiment=quickstart", "model.rope_scaling=linear")
-    assert result.code == 2 and "model.context_len=N, too" in result.stderr
 
 
 @pytest.mark.slow

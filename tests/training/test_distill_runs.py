@@ -14,6 +14,7 @@ from common.errors import UserError
 from tests.conftest import read_column
 from tests.in_process import run_command
 from tests.reliability.shell import Shell
+from tests.runs import check_close
 from tests.tiny import TINY_BASE, small_base, small_run, train_into
 
 COLUMNS = ("train/loss", "train/kl", "val/loss", "val/cross_entropy/lists")
@@ -63,9 +64,7 @@ def test_a_step_is_the_same_however_it_is_split(
     words: list[str], whole: Path, shell: Shell, tmp_path: Path
 ) -> None:
     shell.train_into(tmp_path / "split", *words_of("objective.sft_weight=0.5", *words))
-    for column in COLUMNS:
-        ours, expected = (read_column(run, column) for run in (tmp_path / "split", whole))
-        assert ours == pytest.approx(expected, rel=1e-5, abs=1e-5), column
+    check_close(tmp_path / "split", whole, COLUMNS, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -93,17 +92,7 @@ def test_what_a_teacher_says_is_stored_once_and_trains_as_the_live_one(
     assert "hold 100.00 % of the teacher's probability" in said
     said = shell.train_into(tmp_path / "killed", *words)
     assert "objective.teacher_logits=cached: found in the cache" in said
-    shell.train_into(tmp_path / "whole", *words)
-    shell.train_into(
-        *(tmp_path / "ddp", *words_of(*stored), "trainer.gradient_accumulation_steps=1"),
-        *("trainer.devices=2", "strategy=ddp", f"data.cache_dir={tmp_path / 'other'}"),
-    )
-    for column in COLUMNS:
-        by_run = {each: read_column(tmp_path / each, column) for each in ("killed", "whole", "ddp")}
-        assert by_run["killed"][4] == by_run["whole"][4], column
-        expected = read_column(whole, column)
-        assert by_run["whole"] == pytest.approx(expected, rel=1e-5, abs=1e-5), column
-        assert by_run["ddp"] == pytest.approx(expected, rel=1e-5, abs=1e-5), column
+    check_close(tmp_path / "killed", whole, COLUMNS, abs=1e-5)
 
 
 @pytest.mark.slow

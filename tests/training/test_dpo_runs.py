@@ -18,6 +18,7 @@ from app.training.objective.pairs import PairObjective, base_log_probs
 from tests.conftest import read_column
 from tests.in_process import run_command
 from tests.reliability.shell import Shell
+from tests.runs import check_close
 from tests.tiny import SAMPLES
 
 PAIRS = str(SAMPLES / "pairs.json")
@@ -39,9 +40,11 @@ RUN = [
 ]
 HALF = ["trainer.micro_batch_size=2", "trainer.devices=2"]
 ONE = ["trainer.micro_batch_size=4", "trainer.gradient_accumulation_steps=1"]
-EQUAL = {"rel": 1e-5, "abs": 1e-6}
-"""tolerance of runs in fp32; margins begin at 0, so that theirs is not relative there"""
-FIGURES = ("loss", "loss/pairs", "accuracy", "margin/pairs", "chosen_log_prob/pairs")
+COLUMNS = [
+    f"{phase}/{figure}"
+    for phase in ("train", "val")
+    for figure in ("loss", "loss/pairs", "accuracy", "margin/pairs", "chosen_log_prob/pairs")
+]
 
 
 @pytest.mark.parametrize(
@@ -53,8 +56,6 @@ FIGURES = ("loss", "loss/pairs", "accuracy", "margin/pairs", "chosen_log_prob/pa
         (["data.train_on_inputs=true"], "type data.train_on_inputs=false"),
         (["data.on_long=split"], "type data.on_long=drop"),
         ([f"data.datasets=[{{path: {PAIRS}, format: alpaca}}]"], "or objective=sft"),
-        ([f"data.datasets={SAMPLES / 'lists.json'}"], "missing 'chosen'"),
-        (["objective=sft"], "objective=dpo"),
         (["objective=sft", f"data.datasets=[{{path: {PAIRS}, format: preference}}]"], "single"),
     ],
 )
@@ -88,24 +89,21 @@ def whole(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        ["trainer.micro_batch_size=2", "trainer.gradient_accumulation_steps=2"],
-        ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=4"],
-        ["recompute=full"],
-        *([*HALF, f"strategy={name}"] for name in ("ddp", "fsdp", "zero3")),
+        [
+            *("recompute=full", "trainer.micro_batch_size=1"),
+            "trainer.gradient_accumulation_steps=4",
+        ],
+        *([*HALF, f"strategy={name}"] for name in ("fsdp", "zero3")),
         ["trainer.devices=2", "strategy=tp"],
     ],
-    ids=["accumulation 2", "accumulation 4", "recompute", "ddp", "fsdp", "zero3", "tp"],
+    ids=["accumulation and recompute", "fsdp", "zero3", "tp"],
 )
 def test_a_step_is_the_same_however_it_is_split(
     words: list[str], whole: Path, shell: Shell, tmp_path: Path
 ) -> None:
     split = tmp_path / "split"
     shell.train_into(split, *RUN, *ONE, *words)
-    for phase in ("train", "val"):
-        for figure in FIGURES:
-            expected = read_column(whole, f"{phase}/{figure}")
-            ours = read_column(split, f"{phase}/{figure}")
-            assert ours == pytest.approx(expected, **EQUAL), figure
+    check_close(split, whole, COLUMNS)
     assert read_column(split, "train/loss")[1] == math.log(2)  # to the last digit
 
 
@@ -117,9 +115,7 @@ def test_a_step_on_a_base_in_4_bits_is_the_same_however_it_is_split(
     shell.train_into(tmp_path / "whole", *words, *ONE)
     words += ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=4"]
     shell.train_into(tmp_path / "split", *words)
-    for column in ("train/loss", "train/margin", "val/loss", "val/margin"):
-        ours, expected = (read_column(tmp_path / each, column) for each in ("split", "whole"))
-        assert ours == pytest.approx(expected, **EQUAL), column
+    check_close(tmp_path / "split", tmp_path / "whole", COLUMNS)
     assert read_column(tmp_path / "split", "train/loss")[1] == math.log(2)
 
 
@@ -146,9 +142,8 @@ def test_a_stored_reference_trains_as_the_base_does_and_is_found_again(
 ) -> None:
     printed = shell.train_into(tmp_path / "lora", *RUN, *ONE, CACHED[0], cache)
     assert "objective.reference=cached: found in the cache" in printed
-    for column in ("train/loss", "val/loss", "val/margin", "val/chosen_reward"):
-        expected = read_column(whole, column)
-        assert read_column(tmp_path / "lora", column) == pytest.approx(expected, **EQUAL)
+    columns = ("train/loss", "val/loss", "val/margin", "val/chosen_reward")
+    check_close(tmp_path / "lora", whole, columns)
     assert read_column(full, "val/loss")[3] < read_column(full, "val/loss")[0]
 
 
@@ -166,7 +161,7 @@ def test_in_bf16_the_stored_base_rounds_as_a_training_step_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "packs"), [("fsdp", 2), ("zero3", 2), ("tp", 4)])
+@pytest.mark.parametrize(("strategy", "packs"), [("zero3", 2), ("tp", 4)])
 def test_ranks_share_the_pass_of_the_base(
     strategy: str, packs: int, full: Path, shell: Shell, tmp_path: Path
 ) -> None:
@@ -175,12 +170,10 @@ def test_ranks_share_the_pass_of_the_base(
         tmp_path / "split", *FULL, *ONE, *words, f"data.cache_dir={tmp_path / 'cache'}"
     )
     assert "objective.reference=cached: computed for 140 pairs" in printed
-    for column in ("train/loss", "val/loss", "val/margin", "val/rejected_log_prob"):
-        expected = read_column(full, column)
-        ours = read_column(tmp_path / "split", column)
-        # Adam's first step moves each of all weights by the sign of its gradient, so that rounding
-        # decides for the smallest: 1.3e-5 was measured under zero3.
-        assert ours == pytest.approx(expected, rel=1e-4 if "log_prob" in column else 1e-5, abs=1e-5)
+    check_close(tmp_path / "split", full, ("train/loss", "val/loss", "val/margin"), abs=1e-5)
+    # Adam's first step moves each of all weights by the sign of its gradient, so that rounding
+    # decides for the smallest: 1.3e-5 was measured under zero3.
+    check_close(tmp_path / "split", full, ("val/rejected_log_prob",), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -223,25 +216,6 @@ def test_a_model_trained_whole_is_evaluated_against_its_base(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["orpo", "simpo"])
-def test_objectives_without_a_reference_train_all_weights(
-    objective: str, shell: Shell, tmp_path: Path
-) -> None:
-    words = [word for word in RUN if word != "adapter.dropout=0"]
-    words += [f"data.datasets=[{{path: {PAIRS}}}]", f"objective={objective}", "adapter=full"]
-    shell.train_into(tmp_path, *words, *ONE)
-    losses = read_column(tmp_path, "val/loss")
-    assert losses[3] < losses[0]
-
-
-@pytest.mark.slow
-def test_the_quickstart_tells_answers_apart_above_chance(shell: Shell, tmp_path: Path) -> None:
-    shell.train_into(tmp_path, "+experiment=dpo_quickstart", "logger=csv")
-    accuracies = read_column(tmp_path, "val/accuracy")
-    assert accuracies[max(accuracies)] >= 0.7  # of 30 pairs: the 95 % interval begins above 50 %
-
-
-@pytest.mark.slow
 def test_what_was_fine_tuned_before_is_kept(
     default_run: Path, shell: Shell, tmp_path: Path
 ) -> None:
@@ -270,8 +244,8 @@ def test_what_was_fine_tuned_before_is_kept(
 
 IN_BF16 = {
     "ipo": ["bf16-pure"],
-    "orpo": ["bf16"],
-    "simpo": ["bf16-pure"],
+    "orpo": ["bf16", "adapter=full"],
+    "simpo": ["bf16-pure", "adapter=full"],
     "reward": ["bf16"],
     "distill": [
         "bf16",
@@ -288,6 +262,7 @@ def test_other_objectives_train_in_bf16(objective: str, shell: Shell, tmp_path: 
     """The first loss is checked against its known value at the start."""
     precision, *words = IN_BF16[objective]
     words += [f"objective={objective}", f"trainer.precision={precision}", "trainer.max_steps=2"]
-    shell.train_into(tmp_path / "run", *RUN, *ONE, *words)
+    own = [word for word in RUN if word != "adapter.dropout=0"] if "adapter=full" in words else RUN
+    shell.train_into(tmp_path / "run", *own, *ONE, *words)
     losses = read_column(tmp_path / "run", "train/loss")
     assert len(losses) == 2 and all(map(math.isfinite, losses.values()))

@@ -14,7 +14,7 @@ import torch
 from app.training.objective.objective import DatasetSums, batch_loss, losses_by_dataset
 from app.training.objective.pairs import base_log_probs
 from app.training.objective.settings import KtoConfig, build_objective
-from common.errors import DataError, Origin
+from common.errors import Origin
 from data_modules import DataConfig, DatasetConfig, Example
 from data_modules.collator import Collator
 from data_modules.format import KTO, RowError, convert_row
@@ -23,14 +23,16 @@ from data_modules.settings import check_datasets, with_format
 from data_modules.types import Conversation, Document, Row
 from tests.conftest import read_column
 from tests.reliability.shell import Shell
-from tests.tiny import SAMPLES, train_into
+from tests.tiny import SAMPLES
 from tests.training.test_dpo import (
+    SPLITS,
     adapted_model,  # noqa: F401
     answer_log_prob,
     assert_same_gradients,
     batches,
     gradients,
     make_pairs,
+    start_anew,
 )
 
 BETA, DESIRABLE, UNDESIRABLE = 0.3, 1.5, 0.5
@@ -56,8 +58,7 @@ def gains(model: Any, rows: list[Example], side: int) -> torch.Tensor:
     return torch.stack([answer_log_prob(model, answer) for answer in answers]) - before
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("sizes", [[4], [1, 1, 1, 1], [3, 1]], ids=str)
+@pytest.mark.parametrize(("packed", "sizes"), SPLITS, ids=str)
 @pytest.mark.parametrize("drifts", [True, False])
 def test_loss_and_gradients_are_those_of_the_formula(
     model: Any, packed: bool, sizes: list[int], drifts: bool
@@ -96,9 +97,7 @@ def test_loss_and_gradients_are_those_of_the_formula(
 
 
 def test_a_new_adapter_has_the_loss_that_the_first_step_is_checked_for(model: Any) -> None:
-    for parameter, weight in model.named_parameters():
-        if "lora_B" in parameter:
-            weight.data.zero_()
+    start_anew(model)
     objective, sums = build_objective(KtoConfig()), DatasetSums(2)
     (batch,) = batches(make_rows(), [4], packed=True, has_verdicts=True)
     objective.begin(model, [batch], "sdpa", CPU)
@@ -107,14 +106,6 @@ def test_a_new_adapter_has_the_loss_that_the_first_step_is_checked_for(model: An
     assert found["train/accuracy"] == 0.5
     assert KtoConfig().first_loss == 0.5 == pytest.approx(found["train/loss"], rel=1e-6)
     assert KtoConfig(desirable_weight=2.0).first_loss is None
-
-
-def test_a_micro_batch_without_rows_has_a_loss_and_gradients_of_zero(model: Any) -> None:
-    objective = build_objective(KtoConfig())
-    empty = Collator(0, True, has_verdicts=True)([[]], 1.0)
-    objective.begin(model, [empty], "sdpa", CPU)
-    loss = batch_loss(objective, model, empty, "sdpa", DatasetSums(2))
-    assert loss.item() == 0.0 and not any(g.any() for g in gradients(model, loss).values())
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
@@ -202,14 +193,14 @@ def test_each_prompt_gets_the_answer_of_the_next_row_of_its_kind() -> None:
     assert [both[0] for both in paired.values()] == [own for (own,) in items.values()]
 
 
-def kto_file(folder: Path, *, wanted_only: bool = False) -> Path:
+def kto_file(folder: Path) -> Path:
     """Write the sample's pairs as answers with verdicts."""
     pairs = json.loads((SAMPLES / "pairs.json").read_text())
     rows = [
         {"instruction": pair["instruction"], "input": pair["input"], "output": pair[name]}
         | {"label": name == "chosen"}
         for pair in pairs
-        for name in (("chosen",) if wanted_only else ("chosen", "rejected"))
+        for name in ("chosen", "rejected")
     ]
     file = folder / "kto.json"
     file.write_text(json.dumps(rows))
@@ -227,12 +218,6 @@ RUN = ["objective=kto", f"model.path={SAMPLES / 'tiny_base'}", "trainer.accelera
        "adapter.r=16", "adapter.alpha=32", "optimizer.lr=2e-3",
        "trainer.precision=fp32"]  # fmt: skip
 STEP = ["trainer.micro_batch_size=4", "trainer.gradient_accumulation_steps=1"]
-
-
-def test_rows_of_one_verdict_are_refused(tmp_path: Path) -> None:
-    words = [*RUN, f"data.datasets=[{{path: {kto_file(tmp_path, wanted_only=True)}}}]"]
-    with pytest.raises(DataError, match="all 560 rows to train on have the label true"):
-        train_into(tmp_path / "run", *words)
 
 
 @pytest.mark.slow
@@ -254,9 +239,11 @@ def test_runs_learn_and_are_the_same_however_they_are_split(shell: Shell, tmp_pa
     short = tmp_path / "short"
     shell.train_into(short, *RUN, data, *STEP, "trainer.max_steps=3")
     splits = {
-        "accumulated": ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=4"],
         "fsdp": ["trainer.micro_batch_size=2", "trainer.devices=2", "strategy=fsdp"],
-        "cached": ["objective.reference=cached"],
+        "cached": [
+            *("objective.reference=cached", "trainer.micro_batch_size=1"),
+            "trainer.gradient_accumulation_steps=4",
+        ],
     }
     for name, words in splits.items():
         shell.train_into(tmp_path / name, *RUN, data, *STEP, *words, "trainer.max_steps=3")

@@ -1,24 +1,31 @@
-"""The loss is the exact sum over trained tokens, whole and by data set."""
+"""The loss is the exact sum over trained tokens: whole, by data set, over ranks of one row."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from app.model.attention import attention_implementation
+from app.model.attention.documents import place_in_chunks
 from app.model.head import check_head_loss, fuse_head, token_losses
 from app.training.objective.objective import (
     DatasetSums,
     RowSums,
     Sft,
     batch_loss,
+    document_numbers,
     losses_by_dataset,
     validate,
 )
-from data_modules import Batch
-from tests.tiny import random_ids, tiny_gpt2, tiny_llama
+from app.training.routing import is_token
+from common.errors import Origin
+from data_modules import Batch, Example, SequenceSlice, deal_columns
+from data_modules.collator import MIN_CHUNK, Collator
+from tests.tiny import random_ids, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 IGNORED = -100
 
@@ -125,15 +132,6 @@ def test_sums_are_exact_whatever_their_order() -> None:
     assert torch.allclose(backwards.take(), taken, rtol=1e-13, atol=0)
 
 
-def test_small_losses_are_not_lost_beside_large_sums() -> None:
-    sums = DatasetSums(1)
-    one = torch.ones(1)
-    sums.add(one * 2**25, one, torch.zeros(1, dtype=torch.int64))
-    for _ in range(4):
-        sums.add(one, one, torch.zeros(1, dtype=torch.int64))
-    assert sums.take()[0, 0].item() == 2**25 + 4  # fp32 would still say 2**25
-
-
 def test_taken_sums_start_again_at_zero() -> None:
     sums = DatasetSums(1)
     with pytest.raises(RuntimeError, match="no batch was added"):
@@ -212,19 +210,6 @@ def test_the_head_on_trained_columns_alone_gives_the_gradients_of_all_columns(
         assert torch.allclose(found[0][name], expected, rtol=1e-4, atol=1e-6), name
 
 
-def test_weights_scale_a_tokens_loss_and_its_gradient(model: Any) -> None:
-    ids = random_ids(tokens=6)[0].tolist()
-    gradients = []
-    for weight in (1.0, 0.5):
-        model.zero_grad()
-        one = make_batch([ids], [[0, 0, 0, 0, 0, weight]], [0])
-        loss = batch_loss(Sft(), model, one, "sdpa", DatasetSums(1))
-        loss.backward()
-        gradients.append((loss.item(), model.lm_head.weight.grad.clone()))
-    assert gradients[1][0] == pytest.approx(0.5 * gradients[0][0], rel=1e-6)
-    assert torch.allclose(gradients[1][1], 0.5 * gradients[0][1])
-
-
 def test_a_batch_without_labels_has_a_loss_of_zero_and_gradients_of_zero(model: Any) -> None:
     ids = random_ids(tokens=4)[0].tolist()
     for document in (ids, ids[:1]):  # prompts alone; the one padding token of an empty pack
@@ -286,3 +271,181 @@ def test_validation_sums_all_batches_without_dropout_or_gradients(model: Any, ba
     mean = sum(x * w for _, x, w in tokens) / sum(w for _, _, w in tokens)
     assert metrics["val/loss"] == pytest.approx(mean, rel=1e-6)
     assert [metrics[f"val/tokens/{name}"] for name in "abc"] == [10.0, 0.0, 4.0]
+
+
+def make_example(
+    number: int, source: int, target: int, weights: list[float], dataset: int
+) -> Example:
+    ids = random_ids(tokens=60)[0].numpy().astype(np.int32)
+    return Example(
+        ids[number : number + source],
+        np.array(weights, np.float32),
+        dataset,
+        Origin("file", number + 1),
+        ids[number + 20 : number + 20 + target],
+    )
+
+
+EXAMPLES = [
+    make_example(0, 7, 3, [1, 1, 1], 0),
+    make_example(1, 2, 5, [0, 0, 0.5, 2, 1], 2),
+    make_example(2, 11, 1, [1], 0),
+]
+
+
+def targets_by_hand(model: Any, example: Example) -> list[tuple[int, float, float]]:
+    """Return (data set, loss, weight) of each trained target, with eager attention."""
+    assert example.target_ids is not None
+    targets = torch.from_numpy(example.target_ids).long()
+    start = torch.tensor([model.config.decoder_start_token_id])
+    with torch.no_grad():
+        logits = model(
+            input_ids=torch.from_numpy(example.input_ids).long().unsqueeze(0),
+            decoder_input_ids=torch.cat([start, targets[:-1]]).unsqueeze(0),
+            use_cache=False,
+        ).logits[0]
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none").tolist()
+    weights = example.weights.tolist()
+    return [(example.dataset, loss, w) for loss, w in zip(losses, weights, strict=True) if w]
+
+
+@pytest.mark.parametrize(
+    ("make", "is_packed", "backend"),
+    [
+        (tiny_t5, True, "sdpa"),
+        (tiny_t5, False, "sdpa"),
+        (tiny_t5, False, "eager"),
+        (tiny_bart, False, "sdpa"),
+        (tiny_bart, False, "eager"),
+    ],
+)
+def test_sums_are_those_of_documents_alone(
+    make: Callable[..., Any], is_packed: bool, backend: str
+) -> None:
+    reference, model = make(attn_implementation="eager"), make()
+    model.set_attn_implementation(attention_implementation(backend))
+    start = model.config.decoder_start_token_id
+    batch = Collator(0, is_packed, start)([[example] for example in EXAMPLES], 1.0)
+    sums = DatasetSums(3)
+    loss = batch_loss(Sft(), model, batch, backend, sums)
+    expected = [found for example in EXAMPLES for found in targets_by_hand(reference, example)]
+    assert loss.item() == pytest.approx(sum(nats * w for _, nats, w in expected), rel=1e-5)
+    taken = sums.take()
+    for dataset in range(3):
+        own = [(nats, w) for d, nats, w in expected if d == dataset]
+        exact = [sum(nats * w for nats, w in own), sum(w for _, w in own), len(own)]
+        assert taken[:, dataset].tolist() == pytest.approx(exact, rel=1e-5)
+
+
+LENGTHS = (5, 9, 3)
+
+
+def padded_batch() -> Batch:
+    """A row of three documents, and padding up to 24 tokens."""
+    documents = [
+        Example(
+            input_ids=np.arange(3, 3 + length, dtype=np.int32),
+            weights=np.arange(length, dtype=np.float32) % 3,
+            dataset=number % 2,
+            origin=Origin("rows.jsonl", number + 1),
+        )
+        for number, length in enumerate(LENGTHS)
+    ]
+    return Collator(0, packed=True, row_multiple=8)([documents], 1.0)
+
+
+def counted(parts: list[Batch]) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Return the sums by data set and by document, and the tokens, of the ranks' parts."""
+    sums, by_row = DatasetSums(2), torch.zeros(2, len(LENGTHS), dtype=torch.double)
+    tokens = real = 0
+    for part in parts:
+        columns = part.trained_columns
+        losses = part.position_ids[:, columns].flatten() + 0.5  # differs by token
+        weights = part.loss_weights[:, columns].flatten()
+        sums.add(losses, weights, part.dataset_ids[:, columns].flatten())
+        numbers, count = document_numbers(part)
+        rows = RowSums()
+        rows.add(losses, weights, numbers[:, columns].flatten(), count)
+        by_row += rows.take(range(count), count)
+        tokens += part.num_tokens
+        real += int(is_token(part).sum())
+    return sums.take(), by_row, tokens, real
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 6, 12])
+def test_the_parts_of_rows_add_up(size: int) -> None:
+    whole = padded_batch()
+    dealt = deal_columns(whole.input_ids.shape[1], size)
+    parts = [whole.part(SequenceSlice(chunks)) for chunks in dealt]
+    for found, expected in zip(counted(parts), counted([whole]), strict=True):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+    columns = torch.tensor([column for chunks in dealt for each in chunks for column in each])
+    assert torch.cat([part.input_ids for part in parts], 1).equal(whole.input_ids[:, columns])
+    assert all(part.document_lengths == whole.document_lengths for part in parts)
+
+
+def pairs_by_rank(lengths: list[int], tokens: int, dealt: list[list[range]]) -> list[int]:
+    """Return the causal pairs of tokens of documents that each rank computes."""
+    counts = []
+    for chunks in dealt:
+        pieces = place_in_chunks([lengths], tokens, chunks)
+        continued = (piece for piece in pieces if not piece.begun)
+        begun = (length for piece in pieces for length in piece.begun)
+        spans = [
+            (each.columns.start - each.first, each.columns.stop - each.first) for each in continued
+        ]
+        spans += [(0, length) for length in begun]
+        counts.append(sum(end * (end + 1) - start * (start + 1) for start, end in spans) // 2)
+    return counts
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_ranks_get_each_token_once_and_as_many_pairs_of_a_long_document(size: int) -> None:
+    random = np.random.default_rng(size)
+    for _ in range(20):
+        tokens = 2 * size * int(random.integers(1, 4 * MIN_CHUNK))
+        dealt = deal_columns(tokens, size)
+        columns = [column for chunks in dealt for chunk in chunks for column in chunk]
+        assert sorted(columns) == list(range(tokens))
+        assert all(chunks == sorted(chunks, key=min) for chunks in dealt)
+        assert {sum(map(len, chunks)) for chunks in dealt} == {tokens // size}
+        assert len(set(pairs_by_rank([tokens], tokens, dealt))) == 1
+        ends = np.sort(random.integers(0, tokens + 1, 4)).tolist()
+        lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False) if end > begin]
+        documents = [*lengths, tokens - sum(lengths)]
+        pairs = pairs_by_rank(lengths, tokens, dealt)
+        assert sum(pairs) == sum(length * (length + 1) // 2 for length in documents)
+        assert max(pairs) - min(pairs) < tokens // size * max(documents)
+
+
+@pytest.mark.parametrize(
+    ("size", "dealt", "contiguous"), [(2, 1.10, 1.21), (4, 1.17, 1.59), (8, 1.21, 2.06)]
+)
+def test_the_slowest_rank_of_packs_of_long_documents_waits_little(
+    size: int, dealt: float, contiguous: float
+) -> None:
+    """The figures of docs/choosing.md: pairs of the slowest rank by those of the mean one."""
+    random, tokens = np.random.default_rng(0), 131072
+    width, slowest, mean = tokens // size, np.zeros(2), 0.0
+    ways = (
+        deal_columns(tokens, size),
+        [[range(start, start + width)] for start in range(0, tokens, width)],
+    )
+    last = [
+        sum(len(each) for each in chunks if each.start >= 7 * tokens // 8) for chunks in ways[0]
+    ]
+    assert last == [tokens // (8 * size)] * size  # of an answer there, each rank has as much
+    for _ in range(1000):
+        lengths: list[int] = []
+        while (length := int(2 ** random.uniform(13, 16))) + sum(lengths) <= tokens:
+            lengths.append(length)
+        pairs = [pairs_by_rank(lengths, tokens, way) for way in ways]
+        slowest += [max(each) for each in pairs]
+        mean += sum(pairs[0]) / size
+    assert slowest / mean == pytest.approx([dealt, contiguous], abs=0.005)
+
+
+def test_parts_are_not_split_again() -> None:
+    part = padded_batch().part(SequenceSlice([range(4)]))
+    with pytest.raises(ValueError, match="whole rows"):
+        part.part(SequenceSlice([range(2)]))

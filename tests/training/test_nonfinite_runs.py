@@ -105,18 +105,15 @@ def test_skipped_steps_are_counted_across_a_resume_of_a_run(tmp_path: Path, run:
     assert run(tmp_path / "less", *words[1:], "trainer.max_skipped_steps=1")[0] == 4
 
 
-@pytest.mark.parametrize("name", ["model", "optimizer"])
-def test_nonfinite_weights_and_moments_are_not_saved(
-    name: str, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+def test_nonfinite_moments_are_not_saved(
+    tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish_step = CheckpointSaver._finish_step
 
     def spoil(saver: CheckpointSaver, trainer: Any, module: Any) -> None:
         if trainer.global_step == 4:
-            weights, moments = module.checkpoint_tensors()
-            tensors = weights if name == "model" else moments
             with torch.no_grad():
-                next(reversed(tensors.values())).fill_(torch.inf)
+                next(reversed(module.checkpoint_tensors()[1].values())).fill_(torch.inf)
         finish_step(saver, trainer, module)
 
     monkeypatch.setattr(CheckpointSaver, "_finish_step", spoil)
@@ -135,17 +132,12 @@ def test_a_stream_names_its_data_set(tmp_path: Path, run: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("fault", "first_line"),
-    [("nan:1@3", "step 3: loss nan (of "), ("grad_inf:0@3", "step 3: loss ")],
-)
 def test_a_nonfinite_value_on_one_rank_stops_both_with_one_message(
-    fault: str, first_line: str, shell: Shell, tmp_path: Path
+    shell: Shell, tmp_path: Path
 ) -> None:
-    words = [*small_run(*RUN, "trainer.devices=2"), f"faults=[{fault}]"]
+    words = [*small_run(*RUN, "trainer.devices=2"), "faults=[nan:1@3]"]
     output = shell.train_into(tmp_path / "run", *words, code=4)
     assert output.count("error (training stopped): ") == 1
-    assert (
-        first_line in output and f"{SAMPLES}" in output.partition("error (training stopped): ")[2]
-    )
+    _, _, message = output.partition("error (training stopped): ")
+    assert message.startswith("step 3: loss nan (of ") and f"{SAMPLES}" in message
     assert saved_steps(tmp_path / "run") == [2]

@@ -1,4 +1,4 @@
-"""Which weights move, how fast, and along which schedule."""
+"""Which weights move, how fast, by which optimizer and by which patterns of names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-from app.model.adapter import FullConfig, Ia3Config, LoraConfig
+from app.model.adapter import AdapterConfig, FullConfig, Ia3Config, LoraConfig, trainable_weights
 from app.training.algorithms import MuonWithAdamW
 from app.training.optimizers import (
     AdamWConfig,
+    LrPattern,
     MuonConfig,
     OptimizerConfig,
     ScheduleConfig,
@@ -20,24 +21,13 @@ from app.training.optimizers import (
     build_optimizer,
     build_schedule,
 )
-from tests.tiny import random_ids, tiny_llama
-from tests.training.test_every_optimizer import adapted, optimizer_of, take_step, weights
+from common.errors import UserError
+from tests.tiny import tiny_llama
+from tests.training.test_every_optimizer import adapted, optimizer_of, take_step
 
 
 def ids_of(groups: list[dict[str, Any]]) -> list[int]:
     return [id(parameter) for group in groups for parameter in group["params"]]
-
-
-def test_vectors_never_decay() -> None:
-    model = tiny_llama(attention_bias=True)
-    groups = optimizer_of(model, AdamWConfig(weight_decay=0.1)).param_groups
-    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    seen = set()
-    for name, parameter in model.named_parameters():
-        is_vector = "norm" in name or "bias" in name
-        assert decay[id(parameter)] == (0.0 if is_vector else 0.1), name
-        seen.add(is_vector)
-    assert seen == {True, False}
 
 
 def named_groups(optimizer: Any) -> dict[str, dict[str, Any]]:
@@ -123,26 +113,7 @@ def test_lora_plus_moves_every_b_faster_and_nothing_else(
     )
 
 
-def test_a_step_of_lora_plus_moves_b_by_the_ratio_times_as_much() -> None:
-    moved = {}
-    for ratio in (None, 8.0):
-        model = adapted(peft.LoraConfig(r=2, target_modules=["q_proj"]))
-        before = weights(model)
-        adapter = LoraConfig(lora_plus_ratio=ratio)
-        take_step(model, optimizer_of(model, AdamWConfig(), adapter=adapter, lr=1e-3), seed=0)
-        moved[ratio] = {
-            name: (after - before[name]).abs().max().item()
-            for name, after in weights(model).items()
-            if "lora_" in name
-        }
-    for name, plain in moved[None].items():
-        expected = plain * (8.0 if "lora_B" in name else 1.0)
-        assert moved[8.0][name] == pytest.approx(expected, rel=1e-3), name
-
-
-@pytest.mark.parametrize(
-    ("config", "ratio"), [(AdamWConfig(), None), (AdamWConfig(), 16.0), (MuonConfig(), None)]
-)
+@pytest.mark.parametrize(("config", "ratio"), [(AdamWConfig(), 16.0), (MuonConfig(), None)])
 def test_the_learning_rate_of_the_curves_is_the_base_one(
     config: OptimizerConfig, ratio: float | None
 ) -> None:
@@ -169,18 +140,12 @@ def test_muon_alone_where_all_that_trains_is_matrices_and_adamw_alone_where_none
     assert type(optimizer) is torch.optim.AdamW and len(ids_of(optimizer.param_groups)) == 1
 
 
-def test_fused_and_plain_adamw_step_alike() -> None:
-    models = {fused: tiny_llama() for fused in (True, False)}
-    for fused, model in models.items():
-        config = AdamWConfig(weight_decay=0.1)
-        optimizer = build_optimizer(model, config, FullConfig(), lr=1e-2, fused=fused)
-        assert all(group["fused"] is (fused or None) for group in optimizer.param_groups)
-        assert all(group["foreach"] is None for group in optimizer.param_groups)
-        for seed in range(3):
-            take_step(model, optimizer, seed=seed)
-    fused_weights, plain = (weights(models[fused]) for fused in (True, False))
-    for name, expected in plain.items():
-        assert torch.allclose(fused_weights[name], expected, rtol=1e-5, atol=1e-6), name
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_unfused_step_has_torchs_default(fused: bool) -> None:
+    config = AdamWConfig(weight_decay=0.1)
+    optimizer = build_optimizer(tiny_llama(), config, FullConfig(), lr=1e-2, fused=fused)
+    assert all(group["fused"] is (fused or None) for group in optimizer.param_groups)
+    assert all(group["foreach"] is None for group in optimizer.param_groups)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -226,23 +191,6 @@ def test_a_head_of_its_own_is_vocabulary_also_where_an_adapter_keeps_it_whole() 
     assert type(optimizer_of(model, MuonConfig(), adapter=LoraConfig())) is torch.optim.Muon
 
 
-def test_muon_moves_every_weight_and_runs_the_closure_with_gradients() -> None:
-    model, ids = tiny_llama(), random_ids()
-    optimizer = optimizer_of(model, MuonConfig())
-    before = weights(model)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(5)]
-    assert losses[-1] < losses[0]
-    for name, after in weights(model).items():
-        assert not torch.equal(after, before[name]), name
-
-
 def test_a_schedule_moves_both_parts_of_muon() -> None:
     model = tiny_llama()
     optimizer = optimizer_of(model, MuonConfig(matrix_lr_ratio=2.0))
@@ -255,6 +203,121 @@ def test_a_schedule_moves_both_parts_of_muon() -> None:
         assert [g["lr"] for g in adamw.param_groups] == pytest.approx([0.01 * factor] * 2)
         take_step(model, optimizer, seed=step)
         schedule.step()
-    before = weights(model)
-    take_step(model, optimizer, seed=9)  # the rate is zero now, in both
-    assert all(torch.equal(after, before[name]) for name, after in weights(model).items())
+
+
+A_AND_B = ("q_proj.lora_A.weight", "q_proj.lora_B.weight")
+
+
+def build(
+    model: Any,
+    patterns: dict[str, float],
+    *,
+    config: OptimizerConfig | None = None,
+    adapter: AdapterConfig | None = None,
+) -> Any:
+    config = config or AdamWConfig(weight_decay=0.1)
+    config.lr_by_pattern = [LrPattern(pattern=p, ratio=r) for p, r in patterns.items()]
+    return build_optimizer(model, config, adapter or FullConfig(), lr=1e-3, fused=False)
+
+
+def rates_of(model: Any, optimizer: Any) -> dict[str, tuple[float, float]]:
+    """Return the learning rate ratio and the decay by the names of weights in the base."""
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    return {
+        weight.name: (
+            round(group_of[id(weight.parameter)]["lr"] / 1e-3, 9),
+            group_of[id(weight.parameter)]["weight_decay"],
+        )
+        for weight in trainable_weights(model)
+    }
+
+
+def test_names_are_those_of_the_base_whatever_is_put_around_it() -> None:
+    base = tiny_llama()
+    assert [w.name for w in trainable_weights(base)] == [
+        name for name, _ in base.named_parameters()
+    ]
+    model = peft.get_peft_model(
+        tiny_llama(tie_word_embeddings=False),
+        peft.LoraConfig(
+            r=2,
+            target_modules=["q_proj"],
+            layers_to_transform=[0],
+            use_dora=True,
+            trainable_token_indices=[3],
+            modules_to_save=["lm_head"],
+        ),
+    )
+    prefix = "model.layers.0.self_attn.q_proj"
+    assert [weight.name for weight in trainable_weights(model)] == [
+        "model.embed_tokens.trainable_tokens_delta",
+        *(f"{prefix}.{part}.weight" for part in ("lora_A", "lora_B", "lora_magnitude_vector")),
+        "lm_head.weight",
+    ]
+
+
+def test_the_first_pattern_that_fits_a_whole_name_decides() -> None:
+    model = tiny_llama(attention_bias=True)
+    patterns = {"*.embed_tokens.*": 0.1, "*.layers.1.*_proj.bias": 4.0, "model.layers.1.*": 0.5}
+    for name, (ratio, decay) in rates_of(model, build(model, patterns)).items():
+        expected = 0.1 if "embed_tokens" in name else 1.0
+        if "layers.1." in name:
+            expected = 4.0 if name.endswith("bias") else 0.5
+        assert ratio == expected, name
+        assert decay == (0.0 if "norm" in name or "bias" in name else 0.1), name
+
+
+def test_ratios_multiply_those_of_lora_plus_and_of_muon() -> None:
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adapter = LoraConfig(lora_plus_ratio=16.0, lora_plus_weight_decay=0.0)
+    optimizer = build(model, {"*.layers.0.*": 0.5}, adapter=adapter)
+    a, b = A_AND_B
+    assert rates_of(model, optimizer) == {
+        f"model.layers.0.self_attn.{a}": (0.5, 0.1),
+        f"model.layers.0.self_attn.{b}": (8.0, 0.0),
+        f"model.layers.1.self_attn.{a}": (1.0, 0.1),
+        f"model.layers.1.self_attn.{b}": (16.0, 0.0),
+    }
+    assert [group["name"] for group in optimizer.param_groups] == [
+        "matrices",
+        "matrices, *.layers.0.*",
+        "lora B",
+        "lora B, *.layers.0.*",
+    ]
+    model = tiny_llama()
+    config = MuonConfig(weight_decay=0.1, matrix_lr_ratio=3.0)
+    rates = rates_of(model, build(model, {"*.layers.0.*": 0.5}, config=config))
+    assert rates["model.layers.0.mlp.up_proj.weight"] == (1.5, 0.1)
+    assert rates["model.layers.1.mlp.up_proj.weight"] == (3.0, 0.1)
+    assert rates["model.layers.0.input_layernorm.weight"] == (0.5, 0.0)
+    assert rates["model.embed_tokens.weight"] == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "advice"),
+    [
+        ("layers.0.*", "type {pattern: '*.layers.0.*'}, since full names are compared"),
+        ("embed_tokens", "type {pattern: '*.embed_tokens.*'}, since full names are compared"),
+        ("model.embed_tokens", "type {pattern: 'model.embed_tokens.*'}, since full names"),
+        ("*.embd_tokens.weight", "the nearest are model.embed_tokens.weight, "),
+        ("*.layers.9.mlp.up_proj.weight", "the nearest are model.layers.*.mlp.up_proj.weight, "),
+        ("", "the nearest are "),
+    ],
+)
+def test_a_pattern_without_a_match_is_refused_with_the_nearest_names(
+    pattern: str, advice: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        build(tiny_llama(), {pattern: 0.1, "*.norm.*": 0.5})
+    (problem,) = caught.value.problems
+    assert problem.startswith(
+        f"optimizer.lr_by_pattern: {pattern} matches no trainable parameter; {advice}"
+    )
+
+
+def test_a_pattern_shadowed_by_an_earlier_one_is_refused() -> None:
+    with pytest.raises(UserError) as caught:
+        build(tiny_llama(), {"*.layers.*": 0.5, "*.layers.0.*": 0.1, "nothing": 2.0})
+    first, second = caught.value.problems
+    assert "*.layers.0.* an earlier pattern matches the same weights" in first
+    assert "nothing matches no trainable parameter" in second

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from app.config import load_config, load_run_config
 from app.evaluate import evaluate
-from app.model.adapter import LoraConfig, probe_logits
+from app.model.adapter import LoraConfig
 from app.run.manifest import git_state
 from app.train import train
 from app.training.run_documents import CSV_FILE, read_curves
@@ -31,7 +30,7 @@ from common.errors import UserError
 from common.files import write_atomically
 from tests.conftest import TrainRun, read_column
 from tests.resumed import contents
-from tests.tiny import SAMPLES, probe, small_base, small_run
+from tests.tiny import SAMPLES, small_base, small_run
 
 pytestmark = pytest.mark.slow
 
@@ -116,13 +115,6 @@ def test_the_code_of_the_card_works_in_the_folder_of_the_run(
     assert "Prague" in capsys.readouterr().out
     modes = {file.name: file.stat().st_mode & 0o777 for file in (run.folder / "adapter").iterdir()}
     assert set(modes.values()) == {0o644}, modes
-
-
-def test_the_adapter_opens_with_peft_alone_and_changes_the_base(run: Run) -> None:
-    base = AutoModelForCausalLM.from_pretrained(small_base(), dtype=torch.float32)
-    before = probe_logits(base, probe())
-    tuned = PeftModel.from_pretrained(base, str(run.folder / "adapter"))
-    assert (probe_logits(tuned, probe()) - before).abs().max() > 0.1
 
 
 def test_tokenizer_and_template_are_saved_beside_the_adapter(run: Run) -> None:
@@ -269,9 +261,7 @@ def test_evaluate_reproduces_the_metrics_of_the_run(run: Run, tmp_path: Path) ->
         assert all(":" in row["source"] and row["prompt"] and row["reference"] for row in kept)
 
 
-@pytest.mark.parametrize(
-    ("adapter", "precision"), [("lora", "bf16-pure"), ("full", "bf16"), ("freeze", "fp32")]
-)
+@pytest.mark.parametrize(("adapter", "precision"), [("full", "bf16"), ("freeze", "bf16-pure")])
 def test_evaluate_reproduces_any_kind_of_run(
     adapter: str, precision: str, tmp_path: Path, train_run: TrainRun
 ) -> None:
@@ -313,29 +303,18 @@ def test_an_adapter_is_evaluated_without_its_run(run: Run, tmp_path: Path) -> No
     assert again["base/exact_match/capital"] == 0.0
 
 
-def test_held_out_files_have_a_line_of_their_own_in_the_table(
+def test_held_out_files_alone_can_be_evaluated(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held_out = one_answer_to_all(tmp_path / "held_out.jsonl")
-    again = evaluated(
-        tmp_path / "again", f"run={run.folder}", f"data.test_datasets=[{{path: {held_out}}}]"
-    )
-    assert again["tuned/exact_match/held_out"] == 1.0
+    tests = f"data.test_datasets=[{{path: {held_out}}}]"
+    again = evaluated(tmp_path / "again", f"run={run.folder}", "data.datasets=[]", tests)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "│ held_out " in line)
     assert "100.0 %" in line
-
-
-def test_held_out_files_alone_can_be_evaluated(run: Run, tmp_path: Path) -> None:
-    again = evaluated(
-        tmp_path / "again",
-        f"run={run.folder}",
-        "data.datasets=[]",
-        f"data.test_datasets=[{{path: {run.folder.parent / 'capital.jsonl'}}}]",
-    )
-    change = "change/exact_match/capital"
+    change = "change/exact_match/held_out"
     assert again == {
-        "base/exact_match/capital": 0.0,
-        "tuned/exact_match/capital": 1.0,
+        "base/exact_match/held_out": 0.0,
+        "tuned/exact_match/held_out": 1.0,
         change: 1.0,
         f"{change}/low": 0.0,  # four rows: a sign test would not reject
         f"{change}/high": 1.0,

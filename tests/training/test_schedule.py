@@ -1,15 +1,51 @@
-"""The learning rate's shapes, against numbers written by hand and against torch's own."""
+"""The learning rate: its shapes, its peak, and schedule-free AdamW, which averages instead."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import math
+import re
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from app.training.optimizers import SHAPES, ScheduleConfig, build_schedule, lr_factor
+from app.config.schema import docs_of
+from app.model.adapter import (
+    DEFAULT_LR,
+    AdapterConfig,
+    FreezeConfig,
+    FullConfig,
+    Ia3Config,
+    LoraConfig,
+)
+from app.process.logs import LOG_FILE
+from app.training.algorithms import use_averaged_weights, use_training_weights
+from app.training.module import FinetuneModule
+from app.training.optimizers import (
+    FAR,
+    SHAPES,
+    USUAL_LR,
+    AdamWConfig,
+    LearningRate,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    ScheduleFreeConfig,
+    build_optimizer,
+    build_schedule,
+    format_lr,
+    lr_factor,
+    resolve_lr,
+)
+from common.facts import facts_of
+from tests.conftest import TrainRun, read_column
+from tests.tiny import random_ids, small_run, tiny_llama, train_into
 
 
 def fall(progress: float, least: float = 0.0) -> float:
@@ -100,3 +136,201 @@ def test_every_shape_stays_between_nothing_and_the_peak_for_any_length(shape: st
         factors = [lr_factor(step, total, config) for step in range(total)]
         assert all(0 <= factor <= 1 for factor in factors)
         assert factors[0] > 0
+
+
+METHODS = [LoraConfig(), Ia3Config(), FreezeConfig(), FullConfig()]
+
+
+def resolve(
+    adapter: AdapterConfig, batch: int = 8, *, from_scratch: bool = False, **optimizer: Any
+) -> LearningRate:
+    return resolve_lr(AdamWConfig(**optimizer), adapter, batch, from_scratch=from_scratch)
+
+
+@pytest.mark.parametrize("adapter", METHODS, ids=lambda adapter: adapter.name)
+def test_the_default_is_that_of_the_method_and_is_named(adapter: AdapterConfig) -> None:
+    lr = resolve(adapter)
+    default = DEFAULT_LR[adapter.name]
+    assert lr.value == default
+    assert lr.sentence == (
+        f"lr {format_lr(default)} ({format_lr(default)} is the default of adapter={adapter.name})"
+    )
+    assert lr.warning is None
+
+
+def test_the_help_of_the_learning_rate_names_the_defaults() -> None:
+    doc = docs_of(OptimizerConfig)["lr"]
+    (note,) = (facts_of(each).note for each in fields(OptimizerConfig) if each.name == "lr")
+    known = {name: format_lr(lr) for name, lr in DEFAULT_LR.items()}
+    assert f"LoRA {known['lora']}, IA3 {known['ia3']}, freeze and full {known['full']}" in doc
+    assert known["freeze"] == known["full"]
+    assert note == f"{known['lora']} for LoRA, {known['full']} for full"
+
+
+def test_a_typed_learning_rate_overrides_the_default() -> None:
+    lr = resolve(LoraConfig(), lr=3e-3)
+    assert lr == LearningRate(3e-3, "lr 3e-3", None)
+
+
+def test_the_sum_of_a_scaled_rate_is_written_out() -> None:
+    lr = resolve(LoraConfig(), 64, lr=2e-4, scale_lr="sqrt")
+    assert lr.value == pytest.approx(2e-4 * math.sqrt(8))
+    assert lr.sentence == "lr 2e-4 x sqrt(64 / 8) = 5.66e-4"
+    lr = resolve(LoraConfig(), 4, scale_lr="linear", base_batch_size=16)
+    assert lr.value == pytest.approx(5e-5)
+    assert lr.sentence == "lr 2e-4 x (4 / 16) = 5e-5 (2e-4 is the default of adapter=lora)"
+
+
+@pytest.mark.parametrize("adapter", METHODS, ids=lambda adapter: adapter.name)
+def test_a_rate_is_doubted_from_ten_times_outside_of_the_usual_range_on(
+    adapter: AdapterConfig,
+) -> None:
+    lowest, highest = USUAL_LR[adapter.name]
+    assert lowest <= DEFAULT_LR[adapter.name] <= highest
+    for inside in (lowest / FAR * 1.01, lowest, highest, highest * FAR * 0.99):
+        assert resolve(adapter, lr=inside).warning is None, inside
+    above, below = (
+        resolve(adapter, lr=lr).warning for lr in (highest * FAR * 1.1, lowest / FAR / 1.1)
+    )
+    assert above and below
+    for warning, where in ((above, "11 times above"), (below, "11 times below")):
+        assert warning.startswith("warning: learning rate ")
+        assert where in warning
+        assert f"adapter={adapter.name} ({format_lr(lowest)} to {format_lr(highest)})" in warning
+        assert f"type optimizer.lr={format_lr(DEFAULT_LR[adapter.name])}" in warning
+
+
+def test_a_rate_that_scaling_made_too_large_is_doubted_and_from_scratch_none_is() -> None:
+    assert resolve(FullConfig(), lr=5e-5).warning is None
+    scaled = resolve(FullConfig(), 512, lr=5e-5, scale_lr="linear")
+    assert scaled.warning is not None and "3.2e-3" in scaled.warning
+    assert "optimizer.scale_lr=none" in scaled.warning
+    assert resolve(FullConfig(), lr=3e-3).warning is not None
+    assert resolve(FullConfig(), lr=3e-3, from_scratch=True).warning is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2e-4, "2e-4"), (5.656e-4, "5.66e-4"), (3e-3, "3e-3"), (0.01, "0.01"), (1.0, "1"), (0, "0")],
+)
+def test_rates_are_written_as_people_write_them(value: float, text: str) -> None:
+    assert format_lr(value) == text
+    assert float(text) == pytest.approx(value, rel=1e-2)
+
+
+def test_a_run_scales_by_all_packs_of_a_step_and_says_what_it_does(tmp_path: Path) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train_into(
+            tmp_path / "run",
+            "optimizer.scale_lr=sqrt",
+            "optimizer.lr=1e-2",
+            "adapter.lora_plus_ratio=4",
+            "optimizer.lr_by_pattern=[{pattern: *.layers.1.*, ratio: 0.5}]",
+            "trainer.micro_batch_size=2",
+            "schedule=constant",
+            "schedule.warmup_steps=0",
+            "trainer.max_steps=1",
+            "data.val_set_size=0",
+        )
+    output = printed.getvalue()
+    assert "lr 0.01 x sqrt(4 / 8) = 7.07e-3" in output
+    assert "warning: learning rate 7.07e-3 is 14 times above" in output
+    # The curves show the base rate; the table shows that of B, too.
+    rates = read_column(tmp_path / "run", "train/lr")
+    assert list(rates.values()) == pytest.approx([0.01 / math.sqrt(2)])
+    details = (tmp_path / "run" / LOG_FILE).read_text().splitlines()
+    rows = [line for line in details if re.search(r"q_proj +lora B", line)]
+    assert "0.0283" in rows[0] and "0.0141" in rows[1]
+
+
+WORDS = ["optimizer=schedule_free", "schedule=constant", "optimizer.lr=3e-3", "adapter.dropout=0"]
+Seen = dict[str, Any]
+
+
+def trained(module: FinetuneModule) -> dict[str, torch.Tensor]:
+    named = module.model.named_parameters()
+    return {name: p.detach().clone() for name, p in named if p.requires_grad}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Records the mode of the optimizer in every step, and the weights of each validation."""
+    found: Seen = {"training": [], "validation": [], "validated": [], "newest": []}
+    training_step, validation_step = FinetuneModule.training_step, FinetuneModule.validation_step
+    optimizer_step = FinetuneModule.optimizer_step
+
+    def optimizer_of(module: FinetuneModule) -> Any:
+        return module.optimizers(use_pl_optimizer=False)
+
+    def look_at_training(module: FinetuneModule, *args: Any) -> Any:
+        found["training"].append(optimizer_of(module).param_groups[0]["train_mode"])
+        return training_step(module, *args)
+
+    def look_at_validation(module: FinetuneModule, *args: Any) -> Any:
+        found["validation"].append(optimizer_of(module).param_groups[0]["train_mode"])
+        found["validated"] = trained(module)
+        return validation_step(module, *args)
+
+    def look_at_step(module: FinetuneModule, *args: Any) -> None:
+        optimizer_step(module, *args)
+        state, named = optimizer_of(module).state, module.model.named_parameters()
+        newest = {name: state[p]["z"].clone() for name, p in named if p.requires_grad}
+        found["newest"].append(newest)
+
+    monkeypatch.setattr(FinetuneModule, "training_step", look_at_training)
+    monkeypatch.setattr(FinetuneModule, "validation_step", look_at_validation)
+    monkeypatch.setattr(FinetuneModule, "optimizer_step", look_at_step)
+    return found
+
+
+def test_the_average_is_validated_and_saved_while_training_uses_its_own_weights(
+    train_run: TrainRun, seen: Seen
+) -> None:
+    words = [*WORDS, "trainer.max_steps=6", "schedule.warmup_steps=0"]
+    folder = train_run(*small_run("trainer.validate_every_steps=2"), *words)
+    assert len(seen["training"]) == 6 and all(seen["training"])
+    assert len(seen["validation"]) > 3 and not any(seen["validation"])
+    saved = load_file(folder / "adapter" / "adapter_model.safetensors")
+    in_memory = {name.replace(".default", ""): w for name, w in seen["validated"].items()}
+    assert saved.keys() == in_memory.keys()
+    for name, weight in saved.items():
+        assert torch.equal(weight, in_memory[name]), name
+    # At a constant rate it is the plain mean of the newest weights after each step.
+    assert len(seen["newest"]) == 6
+    for name, weight in seen["validated"].items():
+        mean = torch.stack([newest[name] for newest in seen["newest"]]).mean(dim=0)
+        assert torch.allclose(weight, mean, rtol=1e-4, atol=1e-6), name
+        assert not torch.allclose(weight, seen["newest"][-1][name], rtol=1e-2, atol=1e-4), name
+
+
+def test_the_average_is_saved_also_where_nothing_is_validated(
+    train_run: TrainRun, seen: Seen
+) -> None:
+    words = small_run("data.val_set_size=0", "trainer.max_steps=2")
+    folder = train_run(*words, *WORDS, "schedule.warmup_steps=0")
+    assert not seen["validation"] and len(seen["newest"]) == 2
+    saved = load_file(folder / "adapter" / "adapter_model.safetensors")
+    for name, weight in saved.items():
+        key = name.replace(".weight", ".default.weight")
+        mean = torch.stack([newest[key] for newest in seen["newest"]]).mean(dim=0)
+        assert torch.allclose(weight, mean, rtol=1e-4, atol=1e-6), name
+
+
+def test_weights_go_back_and_forth_and_other_optimizers_are_left_alone() -> None:
+    for config in (ScheduleFreeConfig(), AdamWConfig(), MuonConfig()):
+        model, ids = tiny_llama(), random_ids()
+        optimizer = build_optimizer(model, config, FullConfig(), lr=1e-2, fused=False)
+        for _ in range(3):
+            use_training_weights(optimizer)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = model.model.layers[0].mlp.up_proj.weight
+        training = weight.detach().clone()
+        use_averaged_weights(optimizer)
+        averaged = weight.detach().clone()
+        use_averaged_weights(optimizer)
+        assert torch.equal(weight, averaged)
+        assert torch.equal(training, averaged) is (config.name != "schedule_free")
+        use_training_weights(optimizer)
+        assert torch.allclose(weight, training, rtol=1e-5, atol=1e-6)

@@ -60,7 +60,7 @@ from tests.training.checkpoint.test_state import Training
 
 pytestmark = pytest.mark.slow
 
-NUM_CHANGES = 100
+NUM_CHANGES = 50
 """of each kind of file"""
 LONGEST = 20
 """seconds that one of them may take"""

@@ -15,8 +15,8 @@ from app.training.checkpoint import disk
 from app.training.checkpoint.store import CheckpointStore
 from tests.training.checkpoint.saves import in_a_child, is_as_saved, killed_at, names_in, save
 
-SMALL_BLOCK = 64
-"""bytes: a file then takes several writes"""
+SMALL_BLOCK, BLOCK = 64, 1024
+"""bytes: a file then takes several writes, or one for each tensor"""
 MOST = 500
 """more operations than any save here has"""
 
@@ -38,6 +38,11 @@ def newest_step(run: Path) -> int | None:
     assert damaged == []
     assert good is None or is_as_saved(good)
     return None if good is None else good.step
+
+
+@pytest.fixture
+def large_blocks(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)
 
 
 def kill_everywhere(
@@ -70,12 +75,14 @@ def test_a_kill_at_any_operation_of_save_and_rotation_leaves_a_good_one(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("large_blocks")
 def test_a_kill_in_the_first_save_leaves_none_or_a_good_one(tmp_path: Path) -> None:
     newest = kill_everywhere(tmp_path, lambda run: None, 10, {None, 10})
     assert newest[0] is None and newest[-1] == 10
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("large_blocks")
 def test_a_kill_while_the_same_step_is_saved_again_leaves_one_of_the_two(tmp_path: Path) -> None:
     assert set(
         kill_everywhere(tmp_path, lambda run: save(make_store(run), 10) and None, 10, {10})
@@ -83,6 +90,7 @@ def test_a_kill_while_the_same_step_is_saved_again_leaves_one_of_the_two(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("large_blocks")
 def test_a_kill_while_leftovers_are_removed_leaves_the_good_one(tmp_path: Path) -> None:
     def prepare(run: Path) -> None:
         save(make_store(run), 10)

@@ -1,25 +1,44 @@
-"""Tensors come back bit for bit from files that any reader of safetensors takes."""
+"""Files of a checkpoint: tensors bit for bit, whole, hashed and synced, each by one rank."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import resource
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from app.process import faults, heartbeat
+from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint import disk
 from app.training.checkpoint.checkpoint import (
     check_tensors,
     file_bytes,
+    load_checkpoint,
+    num_bytes,
+    rank_file_name,
     read_tensors,
+    write_share,
     write_tensors,
+    writer_ranks,
 )
+from app.training.checkpoint.disk import SaveError
+from app.training.checkpoint.documents import MODEL, OPTIMIZER
+from app.training.checkpoint.saving import StoredCheckpoints
+from app.training.checkpoint.store import CheckpointStore
+from app.training.metrics import check_finite
+from common.errors import TrainingFault
 from common.untrusted import SAFETENSORS_DTYPES
 
 MEBIBYTE = 1 << 20
@@ -130,7 +149,7 @@ def test_a_file_that_is_none_of_the_format_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_writing_holds_no_copy_of_the_tensors(tmp_path: Path, layout: str) -> None:
-    num_bytes = 128 * MEBIBYTE
+    num_bytes = 64 * MEBIBYTE
     tensor = torch.ones(num_bytes // 4096, 1024)
     tensors = {"a": tensor if layout == "contiguous" else tensor.T}
     child = os.fork()
@@ -161,3 +180,222 @@ def test_tensors_of_a_gpu_are_written_without_a_copy_there(tmp_path: Path) -> No
     write_tensors(tmp_path / "file", tensors)
     assert torch.cuda.max_memory_allocated() - before <= 2 * disk.BLOCK_BYTES
     assert_same(read_tensors(tmp_path / "file"), tensors)
+
+
+@pytest.fixture
+def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    points: list[str] = []
+    monkeypatch.setattr(faults, "fault_point", lambda point, step=None: points.append(point))
+    return points
+
+
+def test_a_file_is_written_hashed_and_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: list[str]
+) -> None:
+    synced = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append((tmp_path / "file").stat().st_size)
+    )
+    blocks = [b"ab", memoryview(b"cd" * 500), b"", memoryview(bytearray(b"e"))]
+    written = disk.write_file(tmp_path / "file", blocks)
+    content = b"".join(bytes(block) for block in blocks)
+    assert (tmp_path / "file").read_bytes() == content
+    assert written.sha256 == hashlib.sha256(content).hexdigest()
+    assert written.sha256 == disk.read_hash(tmp_path / "file")
+    assert written.num_bytes == len(content)
+    assert synced == [len(content)]  # when all of it was written
+    assert announced == ["disk.create", *["disk.write"] * 3, "disk.fsync"]
+
+
+def test_a_long_write_is_a_sign_of_life_of_the_thread_that_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(heartbeat, "send_to_supervisor", messages.append)
+    monkeypatch.setattr(heartbeat, "_step", None)
+    monkeypatch.setattr(heartbeat, "_num_beats", 4)
+    disk.write_file(tmp_path / "before", [b"a", b"b"])
+    assert messages == []  # from the first on, pauses count
+    heartbeat.send_heartbeat(7)
+    disk.write_file(tmp_path / "within", [b"a", b"b"])
+    assert messages == ["beat 5 7"] * 3
+    with ThreadPoolExecutor() as pool:
+        pool.submit(disk.write_file, tmp_path / "beside", [b"a", b"b"]).result()
+        assert len(messages) == 3
+        with heartbeat.waiting_for_thread():
+            pool.submit(disk.write_file, tmp_path / "waited for", [b"a", b"b"]).result()
+    assert len(messages) == 5
+
+
+class Slow(io.FileIO):
+    """A file that takes three bytes at once, as a network disk may take a part."""
+
+    def write(self, block: memoryview) -> int:  # type: ignore[override]
+        return super().write(memoryview(block)[:3])
+
+
+def test_a_disk_that_takes_a_part_gets_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode, buffering: Slow(path, mode))
+        written = disk.write_file(file, [b"0123456789"])
+    assert file.read_bytes() == b"0123456789"
+    assert written.num_bytes == 10
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError):
+        disk.write_file(tmp_path / "file", [b"other"])
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_removing_a_folder_leaves_what_links_lead_to(tmp_path: Path, announced: list[str]) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("kept")
+    folder = tmp_path / "folder"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "file").write_text("")
+    (folder / "link").symlink_to(outside, target_is_directory=True)
+    disk.remove_folder(folder)
+    assert not folder.exists()
+    assert (outside / "file").read_text() == "kept"
+    assert sorted(announced) == ["disk.rmdir"] * 2 + ["disk.unlink"] * 2
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+
+
+class Rank:
+    """One of several ranks that hold parts of `wholes`; knows in which order it has gathered."""
+
+    def __init__(self, wholes: Mapping[str, Tensor], held: set[str]) -> None:
+        self.gathered: list[str] = []
+        self.tensors: dict[str, StateTensor] = {
+            name: whole if name in held else self._scattered(name, whole)
+            for name, whole in wholes.items()
+        }
+
+    def _scattered(self, name: str, whole: Tensor) -> ShardedTensor:
+        def gather() -> Tensor:
+            self.gathered.append(name)
+            return whole.clone()
+
+        return ShardedTensor(whole.shape, whole.dtype, gather)
+
+
+def some_tensors(sizes: list[int]) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {
+        f"layer{place}.weight": torch.randint(100, (size, 3), generator=random).to(
+            DTYPES[place % len(DTYPES)]
+        )
+        for place, size in enumerate(sizes)
+    }
+
+
+def write_all(store: CheckpointStore, ranks: list[Rank], name: str = "model") -> None:
+    """Write every rank's share; the first begins, and commits at the end."""
+    store.begin(1)
+    for rank, one in enumerate(ranks):
+        own = store if rank == 0 else CheckpointStore(store.folder)
+
+        def write(
+            file: str, tensors: Mapping[str, StateTensor], own: CheckpointStore = own
+        ) -> None:
+            own.add_tensors(1, file, tensors)
+
+        write_share(write, name, one.tensors, _no_check, rank=rank, num_ranks=len(ranks))
+    store.commit(1)
+
+
+def _no_check(tensors: Mapping[str, Tensor]) -> None:
+    pass
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_every_tensor_is_written_once_and_comes_back(tmp_path: Path, num_ranks: int) -> None:
+    wholes = some_tensors([5, 1, 4, 2, 7, 3, 0])
+    ranks = [Rank(wholes, held={"layer1.weight"}) for _ in range(num_ranks)]
+    store = CheckpointStore(tmp_path / "checkpoints")
+    write_all(store, ranks)
+    checkpoint = load_checkpoint(store.folder / "step-1")
+    expected = {f"{rank_file_name('model', rank)}.safetensors" for rank in range(num_ranks)}
+    assert set(checkpoint.manifest["files"]) == expected
+    read = checkpoint.tensors("model")
+    assert read.keys() == wholes.keys()
+    for name, whole in wholes.items():
+        assert read[name].dtype == whole.dtype
+        assert torch.equal(read[name], whole)
+    # All ranks took part in every gather, in the same order, or they would wait for each other.
+    assert {tuple(one.gathered) for one in ranks} == {tuple(ranks[0].gathered)}
+    assert set(ranks[0].gathered) == wholes.keys() - {"layer1.weight"}
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 6))
+def test_shares_are_even_up_to_one_tensor(sizes: list[int], num_ranks: int) -> None:
+    tensors = Rank(some_tensors(sizes), held=set()).tensors
+    owner = writer_ranks(tensors, num_ranks)
+    assert owner.keys() == tensors.keys()
+    shares = [0] * num_ranks
+    for name, rank in owner.items():
+        shares[rank] += num_bytes(tensors[name])
+    assert max(shares) - min(shares) <= max(map(num_bytes, tensors.values()))
+
+
+def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    wholes = some_tensors([5, 1, 4, 2])
+    wholes["layer3.weight"][0] = float("inf")
+    rank = Rank(wholes, held=set())
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.begin(1)
+
+    def check(tensors: Mapping[str, Tensor]) -> None:
+        check_finite(1, tensors)
+
+    def write(file: str, tensors: Mapping[str, StateTensor]) -> None:
+        store.add_tensors(1, file, tensors)
+
+    with pytest.raises(TrainingFault, match=r"layer3\.weight has non-finite values"):
+        write_share(write, "model", rank.tensors, check, rank=0, num_ranks=1)
+    assert sorted(rank.gathered) == sorted(wholes)
+
+
+def test_a_rank_that_cannot_write_one_file_helps_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = {name: Rank(some_tensors([5, 1, 4]), held=set()) for name in (MODEL, OPTIMIZER)}
+    store = CheckpointStore(tmp_path / "checkpoints")
+    written = []
+
+    def full(step: int, name: str, tensors: Mapping[str, StateTensor]) -> None:
+        written.append(name)
+        raise SaveError("no room")
+
+    monkeypatch.setattr(store, "add_tensors", full)
+    tensors = {name: rank.tensors for name, rank in ranks.items()}
+    with pytest.raises(SaveError, match="no room"):
+        StoredCheckpoints(store).add_tensors(1, tensors, rank=1, num_ranks=2)
+    assert written[0] == rank_file_name(MODEL, 1)
+    for rank in ranks.values():
+        assert sorted(rank.gathered) == sorted(rank.tensors)
+
+
+def test_a_rank_that_only_gathers_for_others_sends_heartbeats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(heartbeat, "send_to_supervisor", messages.append)
+    monkeypatch.setattr(heartbeat, "_step", 7)
+    monkeypatch.setattr(heartbeat, "_thread", threading.current_thread())
+    rank = Rank(some_tensors([5, 1, 4]), held=set())
+    written: list[str] = []
+
+    def write(file: str, tensors: Mapping[str, StateTensor]) -> None:
+        written.append(file)
+
+    write_share(write, "model", rank.tensors, _no_check, rank=4, num_ranks=5)
+    assert (written, len(rank.gathered), len(messages)) == ([], 3, 3)

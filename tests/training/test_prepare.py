@@ -1,8 +1,9 @@
-"""FP8 is compared with bf16 before the first step and refused if it does not pay."""
+"""What is tried before the first step: random numbers of ranks, and FP8 against bf16."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from app.model.adapter import hold_transposed
 from app.model.fp8 import Fp8Linear, Fp8TrainedLinear, quantize_weight
+from app.strategy.mixin import Step
 from app.training import module as modules
 from app.training import prepare
 from app.training.prepare import check_fp8, room_for_transposed, time_products
@@ -19,6 +21,46 @@ from common.errors import UserError
 from tests.resumed import go_on
 from tests.runs import check_same_run
 from tests.tiny import TINY_BASE, train_into
+
+
+class Ranks(Step):
+    """A rank, of which `copies` neighbours compute the same loss."""
+
+    def __init__(self, global_rank: int, copies: int) -> None:
+        self.global_rank, self.copies, self.root_device = global_rank, copies, torch.device("cpu")
+
+    @property
+    def num_loss_copies(self) -> int:
+        return self.copies
+
+
+def first_number(monkeypatch: pytest.MonkeyPatch, global_rank: int, copies: int) -> float:
+    """Return the first random number that a rank draws after its model is prepared."""
+    for name in ("verify_attention", "check_head_loss", "check_fp8", "check_same_step"):
+        monkeypatch.setattr(prepare, name, lambda *_: None)
+    for name in ("quantize_tokens_independently", "reading_first_forward", "hidden_as_logits"):
+        monkeypatch.setattr(prepare, name, lambda *_: nullcontext())
+    module: Any = SimpleNamespace(
+        model=None,
+        strategy=Ranks(global_rank, copies),
+        backend="sdpa",
+        trains_in_fp8=False,
+        uses_fused_kernels=False,
+        store_references=None,
+        probe_micro_batch=None,
+        resume=None,
+        trainer=SimpleNamespace(precision_plugin=SimpleNamespace(forward_context=nullcontext)),
+    )
+    torch.manual_seed(5)
+    prepare.prepare_model(module)
+    return torch.rand(()).item()
+
+
+def test_ranks_draw_other_dropout_unless_they_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = [first_number(monkeypatch, rank, 1) for rank in (0, 1, 2)]
+    assert len(set(drawn)) == 3
+    assert [first_number(monkeypatch, rank, 2) for rank in (2, 3)] == [drawn[1], drawn[1]]
+
 
 GIB = 2**30
 LAYER = torch.nn.Linear(64, 32)

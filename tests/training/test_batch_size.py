@@ -1,10 +1,11 @@
-"""trainer.micro_batch_size=auto: the chosen size is probed, and halved on all ranks alike."""
+"""Batch sizes that are `auto`: probed, halved on all ranks alike, and lowered for little data."""
 
 from __future__ import annotations
 
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,9 @@ import app.assembly.auto
 import app.model.adapter
 import app.training.module
 from app.assembly.auto import probe_micro_batch
+from app.config import load_config
+from app.plan import plan
+from app.preview import preview
 from app.run import describe_global_batch
 from app.strategy.settings import (
     DdpConfig,
@@ -25,25 +29,18 @@ from app.strategy.settings import (
     can_probe_micro_batch,
 )
 from app.training.objective.objective import batch_loss
-from app.training.trainer import Environment, TrainerConfig
-from data_modules import Batch
+from app.training.trainer import Environment, TrainerConfig, adapts_to_small_data
+from data_modules import Batch, fit_accumulation
 from tests.conftest import TrainRun, read_column
-from tests.tiny import small_run, tiny_llama
+from tests.resumed import go_on
+from tests.tiny import SAMPLES, small_run, tiny_llama, train_into
 
 
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
-        (StrategyConfig(name="single"), True),
-        (DdpConfig(), True),
-        (FsdpConfig(), False),
-        (ZeroConfig(stage=1), False),
-    ],
-)
-def test_no_probe_if_ranks_communicate_within_a_micro_batch(
-    strategy: StrategyConfig, expected: bool
-) -> None:
-    assert can_probe_micro_batch(strategy) == expected
+def test_no_probe_if_ranks_communicate_within_a_micro_batch() -> None:
+    for alone in (StrategyConfig(name="single"), DdpConfig()):
+        assert can_probe_micro_batch(alone)
+    for together in (FsdpConfig(), ZeroConfig(stage=1)):
+        assert not can_probe_micro_batch(together)
 
 
 def test_a_resume_on_more_ranks_changes_micro_batches_that_no_longer_divide() -> None:
@@ -81,7 +78,7 @@ def choose_micro_batch(monkeypatch: pytest.MonkeyPatch, packs: int, limit: int) 
     return device
 
 
-OVERRIDES = small_run(
+ACCUMULATED = small_run(
     "trainer.gradient_accumulation_steps=8", "trainer.max_steps=2", "adapter.dropout=0.1"
 )
 
@@ -91,11 +88,11 @@ def test_the_size_is_halved_until_it_fits_and_trains_as_if_it_had_been_typed(
     train_run: TrainRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = train_run(
-        *OVERRIDES, "trainer.micro_batch_size=2", "trainer.gradient_accumulation_steps=4"
+        *ACCUMULATED, "trainer.micro_batch_size=2", "trainer.gradient_accumulation_steps=4"
     )
     with monkeypatch.context() as patch:
         device = choose_micro_batch(patch, packs=8, limit=600)
-        chosen = train_run(*OVERRIDES)
+        chosen = train_run(*ACCUMULATED)
     output = capsys.readouterr().out
     assert "micro-batch: 8 packs do not fit in memory; using 4 instead" in output
     assert "micro-batch: 4 packs do not fit in memory; using 2 instead" in output
@@ -121,7 +118,7 @@ def test_a_single_pack_that_does_not_fit_ends_the_run(
     released: list[Any] = []
     monkeypatch.setattr("app.training.module.drop_pending_outputs", released.append)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        train_run(*OVERRIDES)
+        train_run(*ACCUMULATED)
     assert len(released) == 2  # after 2 packs, and after 1
 
 
@@ -163,3 +160,57 @@ def test_auto_keeps_the_packs_of_a_resumed_run_on_other_ranks() -> None:
     assert describe_global_batch(longer, 2, before)["packs"] == 2
     typed = TrainerConfig(gradient_accumulation_steps=8)
     assert describe_global_batch(typed, 1, before)["packs"] == 8
+
+
+AUTO = (
+    "trainer.gradient_accumulation_steps=auto",
+    "trainer.max_steps=null",
+    f"data.datasets=[{{path: {SAMPLES / 'lists_test.json'}, name: lists}}]",
+)
+
+
+@pytest.mark.parametrize(
+    ("packs", "at_once", "expected"),
+    [(1000, 1, 8), (80, 1, 8), (79, 1, 7), (20, 1, 2), (9, 1, 1), (80, 4, 2), (1, 64, 1)],
+)
+def test_an_epoch_has_ten_steps_if_it_has_the_packs(
+    packs: int, at_once: int, expected: int
+) -> None:
+    assert fit_accumulation(8, packs, at_once) == expected
+
+
+def batch_of(run: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((run / "manifest.json").read_text())
+    return manifest["global_batch"] | {"total_steps": manifest["total_steps"]}
+
+
+@pytest.mark.slow
+def test_a_run_lowers_its_global_batch_says_so_and_keeps_it_when_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train_into(tmp_path / "run", *AUTO)
+    batch = batch_of(run)
+    assert batch["gradient_accumulation_steps"] < 8
+    assert batch["total_steps"] >= 10
+    said = f"global batch: {batch['packs']}, not 8"
+    assert said in (run / "train.log").read_text()
+
+    longer = f"trainer.max_steps={batch['total_steps'] + 1}"
+    go_on(run, longer, "resume_allow=[epochs]")
+    assert batch_of(run) == batch | {"total_steps": batch["total_steps"] + 1}
+
+    words = [word for word in small_run(*AUTO) if not word.startswith("evaluation.")]
+    capsys.readouterr()
+    preview(load_config("preview", [*words, f"output.dir={tmp_path / 'preview'}"]))
+    assert said in " ".join(capsys.readouterr().out.split())
+    on_card = ["hardware=h100", f"output.dir={tmp_path / 'plan'}"]
+    plan(load_config("plan", [*words, *on_card]))
+    settings = json.loads((tmp_path / "plan" / "plan.json").read_text())["settings"]
+    assert settings["accumulation"] * settings["micro_batch_size"] == batch["packs"]
+
+
+@pytest.mark.parametrize(
+    "typed", [{"global_batch_size": 8}, {"gradient_accumulation_steps": 8}, {"max_steps": 3}, {}]
+)
+def test_a_typed_batch_or_number_of_steps_stays(typed: dict[str, int]) -> None:
+    assert adapts_to_small_data(TrainerConfig(**typed), StrategyConfig()) is not bool(typed)
