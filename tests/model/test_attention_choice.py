@@ -246,14 +246,6 @@ def test_a_broken_or_missing_package_is_an_environment_error(
         choose("flash3")
 
 
-def test_a_typed_backend_is_used(machine: Machine) -> None:
-    machine.is_of(HOPPER, **BOTH)
-    for backend in ("flash2", "flash3", "varlen", "flex", "sdpa", "eager"):
-        chosen = choose(backend)
-        assert chosen.backend == backend
-        assert "as typed" in str(chosen)
-
-
 def test_falcon_has_separate_layers_for_flash_attention(machine: Machine) -> None:
     machine.is_of(**WORKS)
     falcon = FalconConfig(new_decoder_architecture=True)

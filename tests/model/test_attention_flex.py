@@ -6,28 +6,23 @@ blocks as a whole, partial blocks by their mask. The tests marked `gpu` run the 
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import Gemma2Config, Gemma2ForCausalLM
 from transformers.integrations import flex_attention
 
-from app.model import attention
 from app.model.attention import (
-    AttentionChoice,
     AttentionConfig,
     attention_implementation,
     choose_backend,
 )
 from app.model.attention.backends import ModelOnDevice, support_error
 from app.model.attention.inputs import BLOCK, block_mask
-from tests.model.test_attention_varlen import assert_same, mistral, run, varlen_2_13
-from tests.tiny import probe, tiny_llama, train_into
+from tests.model.test_attention_varlen import assert_same, mistral, run
+from tests.tiny import probe, tiny_llama
 
 CASES = [
     # document lengths by row, tokens per row
@@ -143,20 +138,3 @@ def test_flex_cannot_train_on_the_cpu() -> None:
         choose_backend(AttentionConfig(backend="flex"), model, "cpu", "fp32")
     reason = support_error("flex", ModelOnDevice(model, "gpu", "bf16"))
     assert reason is not None and "head dimension of 16 or more, not 8" in reason
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_use_substitute")
-def test_runs_learn_as_with_sdpa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probe, training with recompute, validation, saving, and generation with a cache."""
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_2_13)
-    words = ("recompute=full", "trainer.max_steps=2", "evaluation.exact_match=true")
-    found = {}
-    for backend in ("sdpa", "varlen", "flex"):
-        chosen = AttentionChoice(backend, "")
-        monkeypatch.setattr(attention, "choose_backend", lambda *_, chosen=chosen: chosen)
-        folder = train_into(tmp_path / backend, *words, "evaluation.max_rows=2")
-        found[backend] = json.loads((folder / "metrics.json").read_text())
-    for backend in ("varlen", "flex"):
-        for loss in ("base/val/loss", "tuned/val/loss"):
-            assert found[backend][loss] == pytest.approx(found["sdpa"][loss], rel=1e-5)

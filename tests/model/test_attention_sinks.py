@@ -156,16 +156,16 @@ def test_a_selective_recompute_changes_nothing(backend: str, flash: None) -> Non
         assert all(map(torch.equal, found[1], plain[1]))
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 2])
 def test_gradients_are_those_of_the_formula(window: int | None, flash: None) -> None:
     torch.manual_seed(0)
-    lengths, tokens = [5, 7], 12
+    lengths, tokens = [3, 4], 7
     inputs = [
         torch.randn(1, heads, tokens, 8, dtype=torch.float64, requires_grad=True)
         for heads in (4, 2, 2)
     ]
     inputs.append(torch.randn(4, dtype=torch.float64, requires_grad=True))
-    ends = torch.tensor([0, 5, 12], dtype=torch.int32)
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
     groups = group_documents([lengths], (1, tokens), CPU)
     rule = None if window is None else window_rule(window)
     kernel, layer = VarlenKernel.installed(), torch.nn.Identity()
@@ -176,7 +176,7 @@ def test_gradients_are_those_of_the_formula(window: int | None, flash: None) -> 
 
     def by_boundaries(query: Any, key: Any, value: Any, sinks: Any) -> torch.Tensor:
         options = {"scaling": 0.5, "sliding_window": window, "s_aux": sinks}
-        options |= {"cu_seq_lens_q": ends, "max_length_q": 7, "kernel": kernel}
+        options |= {"cu_seq_lens_q": ends, "max_length_q": 4, "kernel": kernel}
         return attend_by_boundaries(layer, query, key, value, rule, **options)[0]
 
     torch.testing.assert_close(by_document(*inputs), by_boundaries(*inputs))

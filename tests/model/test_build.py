@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaForCausalLM
+from transformers import BloomConfig, LlamaForCausalLM
 
 from app.model import save as saving
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, probe_logits
@@ -75,14 +75,6 @@ def test_a_built_model_has_the_dtypes_of_its_precision(
     assert model.training
 
 
-def test_a_built_model_computes_what_transformers_computes(base: Path) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=FP32)
-    expected = probe_logits(plain, probe())
-    for backend in ("sdpa", "eager"):
-        ours = probe_logits(built(base, backend=backend), probe())
-        assert torch.allclose(ours, expected, atol=1e-5), backend
-
-
 def test_from_scratch_builds_the_architecture_with_random_weights() -> None:
     architecture = tiny_llama(num_hidden_layers=3, hidden_size=16).config.to_dict()
     numbers = {key: architecture[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
@@ -106,19 +98,6 @@ def test_from_scratch_builds_the_architecture_with_random_weights() -> None:
     assert load_architecture(config).num_hidden_layers == 3
 
 
-def test_a_sharded_base_is_the_same_model(tmp_path: Path) -> None:
-    numbers = {"vocab_size": 2000, "hidden_size": 64}
-    tiny_llama(**numbers).save_pretrained(tmp_path / "one")
-    tiny_llama(**numbers).save_pretrained(tmp_path / "many", max_shard_size="200KB")
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
-    one, many = (
-        load_base(ModelConfig(path=str(tmp_path / name)), "sdpa", FP32).state_dict()
-        for name in ("one", "many")
-    )
-    assert one.keys() == many.keys()
-    assert all(torch.equal(one[name], many[name]) for name in one)
-
-
 def test_a_base_that_lacks_a_tensor_is_refused_and_not_filled_with_random_numbers(
     base: Path,
 ) -> None:
@@ -135,56 +114,6 @@ def test_a_base_that_lacks_a_tensor_is_refused_and_not_filled_with_random_number
 def test_the_context_is_the_architectures() -> None:
     assert context_len(tiny_llama().config) == 128
     assert context_len(BloomConfig()) is None
-
-
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    ids = random_ids(rows=2)
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-def test_recompute_is_not_reentrant(base: Path) -> None:
-    """Reentrant checkpointing cannot do this, nor find every gradient of an adapter in DDP."""
-    model, ids = built(base, recompute="full"), random_ids()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    assert len(torch.autograd.grad(loss, trained)) == len(trained)
-
-
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_every_adapter_weight_has_a_gradient_in_the_first_step(mode: str, base: Path) -> None:
-    found = gradients(built(base, recompute=mode))
-    assert found
-    for name, gradient in found.items():
-        assert gradient is not None, name
-        # While B is zero, A is not moved: only B's gradients say that the graph is whole.
-        assert bool(gradient.any()) == ("lora_B" in name), name
-
-
-@pytest.mark.parametrize(
-    ("precision", "base_dtype", "tied"),
-    [("fp32", BF16, True), ("bf16", BF16, False), ("bf16-pure", FP32, True)],
-)
-def test_a_full_model_is_saved_as_a_folder_in_the_dtype_of_its_base(
-    precision: str, base_dtype: torch.dtype, tied: bool, tmp_path: Path
-) -> None:
-    base = save_base(tmp_path / "base", base_dtype, tie_word_embeddings=tied)
-    model = built(base, adapter=FullConfig(), precision=precision)
-    move(model)
-    trained = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    saved = save(model, FullConfig(), base, tmp_path)
-    assert saved == tmp_path / "model"
-
-    tensors = load_file(saved / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {base_dtype}
-    assert ("lm_head.weight" in tensors) is not tied
-    reopened = AutoModelForCausalLM.from_pretrained(saved)
-    assert reopened.dtype == base_dtype
-    assert reopened.config.tie_word_embeddings is tied
-    for name, parameter in reopened.named_parameters():
-        assert torch.equal(parameter, trained[name].to(base_dtype)), name
-    head = reopened.lm_head.weight
-    assert (head is reopened.get_input_embeddings().weight) is tied
 
 
 def test_after_saving_the_model_in_memory_is_the_saved_one_in_the_dtype_of_its_training(

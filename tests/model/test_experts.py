@@ -26,6 +26,7 @@ from app.model.base import ModelConfig, load_base, read_shapes, weight_files
 from app.model.description import describe_files, describe_model
 from app.model.experts import RoutingTrace, expert_modules, use_grouped_experts
 from app.model.quantization import QuantizationConfig, storage_of, stored_4bit
+from app.model.recompute import RecomputeConfig, apply_recompute
 from app.preflight.base_model import inspect_base
 from app.preflight.files import check_saved_adapter
 from common.errors import UserError
@@ -177,6 +178,19 @@ def test_lora_on_fused_experts_equals_lora_on_each_expert(kind: str) -> None:
     for one in trainable_weights(adapted):
         if "experts" not in one.name or "shared" in one.name:
             torch.testing.assert_close(ours[one.name], one.parameter.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_a_selective_recompute_changes_no_gradient() -> None:
+    found = []
+    for mode in ("none", "selective"):
+        model = tiny_mixture("qwen3_moe")
+        apply_recompute(model, RecomputeConfig(mode=mode))
+        adapted = adapt(model).train()
+        for _ in range(2):  # from the second pass on without a dispatch mode
+            adapted.zero_grad()
+            loss_of(adapted).backward()
+        found.append([one.parameter.grad for one in trainable_weights(adapted)])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("kind", MIXTURES)

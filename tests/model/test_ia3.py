@@ -96,15 +96,14 @@ def test_only_vectors_other_than_ones_change_logits(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TINY)
 def test_saved_vectors_are_loaded_onto_the_same_modules(kind: str, tmp_path: Path) -> None:
-    for layers in ("all", "top 1"):
-        model = adapt(TINY[kind](), layers=layers)
-        disturb(model)
-        save_adapter(model, tmp_path)
-        row = probe_of(model)
-        by_peft = peft.PeftModel.from_pretrained(TINY[kind](), str(tmp_path)).eval()
-        for read in (load_adapter(TINY[kind](), tmp_path), by_peft):
-            assert vectors(read).keys() == vectors(model).keys()
-            assert torch.equal(probe_logits(read, row), probe_logits(model, row))
+    model = adapt(TINY[kind](), layers="top 1")
+    disturb(model)
+    save_adapter(model, tmp_path)
+    row = probe_of(model)
+    by_peft = peft.PeftModel.from_pretrained(TINY[kind](), str(tmp_path)).eval()
+    for read in (load_adapter(TINY[kind](), tmp_path), by_peft):
+        assert vectors(read).keys() == vectors(model).keys()
+        assert torch.equal(probe_logits(read, row), probe_logits(model, row))
 
 
 def test_typed_targets_are_used_and_feed_forward_is_found_among_them() -> None:

@@ -157,8 +157,9 @@ def test_saved_target_names_are_the_shortest_exact_ones(
     assert sorted(model.peft_config["default"].target_modules) == expected
 
 
-@pytest.mark.parametrize("kind", TINY)
-@pytest.mark.parametrize("layers", ["all", "top 1"])
+@pytest.mark.parametrize(
+    ("kind", "layers"), [*((kind, "top 1") for kind in TINY), ("llama", "all"), ("t5", "all")]
+)
 def test_stock_peft_loads_a_saved_adapter_onto_the_same_modules(
     kind: str, layers: str, tmp_path: Path
 ) -> None:
@@ -175,11 +176,6 @@ def test_stock_peft_loads_a_saved_adapter_onto_the_same_modules(
     assert torch.allclose(theirs, ours, rtol=1e-9, atol=1e-9)
 
 
-def test_layer_1_does_not_match_layer_10() -> None:
-    model = adapt(tiny_llama(num_hidden_layers=11), layers=[1], target_modules=["q_proj"])
-    assert adapted_names(model) == ["model.layers.1.self_attn.q_proj"]
-
-
 def test_layer_numbers_tell_encoder_and_decoder_apart() -> None:
     names = adapted_names(adapt(tiny_t5(), layers="top 1"))
     assert names
@@ -187,14 +183,6 @@ def test_layer_numbers_tell_encoder_and_decoder_apart() -> None:
     names = adapted_names(adapt(tiny_t5(), layers=[0], target_modules=["q", "v"]))
     assert len(names) == 2
     assert all(name.startswith("encoder.block.0.") for name in names)
-
-
-def test_patterns_that_match_nothing_are_refused() -> None:
-    """`tests/model/test_targets.py` has all cases."""
-    with pytest.raises(ValueError, match=r"v_prj matches no linear module; did you mean v_proj\?"):
-        adapt(tiny_llama(), target_modules=["q_proj", "v_prj"])
-    with pytest.raises(ValueError, match="expected one of default, gaussian, pissa, olora"):
-        adapt(tiny_llama(), init="best")
 
 
 def test_matching_patterns_are_accepted() -> None:
@@ -256,13 +244,6 @@ def test_residual_and_adapter_sum_to_the_weight(kind: str, init: str) -> None:
             u, s, vt = torch.linalg.svd(original.T if kind == "gpt2" else original)
             best = u[:, :4] @ torch.diag(s[:4]) @ vt[:4]
             assert torch.allclose(update, best, atol=1e-4)
-
-
-def test_gaussian_init_reaches_peft() -> None:
-    torch.manual_seed(0)
-    model = adapt(tiny_llama(hidden_size=256), init="gaussian", target_modules=["q_proj"], r=8)
-    a = model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight
-    assert a.std().item() == pytest.approx(1 / 8, rel=0.1)
 
 
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"init": "pissa"}, {"init": "olora"}])
@@ -344,9 +325,7 @@ def test_token_rows_that_cannot_train_are_refused() -> None:
     [
         ("llama", "embed_tokens"),
         ("llama", "lm_head"),
-        ("gpt2", "wte"),
         ("t5", "shared"),
-        ("bart", "shared"),
     ],
 )
 def test_a_tied_embedding_that_peft_would_untie_is_refused(kind: str, name: str) -> None:
@@ -397,9 +376,13 @@ def test_continuing_with_new_tokens_needs_an_adapter_with_their_rows(tmp_path: P
 # Dtypes, recompute and dropout.
 
 
-@pytest.mark.parametrize(("half", "expected"), [(False, FP32), (True, BF16)])
 @pytest.mark.parametrize(
-    "settings", [{}, {"use_dora": True}, {"init": "pissa"}, {"modules_to_save": ["lm_head"]}]
+    ("half", "expected", "settings"),
+    [
+        (False, FP32, {"use_dora": True}),
+        (False, FP32, {"modules_to_save": ["lm_head"]}),
+        (True, BF16, {"init": "pissa"}),
+    ],
 )
 def test_trainable_parameters_are_fp32_unless_half_precision(
     half: bool, expected: torch.dtype, settings: dict[str, Any]
@@ -413,14 +396,3 @@ def test_trainable_parameters_are_fp32_unless_half_precision(
         loss = model.train()(input_ids=probe()["input_ids"]).logits.float().sum()
     loss.backward()
     assert all(p.grad is not None for p in trained(model).values())
-
-
-def test_recompute_does_not_make_the_embedding_require_gradients() -> None:
-    base = tiny_llama()
-    apply_recompute(base, RecomputeConfig(mode="full"))
-    model = adapt(base)
-    assert base.model.gradient_checkpointing
-    assert not base.get_input_embeddings()(probe()["input_ids"]).requires_grad
-    model.train()(input_ids=probe()["input_ids"]).logits.sum().backward()
-    gradients = [p.grad for name, p in trained(model).items() if "lora_B" in name]
-    assert all(gradient is not None and gradient.any() for gradient in gradients)

@@ -78,14 +78,16 @@ def test_values_and_gradients_equal_peft(architecture: str, dropout: float) -> N
     assert distance(grads, truths) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["q_proj", "gate_proj", "down_proj"])
 @pytest.mark.parametrize(
-    ("positions", "dropout", "is_added"),
-    [(64, 0.0, True), (65, 0.0, False), (64, 0.3, False)],
-    ids=["more rows than the matrix has", "rows that are no full tiles", "dropout"],
+    ("name", "positions", "dropout", "is_added"),
+    [
+        *((name, 64, 0.0, True) for name in ("q_proj", "gate_proj", "down_proj")),
+        ("q_proj", 65, 0.0, False),  # no full tiles
+        ("down_proj", 64, 0.3, False),
+    ],
 )
 def test_the_adapter_is_merged_into_a_matrix_smaller_than_its_input(
-    positions: int, dropout: float, is_added: bool, name: str
+    name: str, positions: int, dropout: float, is_added: bool
 ) -> None:
     plain, fused = pair(tiny_llama(), dropout=dropout, alpha=12.0)
     found = []
@@ -242,10 +244,17 @@ def with_biases() -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", [with_biases, in_4_bits], ids=["whole", "4 bits"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("tokens", [64, 65], ids=["full tiles", "others"])
-@pytest.mark.parametrize("path", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("path", "tokens", "dtype", "make"),
+    [
+        ("cpu", 64, None, with_biases),
+        ("cpu", 65, torch.bfloat16, with_biases),
+        ("cpu", 64, torch.bfloat16, in_4_bits),
+        ("gpu", 64, torch.bfloat16, with_biases),
+        ("gpu", 65, None, in_4_bits),
+        ("gpu", 64, torch.bfloat16, in_4_bits),
+    ],
+)
 def test_without_the_adapter_w_x_rounds_as_while_b_is_zero_and_nothing_else_is_computed(
     path: str, tokens: int, dtype: torch.dtype | None, make: Any, request: pytest.FixtureRequest
 ) -> None:
@@ -269,8 +278,10 @@ def grouped(model: Any) -> int:
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("make", [with_biases, in_4_bits], ids=["whole", "4 bits"])
+@pytest.mark.parametrize(
+    ("make", "mode"),
+    [(with_biases, "none"), (with_biases, "full"), (in_4_bits, "none"), (in_4_bits, "selective")],
+)
 def test_layers_with_one_input_are_grouped_and_give_the_same_results(make: Any, mode: str) -> None:
     base = make()
     apply_recompute(base, RecomputeConfig(mode=mode))
@@ -303,20 +314,6 @@ def test_outputs_of_a_group_that_an_error_left_are_released() -> None:
     assert attention.q_proj.group._outputs
     drop_pending_outputs(fused)
     assert not attention.q_proj.group._outputs
-
-
-def test_a_group_reads_its_input_in_fewer_products() -> None:
-    _, fused = pair(tiny_llama())
-    counts = []
-    for _ in range(2):
-        with Operators() as operators:
-            outcome(fused)
-        counts.append(operators.counts)
-        grouped(fused)
-    # Each layer has 3 fewer products with A, 3 fewer for its gradients, and fewer additions.
-    products = [sum(count[f"aten::{name}"] for name in ("mm", "addmm")) for count in counts]
-    assert products[0] - products[1] >= 2 * 2 * 3
-    assert counts[0]["aten::add.Tensor"] - counts[1]["aten::add.Tensor"] >= 2 * 3 - 2
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -101,12 +101,8 @@ CASES: dict[str, Case] = {
     "ia3": (tiny_llama, {"attention_bias": True}, Ia3Config(), {}),
     "rows, tied": (tiny_llama, {}, LORA, ROWS),
     "pair, rows": (tiny_t5, {}, LORA, ROWS),
-}
-MORE: dict[str, Case] = {
-    "lora": (tiny_llama, {}, LORA, {}),
     "whole head": (tiny_llama, {"tie_word_embeddings": False}, WHOLE_HEAD, {}),
     "dora, transposed": (tiny_gpt2, {}, DORA, {}),
-    "transposed": (tiny_gpt2, {}, LORA, {}),
     "transposed ia3": (tiny_gpt2, {}, Ia3Config(), {}),
     "pair ia3": (tiny_t5, {}, Ia3Config(), {}),
     "pair, untied": (tiny_t5, {"tie_word_embeddings": False}, LORA, ROWS),
@@ -149,13 +145,9 @@ def test_a_merge_in_fp32_equals_base_and_adapter(name: str, tmp_path: Path) -> N
     check_case((CASES | MIXTURES)[name], torch.float32, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES | MORE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_kind_of_adapter_merges_within_the_bound_of_its_dtype(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    check_case((CASES | MORE)[name], dtype, tmp_path)
+@pytest.mark.parametrize("name", ["rslora, rows", "dora", "transposed ia3", "pair, rows"])
+def test_a_merge_in_bf16_is_within_its_bound(name: str, tmp_path: Path) -> None:
+    check_case(CASES[name], torch.bfloat16, tmp_path)
 
 
 def test_a_head_that_only_the_adapter_changed_is_untied(tmp_path: Path) -> None:
@@ -248,7 +240,6 @@ def test_experts_saved_by_stock_peft_are_merged_into_files_per_expert(tmp_path: 
     [
         (tiny_llama, {}),
         (tiny_mixture, {"kind": "deepseek_v3"}),
-        pytest.param(tiny_mixture, {"kind": "gpt_oss"}, marks=pytest.mark.slow),
     ],
 )
 def test_several_adapters_are_added_by_weight(
@@ -277,11 +268,8 @@ WIDE = {"hidden_size": 64, "head_dim": 16}
     [
         (tiny_llama, {}),
         (tiny_mixture, {"kind": "qwen3_moe"} | WIDE),
-        pytest.param(tiny_gpt2, {}, marks=pytest.mark.slow),
+        (tiny_gpt2, {}),
         pytest.param(tiny_mixture, {"kind": "gpt_oss"} | WIDE, marks=pytest.mark.slow),
-        pytest.param(
-            tiny_mixture, {"kind": "granitemoe", "hidden_size": 64}, marks=pytest.mark.slow
-        ),
     ],
 )
 def test_a_merge_onto_dequantized_weights_equals_the_quantized_base(
@@ -301,12 +289,9 @@ def test_a_merge_onto_dequantized_weights_equals_the_quantized_base(
     assert not difference(adapted, original).is_within(BOUNDS["float32"])
 
 
-@pytest.mark.parametrize("build", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.slow)])
-def test_the_part_that_pissa_removed_from_the_base_is_restored(
-    build: Callable[..., Model], tmp_path: Path
-) -> None:
+def test_the_part_that_pissa_removed_from_the_base_is_restored(tmp_path: Path) -> None:
     base = tmp_path / "base"
-    build().save_pretrained(base)
+    tiny_gpt2().save_pretrained(base)
     pissa = LoraConfig(r=4, init="pissa")
     adapted = apply_adapter(read_base(base), pissa, half_precision=False)
     move(adapted)

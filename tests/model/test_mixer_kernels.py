@@ -267,10 +267,7 @@ def test_a_scan_without_boundaries_runs_by_document(monkeypatch: pytest.MonkeyPa
     [
         ("bamba", "all-linear", False),
         ("bamba", ["in_proj"], True),
-        ("granitemoehybrid", ["out_proj"], False),
         ("falcon_h1", "all-linear", True),  # peft puts none on out_proj
-        ("nemotron_h", "all-linear", True),
-        ("zamba2", ["in_proj"], True),
         ("zamba2", "all-linear", False),
         ("mamba", ["x_proj"], False),
         ("mamba", ["in_proj"], True),

@@ -79,7 +79,7 @@ def test_every_mixer_is_found_and_keeps_documents_apart(family: str) -> None:
     assert torch.allclose(packed(model), alone(model), atol=1e-4)
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", ["lfm2", "minimax", "rwkv"])
 def test_the_probe_finds_a_leak_in_every_mixer(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +104,7 @@ def test_eager_attention_in_a_model_with_mixers() -> None:
     assert torch.allclose(packed(model, "eager"), alone(model), atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_layer_is_recomputed_on_its_own_documents(mode: str) -> None:
     """The backward pass of a batch may follow the forward pass of another one."""
     expected = gradients(isolated_model("qwen3_5_text"), between=False)
@@ -168,8 +168,15 @@ class NeedsKernel(torch.nn.Module):
         return hidden.cumsum(1), hidden[:, -1]
 
 
-@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "lfm2", "qwen3_5_text"])
-@pytest.mark.parametrize("lengths", [LENGTHS, [[40], [30]]], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    ("family", "lengths"),
+    [
+        ("bamba", LENGTHS),
+        ("falcon_h1", [[40], [30]]),
+        ("lfm2", [[40], [30]]),
+        ("qwen3_5_text", LENGTHS),
+    ],
+)
 def test_the_host_never_waits_for_the_device(family: str, lengths: list[list[int]]) -> None:
     """transformers would test whether a mask is all ones."""
     model = isolated_model(family)

@@ -33,7 +33,7 @@ SLOW = ("gemma4", "llama4", "llava_next", "qwen3_5", "qwen3_5_moe", "qwen3_vl", 
 FAMILIES = [
     "gemma3",
     "mistral3",
-    *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW),
+    *(pytest.param(f, marks=[pytest.mark.slow, pytest.mark.versions]) for f in SLOW),
 ]
 
 

@@ -144,8 +144,15 @@ def tiny_longrope(family: str) -> Any:
     return tiny_family(family, rope_parameters=parameters, **options)
 
 
-@pytest.mark.parametrize("family", ["phi3", "llama", "gemma3_text", "phimoe"])
-@pytest.mark.parametrize("check", [check_isolation, check_padded_rows])
+@pytest.mark.parametrize(
+    ("family", "check"),
+    [
+        ("phi3", check_isolation),
+        ("llama", check_padded_rows),
+        ("gemma3_text", check_isolation),
+        ("phimoe", check_padded_rows),
+    ],
+)
 def test_the_probe_at_the_start_sees_it(family: str, check: Any) -> None:
     model = tiny_longrope(family)
     with pytest.raises(UserError, match=r"another one in its batch is long.*packing=none"):
@@ -177,8 +184,15 @@ def test_the_choice_is_named() -> None:
     assert describe_rope_factors(tiny_family("llama").config, 64) is None
 
 
-@pytest.mark.parametrize("scaling", sorted(SCALINGS.keys() - {"dynamic"}))
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("family", "scaling"),
+    [
+        *(("llama", each) for each in sorted(SCALINGS.keys() - {"dynamic"})),
+        ("qwen3", "yarn"),
+        ("gemma3_text", "yarn"),
+        ("gemma3_text", "linear"),
+    ],
+)
 def test_a_longer_context_is_that_of_transformers(family: str, scaling: str) -> None:
     extended, by_hand = (tiny_config(family) for _ in range(2))
     original = extended.max_position_embeddings

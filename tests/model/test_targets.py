@@ -237,7 +237,6 @@ def test_the_three_pattern_rules() -> None:
     [
         ("lora", {"target_modules": r"((\w|\.)+)+!"}, "adapter.target_modules: "),
         ("lora", {"alpha_pattern": {".*" * 15 + "@": 4.0}}, "adapter.alpha_pattern: "),
-        ("freeze", {"modules": [r"((\w|\.)+)+!"]}, "adapter.modules: "),
     ],
 )
 def test_a_catastrophic_expression_is_refused_in_time(

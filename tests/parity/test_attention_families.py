@@ -6,6 +6,7 @@ the documents. The reference is plain transformers with the family's own eager a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -29,7 +30,6 @@ from data_modules import (
     ModelSpec,
     PackingConfig,
 )
-from tests.matrix import matrix
 from tests.model.test_attention_flex import flex_substitute
 from tests.model.test_attention_varlen import varlen_2_13
 from tests.parity.plain import LISTS
@@ -211,19 +211,21 @@ def assert_equal(ours: Found, plain: Found) -> None:
         assert difference <= 1e-3 * gradient.norm().item() + 1e-6 * largest, name
 
 
-def check(family: str, backend: str, lengths: list[list[int]]) -> None:
+def check(family: str, backends: Iterable[str], lengths: list[list[int]]) -> None:
     model = build(family)
     ids = torch.randint(3, 64, (len(lengths), TOKENS))
     plain = train_separately(model, ids, lengths)
-    model.set_attn_implementation(attention_implementation(backend))
-    if lengths is PACKED:
-        check_isolation(model, backend)
-    check_against_eager(model, backend, is_packed=lengths is PACKED)
-    assert_equal(train_together(model, backend, ids, lengths), plain)
+    for backend in backends:
+        model.set_attn_implementation(attention_implementation(backend))
+        if lengths is PACKED:
+            check_isolation(model, backend)
+        check_against_eager(model, backend, is_packed=lengths is PACKED)
+        assert_equal(train_together(model, backend, ids, lengths), plain)
 
 
+SWEPT = (pytest.mark.slow, pytest.mark.versions)
 CASES = [
-    pytest.param(family, marks=[pytest.mark.slow, pytest.mark.versions] if family in SLOW else [])
+    pytest.param(family, marks=SWEPT if family in SLOW else ())
     for family in (*FAMILIES, *COMPOSITES)
 ]
 OFTEN_ON_A_GPU = ("gemma2", "gemma3_text", "llama", "mistral", "phimoe")
@@ -232,50 +234,51 @@ OFTEN_ON_A_GPU = ("gemma2", "gemma3_text", "llama", "mistral", "phimoe")
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", CASES)
-def test_the_choice_of_auto_equals_the_models_own_attention(
+def test_eager_and_the_choice_of_auto_equal_the_models_own_attention(
     family: str, lengths: list[list[int]]
 ) -> None:
     taken = choose_backend(AttentionConfig(), build(family).config, "cpu", "fp32")
-    check(family, taken.backend, lengths)
-
-
-@pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
-@pytest.mark.parametrize("family", CASES)
-def test_eager_equals_the_models_own_attention(family: str, lengths: list[list[int]]) -> None:
-    if choose_backend(AttentionConfig(), build(family).config, "cpu", "fp32").backend != "eager":
-        check(family, "eager", lengths)  # otherwise auto chooses eager, tested above
+    check(family, {taken.backend, "eager"}, lengths)
 
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize(
-    ("family", "backend"),
-    matrix(
-        [*FAMILIES, *COMPOSITES],
-        ["varlen", "flex"],
-        fast=lambda family, backend: family in OFTEN_ON_A_GPU,
-    ),
+    "family",
+    [
+        pytest.param(family, marks=() if family in OFTEN_ON_A_GPU else SWEPT)
+        for family in (*FAMILIES, *COMPOSITES)
+    ],
 )
 def test_gpu_backends_equal_the_models_own_attention(
-    family: str, backend: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    family: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With CPU substitutes of the kernels, for families that would not be refused."""
     monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", flex_substitute)
     monkeypatch.setattr(varlen, "varlen_attn", varlen_2_13)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    model = build(family)
-    reason = support_error(backend, ModelOnDevice(model.config, "gpu", "bf16"))
-    is_runnable = (
-        reason is None or "16 wide" in reason
-    )  # the heads of these tiny models are not wider
     # On a CPU, flex supports no sinks; for varlen's see tests/model/test_attention_sinks.py.
-    if not is_runnable or family_of(family).has_sinks:
+    if family_of(family).has_sinks:
         return
-    check(family, backend, lengths)
+    situation = ModelOnDevice(build(family).config, "gpu", "bf16")
+    reasons = {backend: support_error(backend, situation) for backend in ("varlen", "flex")}
+    # The heads of these tiny models are too narrow for flex.
+    check(
+        family, [b for b, reason in reasons.items() if not reason or "16 wide" in reason], lengths
+    )
 
 
-@pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
-@pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "doge", "glm_moe_dsa", "hy_v4"])
+@pytest.mark.parametrize(
+    ("family", "lengths"),
+    [
+        ("axk2", PACKED),
+        ("deepseek_v32", PADDED),
+        ("doge", PACKED),
+        ("doge", PADDED),
+        ("glm_moe_dsa", PACKED),
+        ("hy_v4", PADDED),
+    ],
+)
 def test_documents_longer_than_the_selected_keys_are_refused(
     family: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.families import tiny_family
 from tests.parity.first_step import check_equal, our_step, plain_step
-from tests.parity.test_every_family import FAST
 
-EQUAL = ["bert", "diffllama", "gemma2", "gpt2", "mixtral", "nemotron", "qwen3", "stablelm"]
-RECURRENT = [
-    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2"),
-    *("nemotron_h", "qwen3_5_text", "qwen3_next"),
+PADDED = [
+    *("bert", "diffllama", "gemma2", "gpt2", "mixtral", "nemotron", "stablelm"),
+    *("bamba", "falcon_h1", "falcon_mamba", "jamba", "lfm2", "mamba2", "qwen3_5_text"),
 ]
-UNPACKED = ["bloom", "openai-gpt", "roberta", "trocr"]
+"""families that are packed unless packing=none is typed, also recurrent ones"""
+PACKED = ["bert", "diffllama", "nemotron", "stablelm", "bamba", "falcon_mamba", "mamba"]
+UNPACKED = ["openai-gpt", "trocr"]
 """families that use padded rows"""
-
-
-def cases(*families: str) -> list[Any]:
-    """Return the families, marked slow if test_every_family tests the same step."""
-    return [
-        pytest.param(family, marks=pytest.mark.slow if family in FAST else ())
-        for family in families
-    ]
 
 
 @pytest.fixture
@@ -35,23 +26,18 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("saved", [*EQUAL, *RECURRENT, *UNPACKED], indirect=True)
+@pytest.mark.parametrize("saved", [*PADDED, *UNPACKED], indirect=True)
 def test_padded_rows_equal_plain_transformers(saved: Path) -> None:
     check_equal(our_step(saved, packing="none"), plain_step(saved))
 
 
-@pytest.mark.parametrize("saved", cases(*EQUAL, *RECURRENT), indirect=True)
-def test_packs_equal_plain_transformers(saved: Path) -> None:
+@pytest.mark.parametrize("saved", [*PACKED, *UNPACKED], indirect=True)
+def test_the_default_packing_equals_plain_transformers(saved: Path) -> None:
+    """`test_every_family` has those of daily use."""
     check_equal(our_step(saved), plain_step(saved))
 
 
-@pytest.mark.parametrize("saved", cases(*UNPACKED), indirect=True)
-def test_a_model_that_cannot_be_packed_uses_padded_rows(saved: Path) -> None:
-    check_equal(our_step(saved), plain_step(saved))
-
-
-@pytest.mark.parametrize("packing", ["none", "multipack"])
-@pytest.mark.parametrize("family", ["bert", "electra"])
+@pytest.mark.parametrize(("family", "packing"), [("bert", "none"), ("electra", "multipack")])
 def test_a_model_that_attends_to_later_tokens_is_refused(
     family: str, packing: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Twenty optimizer steps of app.train equal a plain PyTorch + transformers loop without packing."""
+"""Ten optimizer steps of app.train equal a plain PyTorch + transformers loop without packing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ CASES = [
     ("llama", "multipack", "lora", 2),
     ("llama", "none", "full", 2),
     ("t5", "multipack", "lora", 1),
-    ("t5", "none", "full", 2),
-    ("bart", "none", "lora", 2),
+    ("bart", "none", "full", 2),
 ]
 """base, packing, adapter, packs in a micro-batch"""
 
@@ -77,7 +76,7 @@ def plain_losses(kind: str, base: Path, packing: str, adapter: str, micro: int) 
 
 
 @pytest.mark.parametrize(("kind", "packing", "adapter", "micro"), CASES)
-def test_twenty_steps_equal_a_plain_loop(
+def test_steps_equal_a_plain_loop(
     kind: str, packing: str, adapter: str, micro: int, train_run: TrainRun, tmp_path: Path
 ) -> None:
     base = TINY_BASE

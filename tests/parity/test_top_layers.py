@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -100,17 +99,18 @@ def build(
     return apply_adapter(base, config, half_precision=False).train()
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
-    ("kind", "quantization"),
+    ("kind", "quantization", "recompute"),
     [
-        ("lora", "none"),
-        ("dora", "none"),
-        ("ia3", "none"),
-        ("freeze", "none"),
-        ("lora", "nf4"),
-        ("ia3", "nf4"),
-        ("lora", "int8"),
+        ("lora", "none", "none"),
+        ("lora", "none", "full"),
+        ("dora", "none", "none"),
+        ("ia3", "none", "full"),
+        ("freeze", "none", "none"),
+        ("freeze", "none", "full"),
+        ("lora", "nf4", "full"),
+        ("ia3", "nf4", "none"),
+        ("lora", "int8", "none"),
     ],
 )
 def test_nothing_is_saved_or_computed_below_the_lowest_adapter(
@@ -133,8 +133,7 @@ def test_nothing_is_saved_or_computed_below_the_lowest_adapter(
     assert all(f"layers.{NUM_LAYERS - 1}." in name for name in trained)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("lowest", [0, 2])
+@pytest.mark.parametrize(("lowest", "recompute"), [(0, "full"), (2, "none"), (2, "full")])
 def test_gradients_reach_the_lowest_adapter(lowest: int, recompute: str, tmp_path: Path) -> None:
     model = build(tmp_path, CONFIGS["lora"]([lowest]), recompute)
     watch = SavedBytes(model)
@@ -146,8 +145,7 @@ def test_gradients_reach_the_lowest_adapter(lowest: int, recompute: str, tmp_pat
     assert all(gradient is not None and gradient.any() for gradient in b)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
+@pytest.mark.parametrize(("make", "recompute"), [(tiny_t5, "none"), (tiny_bart, "full")])
 def test_an_adapter_on_the_decoder_needs_no_encoder_backward(
     make: Callable[[], Any], recompute: str
 ) -> None:
@@ -165,9 +163,9 @@ def test_an_adapter_on_the_decoder_needs_no_encoder_backward(
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_parameters_memory_and_time_decrease_with_the_layers() -> None:
-    """Two of eight layers: a quarter of the adapter, about a quarter of the backward pass."""
-    numbers = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+def test_parameters_and_memory_decrease_with_the_layers() -> None:
+    """Two of eight layers: a quarter of the adapter, and of what is saved."""
+    numbers = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
     base = {"vocab_size": 64, **numbers}
     models = {
         layers: apply_adapter(
@@ -189,11 +187,3 @@ def test_parameters_memory_and_time_decrease_with_the_layers() -> None:
     inside = {name: sum(found[n] for n in range(8)) for name, found in saved.items()}
     assert inside["top 2"] <= 0.26 * inside["all"]
     assert saved["top 2"][-1] <= saved["all"][-1]
-
-    seconds = {name: float("inf") for name in models}
-    for _ in range(5):  # alternately, so that other load affects both
-        for name, model in models.items():
-            started = time.process_time()
-            model(**row).logits.square().mean().backward()
-            seconds[name] = min(seconds[name], time.process_time() - started)
-    assert seconds["top 2"] < 0.9 * seconds["all"]

@@ -53,9 +53,7 @@ OLMO2 = (
 )
 
 
-@pytest.mark.parametrize(
-    ("base", "is_guess"), [("model=llama3b", False), ("model=gpt2", False), (OLMO2, True)]
-)
+@pytest.mark.parametrize(("base", "is_guess"), [("model=llama3b", False), (OLMO2, True)])
 def test_unchecked_activations_are_marked_as_a_guess(
     base: str, is_guess: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,8 +129,6 @@ def test_a_disk_too_small_for_checkpoints(tmp_path: Path) -> None:
     facts, where = plan_of(tmp_path / "b", *words, "hardware.nvme_gib=100")
     assert facts["disk_gib"] > 100 and not facts["fits_disk"]
     assert "DOES NOT FIT: disk: " in (where / "plan.html").read_text()
-    facts, _ = plan_of(tmp_path / "c", *words, "hardware.nvme_gib=0")
-    assert facts["fits_disk"]
 
 
 ON = {
@@ -279,9 +275,9 @@ def test_bad_input_is_refused_with_a_fix(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    words, message = BAD[case]
+    words, expected = BAD[case]
     message = refused(*words, f"output.dir={tmp_path / 'out'}")
-    for word in message:
+    for word in expected:
         assert word in message
     assert not (tmp_path / "out").exists(), "nothing is left behind"
 
@@ -289,22 +285,16 @@ def test_bad_input_is_refused_with_a_fix(
 def test_an_incomplete_download_is_refused(tmp_path: Path) -> None:
     """C15: weights may be missing, but existing files must be complete."""
     folder = make_model(tmp_path / "base")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    message = refused(f"model.path={folder}", "hardware=h100", f"output.dir={tmp_path / 'out'}")
-    assert "model.safetensors" in message
-    folder = make_model(tmp_path / "other")
-    (folder / "config.json").unlink()
-    message = refused(f"model.path={folder}", "hardware=h100", f"output.dir={tmp_path / 'out'}")
-    assert "config.json" in message
-
-
-def test_a_config_json_without_sizes_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "base"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    message = refused(f"model.path={folder}", "hardware=h100", f"output.dir={tmp_path / 'out'}")
-    assert "no model_type" in message
+    words = (f"model.path={folder}", "hardware=h100", f"output.dir={tmp_path / 'out'}")
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    assert "model.safetensors" in refused(*words)
+    weights.write_bytes(whole)
+    config.write_text("{}")
+    assert "no model_type" in refused(*words)
+    config.unlink()
+    assert "config.json" in refused(*words)
 
 
 def test_host_memory_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

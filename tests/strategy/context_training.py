@@ -21,7 +21,6 @@ from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from app.strategy.loading import peak_host_bytes
 from app.strategy.mixin import Placement
 from app.training.objective.objective import DatasetSums, Sft, batch_loss, validate
 from app.training.routing import balance_loss
@@ -119,11 +118,8 @@ CASES: dict[str, tuple[dict[str, Any], AdapterConfig, str]] = {
     "long rows": (LLAMA | {"max_position_embeddings": 8 * TOKENS}, FullConfig(), "none"),
     "one document": (LLAMA, FullConfig(), "none"),
     "padded rows": (LLAMA, FullConfig(), "none"),
-    "lora": (LLAMA, LORA, "none"),
     "lora, recompute": (LLAMA, LORA, "full"),
-    "recompute": (LLAMA, FullConfig(), "full"),
     "selective": (LLAMA, FullConfig(), "selective"),
-    "tied": (LLAMA | {"tie_word_embeddings": True}, FullConfig(), "none"),
     "qwen3": (LLAMA | {"model_type": "qwen3", "head_dim": HEAD_DIM}, FullConfig(), "none"),
     "window": (LLAMA | {"model_type": "mistral", "sliding_window": 24}, FullConfig(), "none"),
     "gpt2": (GPT2, FullConfig(), "none"),
@@ -137,16 +133,10 @@ CASES: dict[str, tuple[dict[str, Any], AdapterConfig, str]] = {
     "delta rule, recompute": (HYBRIDS["qwen3_5_text"], LORA, "full"),
     "odd heads": (ODD, FullConfig(), "none"),
     "odd heads, recompute": (ODD, LORA, "selective"),
-    "odd heads, one document": (ODD, FullConfig(), "none"),
     "odd heads, padded rows": (ODD, FullConfig(), "none"),
     "odd heads, sinks, window": (ODD | GPT_OSS, FullConfig(), "selective"),
     "odd heads, gemma3": (GEMMA3 | ODD_SIZES, LORA, "full"),
     "odd heads, convolution": (HYBRIDS["lfm2"] | ODD_SIZES, FullConfig(), "none"),
-    "odd heads, window": (
-        ODD | {"model_type": "mistral", "sliding_window": 24},
-        FullConfig(),
-        "none",
-    ),
 }
 
 
@@ -300,20 +290,6 @@ def compare_all(cases: list[str]) -> dict[str, dict[str, float]]:
 
     dist.all_to_all_single = count
     return {case: compare(case, counted) for case in cases}
-
-
-def peak_of_a_document(num_tokens: int) -> int:
-    """Return the bytes by which a step of one layer with one document raises a rank's peak."""
-    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
-    numbers = LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": num_tokens}
-    numbers |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    slices, model = Slices(), model_of(numbers, FullConfig(), "none")
-    peaks = []
-    for length in (256, num_tokens):  # the first step loads libraries
-        batch = slices.shard_batch(batch_of([length]))
-        batch_loss(Sft(), model, batch, "sdpa", DatasetSums(2)).backward()
-        peaks.append(peak_host_bytes())
-    return peaks[1] - peaks[0]
 
 
 def refused_and_balanced() -> tuple[list[str], list[list[float]], list[float]]:

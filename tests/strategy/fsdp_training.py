@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -230,6 +231,11 @@ def build_sharded_model(
 
 
 # Functions that each rank calls; `on_ranks` returns the results of all ranks.
+
+
+def answer_all(questions: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return the result of each function with its arguments."""
+    return [function(*args) for function, *args in questions]
 
 
 def train_cases(cases: list[tuple[FsdpConfig, dict[str, Any], dict[str, Any]]]) -> list[Any]:

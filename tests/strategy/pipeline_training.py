@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -259,6 +259,7 @@ def steps(module: Module, strategy: Any, count: int) -> dict[str, Any]:
     return found | {"peak": saved.peak, "left": saved.now, "calls": module.calls}
 
 
+@cache
 def train_alone(case: Case, count: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Take the steps of a case in one process."""
     module = Module(builder(case)().to(dtype))

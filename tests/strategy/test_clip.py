@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from torch import Tensor
 from app.strategy import mixin as interface
 from app.strategy.mixin import Step
 from app.training.module import skip_nonfinite_step
-from tests.tiny import train_into
 
 
 def step(size: float, *, fused: bool = True, limit: float = 1.0) -> tuple[list[Tensor], Tensor]:
@@ -68,13 +65,3 @@ def test_without_a_limit_gradients_stay_as_they_are(
     before, bad = step(float("nan"), limit=math.inf)
     assert math.isnan(bad.item())
     assert all(torch.isfinite(weight).all() for weight in before), "the step was skipped"
-
-
-def test_a_run_without_clipping_trains_and_resumes(tmp_path: Path) -> None:
-    typed = ("trainer.max_grad_norm=null", "logger=csv")
-    run = train_into(tmp_path / "run", *typed, "trainer.checkpoint.every_steps=2")
-    longer = [*typed, "trainer.max_steps=6", "resume_allow=[epochs]"]
-    (run / "metrics.json").unlink()
-    train_into(run, *longer, "resume=auto")
-    assert "max_grad_norm: null" in (run / "config.yaml").read_text()
-    assert json.loads((run / "metrics.json").read_text())

@@ -13,6 +13,7 @@ from torch import Tensor
 from app.strategy.ddp import UNCOMPRESSED_STEPS
 from app.strategy.settings import DdpConfig, build_strategy
 from tests.ranks import on_ranks, prepare_strategy
+from tests.strategy.fsdp_training import answer_all
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +55,24 @@ def gradients(compression: str, bad_step: int | None = None) -> tuple[list[Tenso
     return found, unsent
 
 
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.half}
+BAD = UNCOMPRESSED_STEPS + 1
+QUESTIONS: list[tuple[Any, ...]] = [
+    *((gradients, compression) for compression in (*HALVES, "powersgd", "topk")),
+    *((gradients, compression, BAD) for compression in ("powersgd", "topk")),
+]
+
+
+Answers = dict[tuple[Any, ...], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    """What both ranks answer to each question, without its function."""
+    by_rank = zip(*on_ranks(2, answer_all, QUESTIONS), strict=True)
+    return {tuple(args): list(both) for (_, *args), both in zip(QUESTIONS, by_rank, strict=True)}
+
+
 def whole(step: int) -> Tensor:
     """Return the mean of both ranks' gradients without compression."""
     module = Matrix()
@@ -64,17 +83,17 @@ def whole(step: int) -> Tensor:
     return module.matrix.weight.grad
 
 
-@pytest.mark.parametrize(("compression", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.half)])
-def test_gradients_are_sent_in_half_precision(compression: str, dtype: torch.dtype) -> None:
-    (first, _), (second, _) = on_ranks(2, gradients, compression)
+@pytest.mark.parametrize("compression", HALVES)
+def test_gradients_are_sent_in_half_precision(compression: str, answers: Answers) -> None:
+    (first, _), (second, _) = answers[compression,]
     for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(ours, theirs)
-        assert torch.equal(ours, ours.to(dtype).float())  # nothing finer has come through
+        assert torch.equal(ours, ours.to(HALVES[compression]).float())  # nothing finer came
         torch.testing.assert_close(ours, whole(step), rtol=0.05, atol=0.02)
 
 
-def test_powersgd_sends_a_low_rank_with_error_feedback() -> None:
-    (first, _), (second, _) = on_ranks(2, gradients, "powersgd")
+def test_powersgd_sends_a_low_rank_with_error_feedback(answers: Answers) -> None:
+    (first, _), (second, _) = answers["powersgd",]
     for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(ours, theirs)
         if step < UNCOMPRESSED_STEPS:
@@ -87,8 +106,8 @@ def test_powersgd_sends_a_low_rank_with_error_feedback() -> None:
     assert (came - meant).norm() < meant.norm()
 
 
-def test_topk_sends_the_largest_and_adds_the_rest_later() -> None:
-    (first, unsent), (second, unsent_there) = on_ranks(2, gradients, "topk")
+def test_topk_sends_the_largest_and_adds_the_rest_later(answers: Answers) -> None:
+    (first, unsent), (second, unsent_there) = answers["topk",]
     came = meant = torch.zeros(SIZE, SIZE)
     for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(ours, theirs)
@@ -98,11 +117,10 @@ def test_topk_sends_the_largest_and_adds_the_rest_later() -> None:
 
 
 @pytest.mark.parametrize("compression", ["powersgd", "topk"])
-def test_nonfinite_gradients_are_not_fed_back(compression: str) -> None:
-    bad = UNCOMPRESSED_STEPS + 1
-    for found, unsent in on_ranks(2, gradients, compression, bad):
-        assert not found[bad].isfinite().all() and not unsent[bad].any()
-        assert all(gradient.isfinite().all() for gradient in found[bad + 1 :])
+def test_nonfinite_gradients_are_not_fed_back(compression: str, answers: Answers) -> None:
+    for found, unsent in answers[compression, BAD]:
+        assert not found[BAD].isfinite().all() and not unsent[BAD].any()
+        assert all(gradient.isfinite().all() for gradient in found[BAD + 1 :])
 
 
 @pytest.mark.parametrize(("compression", "lines"), [("powersgd", 1), ("bf16", 0)])

@@ -56,37 +56,26 @@ def test_ddp_sends_no_buffers(config: DdpConfig) -> None:
     assert built._ddp_kwargs == {"broadcast_buffers": False, "gradient_as_bucket_view": True}
 
 
-def time_outs() -> set[timedelta]:
-    """Return the timeouts of a rank's groups, one per dimension of the mesh."""
+def time_outs() -> list[set[timedelta]]:
+    """Return the timeouts of a rank's groups: of the mesh, and of a node's ranks."""
     strategy = prepare_strategy(
         build_strategy(FsdpConfig(tensor_parallel_size=2), accelerator="cpu", num_ranks=4)
     )
-    strategy._timeout = timedelta(minutes=7)
+    strategy._timeout = loading.TIMEOUT = timedelta(minutes=7)  # the constant is gloo's default
     strategy._init_mesh()
-    groups = strategy.device_mesh.get_all_groups()
-    assert sorted(map(dist.get_world_size, groups)) == [1, 2, 2]
+    of_mesh = strategy.device_mesh.get_all_groups()
+    assert sorted(map(dist.get_world_size, of_mesh)) == [1, 2, 2]
+    of_node = loading.Broadcaster(torch.device("cpu"), num_ranks=4, ranks_per_node=2)._node_group
     dist.barrier()  # rank 0 holds the store by which the others find each other
-    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
-
-
-def time_out_of_node_group() -> timedelta:
-    """Return the timeout of the group of a node's ranks, for two nodes of two ranks."""
-    prepare_strategy(build_strategy(DdpConfig(), accelerator="cpu", num_ranks=4))
-    loading.TIMEOUT = timedelta(minutes=7)  # the constant equals gloo's default
-    group = loading.Broadcaster(torch.device("cpu"), num_ranks=4, ranks_per_node=2)._node_group
-    dist.barrier()
-    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return timeout
+    return [
+        {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+        for groups in (of_mesh, [of_node])
+    ]
 
 
 @pytest.mark.slow
-def test_the_group_of_a_nodes_ranks_has_the_strategys_timeout() -> None:
-    assert on_ranks(4, time_out_of_node_group) == [timedelta(minutes=7)] * 4
-
-
-@pytest.mark.slow
-def test_mesh_groups_have_the_strategys_timeout() -> None:
-    assert on_ranks(4, time_outs) == [{timedelta(minutes=7)}] * 4
+def test_all_groups_have_the_strategys_timeout() -> None:
+    assert on_ranks(4, time_outs) == [[{timedelta(minutes=7)}] * 2] * 4
 
 
 def addresses() -> dict[str, str]:

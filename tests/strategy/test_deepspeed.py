@@ -229,6 +229,7 @@ def test_added_tokens_in_a_sharded_embedding(shell: Shell, tmp_path: Path) -> No
         "model.added_tokens=[<|one|>,<|two|>]",
         "trainer.devices=2",
         "trainer.accelerator=cpu",
+        "trainer.max_steps=2",
         "evaluation.exact_match=false",
         "adapter.dropout=0",
         "logger=csv",

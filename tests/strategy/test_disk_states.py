@@ -137,7 +137,7 @@ def test_a_checkpoint_is_resumed_from_disk_and_from_memory(tmp_path: Path) -> No
         (tmp_path / "states").unlink()
 
 
-@pytest.mark.parametrize("block", [0, 1, 3, 8, 17])
+@pytest.mark.parametrize("block", [0, 8])
 def test_a_kill_within_a_step_leaves_no_file(tmp_path: Path, block: int) -> None:
     if not (child := os.fork()):
         count, mapped = iter(range(99)), disk_states.StateFile.map
@@ -347,10 +347,10 @@ def test_two_ranks_shard_the_states_over_their_files(
     assert list(tmp_path.iterdir()) == []
 
 
-FEW_KILLS = ("rank_killed@3", "ckpt:after_file@4", "ckpt:after_manifest@6")
+FEW_KILLS = ("rank_killed@3", "ckpt:after_file@4")
 MANY_KILLS = (
-    *(f"rank_killed@{step}" for step in range(1, 9)),
-    *(f"ckpt:after_{point}@{n}" for n in (2, 4, 6, 8) for point in ("begin", "file", "manifest")),
+    *("rank_killed@1", "ckpt:after_begin@2", "ckpt:after_file@4"),
+    *("rank_killed@5", "ckpt:after_manifest@6", "rank_killed@8"),
 )
 
 

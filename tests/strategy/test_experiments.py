@@ -14,23 +14,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from app.config import load_config
 from app.model.build import build_model
-from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.planning.planned_model import model_from_modules
 from app.planning.states import ModelStates, estimate_states, size_for
 from app.preflight.couplings import conflict
-from app.strategy import fsdp as sharded
 from app.strategy.deepspeed import Zero
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.pipeline import Pipeline
 from app.strategy.settings import (
-    FsdpConfig,
     PipelineConfig,
     ZeroConfig,
     cut_layers,
@@ -117,40 +113,6 @@ def states_of(model: Any, strategy: Any, num_ranks: int) -> ModelStates:
 @pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "group"), [("llama70b", 8), ("falcon180b", 8)], indirect=["group"]
-)
-def test_experiments_are_sharded_by_fsdp(name: str, group: int) -> None:
-    """On the meta device."""
-    config = load_config("train", [f"+experiment={name}"])
-    build = builder_of(config)
-
-    class WithoutNumbers(sharded.Fsdp):
-        world_size, num_processes, num_nodes, global_rank = group, group, 1, 0
-        root_device = torch.device("meta")
-
-        def _init_mesh(self) -> None:  # the meta device has no mesh
-            names = ("replicate", "shard", "tensor")
-            self._device_mesh = init_device_mesh("cpu", (1, group, 1), mesh_dim_names=names)
-
-    settings = config.strategy if isinstance(config.strategy, FsdpConfig) else FsdpConfig()
-    strategy = WithoutNumbers(settings)
-
-    with without_messages("app.strategy.fsdp"):
-        model = strategy.build_model(build)
-    shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    # Its layers, the embedding, the head, and the root with the last norm.
-    assert len(shared) == len(decoder_layers(model)) + 3 == model.config.num_hidden_layers + 3
-    weights = dict(model.named_parameters())
-    assert all(isinstance(weight, DTensor) and weight.is_meta for weight in weights.values())
-    whole = sum(weight.numel() for weight in weights.values())
-    here = sum(weight.to_local().numel() for weight in weights.values())
-    assert here == pytest.approx(whole / group, rel=1e-3)
-    assert whole == sum(weight.numel() for weight in build().parameters())
-
-
-@pytest.mark.versions
-@pytest.mark.slow
-@pytest.mark.parametrize(
     ("name", "num_ranks", "stage"), [("llama70b_3d", 8, "first"), ("llama405b_3d", 32, "last")]
 )
 def test_a_meta_model_is_cut_into_stages_of_split_layers(
@@ -189,63 +151,6 @@ def test_a_meta_model_is_cut_into_stages_of_split_layers(
     # A rank has the whole embedding; norms and one of the matrices of an adapter are small.
     whole = sum(weight.numel() for weight in part.embedding.values())
     assert held == pytest.approx((part.num_weights - whole) / split + whole, rel=0.01)
-
-
-def shard_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
-    """Shard an experiment's model by DeepSpeed in a separate process, since it patches torch."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    config = load_config("train", [f"+experiment={name}"])
-    build = builder_of(config)
-    settings = deepspeed_config(
-        config.strategy,
-        on_gpu=False,
-        dtype=torch.float32,
-        num_trained=1000,
-        ranks_per_node=num_ranks,
-        accumulation=1,
-        max_norm=1.0,
-    )
-
-    class WithoutNumbers(Zero):
-        world_size, num_processes, num_nodes, global_rank = num_ranks, num_ranks, 1, 0
-        root_device = torch.device("meta")
-
-    with (
-        without_messages("app.strategy.deepspeed"),
-        # By its module: the package has PyTorch under the same name.
-        mock.patch.object(import_module("deepspeed.comm.torch"), "build_shm_op"),
-        mock.patch.object(type(get_accelerator()), "device_name", lambda *_: "meta"),
-    ):
-        deepspeed.init_distributed("fake", verbose=False)
-        strategy = WithoutNumbers(config.strategy)
-        model = strategy.build_model(build)
-        strategy._shard_weights(model, settings)
-    weights: list[Any] = list(model.parameters())
-    estimated = states_of(build(), config.strategy, num_ranks)
-    return {
-        "estimated": estimated.weights,
-        "bytes": sum(weight.ds_tensor.nbytes for weight in weights),
-        "built": sum(weight.numel() for weight in build().parameters()),
-        "whole": sum(weight.ds_numel for weight in weights),
-        "here": sum(weight.ds_tensor.numel() for weight in weights),
-        "left": sum(weight.numel() for weight in weights),
-        "on": {weight.ds_tensor.device.type for weight in weights},
-    }
-
-
-@pytest.mark.versions
-@pytest.mark.slow
-def test_a_meta_model_is_sharded_by_zero() -> None:
-    num_ranks = 64
-    (found,) = on_ranks(1, shard_by_zero, "llama70b_zero3", num_ranks)
-    assert found["whole"] == found["built"] > 70e9
-    assert found["here"] == pytest.approx(found["whole"] / num_ranks, rel=1e-3)
-    assert found["bytes"] == pytest.approx(found["estimated"], rel=0.05)
-    assert (found["left"], found["on"]) == (0, {"meta"})
 
 
 def set_up_zero(num_ranks: int) -> dict[str, float]:

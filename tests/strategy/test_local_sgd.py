@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,6 +22,7 @@ from tests.ranks import on_ranks
 from tests.strategy.fsdp_training import (
     CLIP,
     ROWS,
+    answer_all,
     build_sharded_model,
     compute_loss,
     make_batch,
@@ -36,7 +38,6 @@ OUTER = LocalSgdConfig(
     replicas=NODES, sync_every_steps=2, synchronous_steps=0, outer_lr=0.7, outer_momentum=0.9
 )
 ALWAYS = LocalSgdConfig(replicas=NODES, sync_every_steps=1, synchronous_steps=0)
-CONFIGS = {"mean": PLAIN, "outer": OUTER, "every step": ALWAYS}
 
 
 def train_on_rank(config: LocalSgdConfig, kind: str) -> dict[str, Any]:
@@ -155,18 +156,20 @@ def mean_weight(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.detach() for tensor in tensors]).mean(0)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "num_ranks"),
-    [
-        ("mean", "lora", 4),
-        ("mean", "full", 2),
-        ("outer", "full", 4),
-        ("every step", "lora", 2),
-    ],
-)
-def test_nodes_train_as_plain_loops(name: str, kind: str, num_ranks: int) -> None:
-    config = CONFIGS[name]
-    answers = on_ranks(num_ranks, train_on_rank, config, kind)
+CASES = {2: [(PLAIN, "full"), (ALWAYS, "lora")], 4: [(PLAIN, "lora"), (OUTER, "full")]}
+"""number of ranks -> settings, and what is trained"""
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_nodes_train_as_plain_loops(num_ranks: int) -> None:
+    questions = [(train_on_rank, *case) for case in CASES[num_ranks]]
+    by_rank = on_ranks(num_ranks, answer_all, questions)
+    for case, answers in zip(CASES[num_ranks], zip(*by_rank, strict=True), strict=True):
+        check_as_plain_loops(*case, answers)
+
+
+def check_as_plain_loops(config: LocalSgdConfig, kind: str, answers: Sequence[Any]) -> None:
+    num_ranks = len(answers)
     alone = train_by_hand(config, kind, num_ranks)
     for rank, answer in enumerate(answers):
         node = rank // (num_ranks // NODES)
@@ -185,14 +188,11 @@ def test_nodes_train_as_plain_loops(name: str, kind: str, num_ranks: int) -> Non
 
 
 def state_between_averages(config: LocalSgdConfig) -> dict[str, Any]:
-    """Take a synchronous and an independent step; return this rank's local state as arrays.
-
-    Tensors would be handed to the next ranks as open files, of which there are few.
-    """
+    """Take a synchronous and an independent step; return this rank's local state."""
     strategy, _, optimizer = after_first_step(config)
     strategy._lightning_module.trainer.global_step = 1
     strategy.clip(optimizer, CLIP)
-    return {name: value.numpy() for name, value in strategy.local_state(optimizer).items()}
+    return {name: value.clone() for name, value in strategy.local_state(optimizer).items()}
 
 
 def after_first_step(config: LocalSgdConfig) -> tuple[Any, Any, Any]:
@@ -206,37 +206,37 @@ def after_first_step(config: LocalSgdConfig) -> tuple[Any, Any, Any]:
     return strategy, model, optimizer
 
 
-def continue_training(config: LocalSgdConfig, states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Restore this rank's entry of `states` between two averages; return its state."""
+def continue_training(config: LocalSgdConfig, own: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Restore `own` between two averages; return whether nothing changed, and this rank's state."""
     strategy, model, optimizer = after_first_step(config)
     before = [local(weight.detach()).clone() for weight in model.parameters()]
     strategy._lightning_module.trainer.global_step = 2
-    own = states[dist.get_rank()]
-    strategy.restore_local_state(optimizer, {n: torch.as_tensor(own[n]) for n in own})
+    strategy.restore_local_state(optimizer, own)
     after = [local(weight.detach()) for weight in model.parameters()]
-    found = {
-        "starts from the mean": all(map(torch.equal, before, after)),
-        "state": {n: value.numpy() for n, value in strategy.local_state(optimizer).items()},
-    }
+    return all(map(torch.equal, before, after)), strategy.local_state(optimizer)
+
+
+def restore_states() -> list[bool]:
+    """Return for each state whether it was left out; the last is this rank's own."""
+    saved = state_between_averages(PLAIN)
+    of_topk = {"unsent/lm_head.weight": torch.zeros(9)}
+    states = [
+        (PLAIN, of_topk),
+        (replace(PLAIN, replicas=4), saved),
+        (PLAIN, {} if dist.get_rank() == 0 else saved),  # the file of one rank is missing
+    ]
+    left_out = []
+    for config, state in states:
+        starts_from_mean, kept = continue_training(config, state)
+        left_out.append(starts_from_mean and not kept)
+    moved = {name: value + 1 for name, value in saved.items()}
+    starts_from_mean, kept = continue_training(PLAIN, moved)
+    assert kept.keys() == moved.keys() and not starts_from_mean
+    left_out.append(any(not torch.equal(kept[name], moved[name]) for name in moved))
     dist.barrier()
-    return found
+    return left_out
 
 
 def test_state_of_other_ranks_or_strategies_is_not_restored() -> None:
     """State of top-k, of groups of another size, and with the file of one rank missing."""
-    saved = on_ranks(4, state_between_averages, PLAIN)
-    regrouped = replace(PLAIN, replicas=4)
-    of_topk = [{"unsent/lm_head.weight": [0.0] * 9}] * 4
-    for config, states in (
-        (PLAIN, of_topk),
-        (regrouped, saved),
-        (PLAIN, [{}, *saved[1:]]),
-    ):
-        for answer in on_ranks(4, continue_training, config, states):
-            assert answer["starts from the mean"] and not answer["state"]
-    moved = [{name: value + 1 for name, value in state.items()} for state in saved]
-    for rank, answer in enumerate(on_ranks(4, continue_training, PLAIN, moved)):
-        assert not answer["starts from the mean"]
-        assert answer["state"].keys() == moved[rank].keys()
-        for name, value in moved[rank].items():
-            assert (answer["state"][name] == value).all()
+    assert on_ranks(4, restore_states) == [[True, True, True, False]] * 4

@@ -104,18 +104,19 @@ def check_bit_equal(cases: list[Case], found: list[Found], stages_per_rank: int)
             assert rank["calls"] == stages_per_rank * 2 * MICRO_BATCHES + 1, case
 
 
-IN_TWO_PARTS = pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(FEW, id="few"),
-        pytest.param(
-            [case for case in CASES if case not in FEW], id="rest", marks=pytest.mark.slow
-        ),
-    ],
+REST = [case for case in CASES if case not in FEW]
+INTERLEAVED: list[Case] = [
+    *FEW,
+    ("gemma3", "full", "none"),
+    ("llama", "lora", "offload"),
+    ("gpt2", "lora", "none"),
+    ("mistral", "nf4", "full"),
+]
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(FEW, id="few"), pytest.param(REST, id="rest", marks=pytest.mark.slow)]
 )
-
-
-@IN_TWO_PARTS
 def test_stages_give_the_loss_and_gradients_of_one_process_to_the_last_bit(
     cases: list[Case],
 ) -> None:
@@ -129,10 +130,9 @@ def test_stages_give_the_loss_and_gradients_of_one_process_to_the_last_bit(
         assert first["left"] == last["left"] == 0, case
 
 
-@IN_TWO_PARTS
-def test_interleaved_stages_are_equal_to_the_last_bit(cases: list[Case]) -> None:
+def test_interleaved_stages_are_equal_to_the_last_bit() -> None:
     config = PipelineConfig(pipeline_parallel_size=2, schedule="interleaved", stages_per_rank=2)
-    check_bit_equal(cases, trained(config, cases), 2)
+    check_bit_equal(INTERLEAVED, trained(config, INTERLEAVED), 2)
 
 
 def test_four_stages_hold_fewer_activations_each() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from app.strategy.rendezvous import listen
-from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig, build_strategy
+from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig, build_strategy
 from tests.processes import LONGEST, TWO_RANKS
 from tests.ranks import on_ranks, prepare_strategy
 from tests.reliability.shell import LOG, Shell, end_session, processes_of_session
@@ -71,16 +71,7 @@ def meet(config: StrategyConfig) -> list[str]:
 
 
 @linux
-@pytest.mark.parametrize(
-    "config",
-    [
-        DdpConfig(name="ddp"),
-        DdpConfig(name="ddp_compressed", compression="bf16"),
-        FsdpConfig(name="fsdp"),
-        ZeroConfig(name="zero2", stage=2),
-    ],
-    ids=lambda config: config.name,
-)
+@pytest.mark.parametrize("config", [FsdpConfig(name="fsdp"), ZeroConfig(name="zero2", stage=2)])
 def test_ranks_listen_on_the_loopback_interface_only(config: StrategyConfig) -> None:
     first, second = on_ranks(2, meet, config)
     assert len(first) > len(second) > 0  # the store, and gloo on both
@@ -97,6 +88,7 @@ def test_a_taken_port_is_an_error() -> None:
 
 @linux
 def test_a_run_of_two_ranks_listens_on_loopback_only(shell: Shell, tmp_path: Path) -> None:
+    """Under ddp."""
     seen: list[str] = []
     (tmp_path / LOG).touch()
 

@@ -26,10 +26,9 @@ STRATEGIES = {
     "fsdp": FsdpConfig(),
     "tp": FsdpConfig(name="tp", tensor_parallel_size=2, shards_data_parallel=False),
 }
-KINDS = ["lora", "dora", "ia3", "full", "head", "top layer"]
 CASES = [
-    *(("fsdp", kind) for kind in KINDS),
-    *(("tp", kind) for kind in ("lora", "ia3", "full")),
+    *(("fsdp", kind) for kind in ("lora", "dora", "full", "head", "top layer")),
+    *(("tp", kind) for kind in ("ia3", "full")),
 ]
 IDS = [5, 9, 60, 33, 21, 7, 8]
 PROMPTS = [Prompt(ids, "", "") for ids in (IDS, IDS[2:], IDS[3:5])]

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 from app.model.description import BaseDescription
 from app.model.families import FAMILIES
 from app.preflight.files import check_tensor_parallel
-from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig, layer_plan
+from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, layer_plan
 from app.training.trainer import TrainerConfig, resolve_environment
 from common.errors import UserError
 from tests.in_process import make_data, make_model, run_command
@@ -24,7 +24,6 @@ from tests.in_process import make_data, make_model, run_command
         (None, 4, 3),
         (StrategyConfig(), 4, 3),
         (DdpConfig(), 4, 3),
-        (ZeroConfig(), 4, 3),
         (FsdpConfig(), 4, 3),
         (FsdpConfig(replicas=2), 4, 3),
         (FsdpConfig(tensor_parallel_size=2), 2, 6),
@@ -58,7 +57,6 @@ def test_indivisible_global_batches_are_refused() -> None:
     ("numbers", "together", "message"),
     [
         ({"num_attention_heads": 8, "num_key_value_heads": 2}, 4, "the 2 key heads"),
-        ({"num_attention_heads": 6}, 4, "the 6 attention heads"),
         ({"num_attention_heads": 8, "intermediate_size": 42}, 4, "the 42 inner features"),
     ],
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from tests.reliability.shell import Shell
-from tests.runs import rows_of
+from tests.runs import check_same_run, rows_of
 from tests.tiny import SAMPLES, save_with_tokenizer, tiny_llama
 
 GLOBAL_BATCH = 8
@@ -62,6 +63,10 @@ LAYOUTS = {
     )
 }
 """all strategies that run on a CPU and send gradients and weights unrounded"""
+STAGES = Layout(strategy="fsdp_pp", num_data_ranks=1)
+TOPK = Layout(
+    strategy="ddp_compressed", words=("strategy.compression=topk", "strategy.topk_share=0.05")
+)
 
 ADAPTERS = {
     "lora": ("adapter=lora", "adapter.dropout=0", "optimizer.lr=1e-3"),
@@ -86,24 +91,31 @@ def sliced(strategy: str, *, ranks: int = 2, size: int = 2) -> Layout:
     return replace(whole, ranks=ranks, num_data_ranks=ranks // size, words=(*whole.words, *words))
 
 
+BASES: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied": {"tie_word_embeddings": False},
+    "deep": {"num_hidden_layers": 3},
+    "long": {"max_position_embeddings": 256},
+}
+
+
 class Runs:
     """Runs of app.train, each trained once."""
 
     def __init__(self, shell: Shell, folder: Path, *, is_warm: bool = True) -> None:
         self.shell, self.folder, self.is_warm = shell, folder, is_warm
-        self.bases = {
-            "tied": save_with_tokenizer(tiny_llama(**SHAPE), folder / "tied"),
-            "untied": save_with_tokenizer(
-                tiny_llama(**SHAPE, tie_word_embeddings=False), folder / "untied"
-            ),
-            "deep": save_with_tokenizer(tiny_llama(**SHAPE, num_hidden_layers=3), folder / "deep"),
-        }
-        long = save_with_tokenizer(
-            tiny_llama(**SHAPE, max_position_embeddings=256), folder / "long"
-        )
-        self.long_rows = (f"model.path={long}", "data.sequence_len=256")
-        """base and length of rows that are long enough for four ranks"""
         self._done: dict[tuple[str, ...], Path] = {}
+
+    def base(self, name: str) -> str:
+        """Return the override of a random base, which is saved if it was not before."""
+        folder = self.folder / name
+        if not folder.exists():
+            save_with_tokenizer(tiny_llama(**SHAPE, **BASES[name]), folder)
+        return f"model.path={folder}"
+
+    def long_rows(self) -> tuple[str, str]:
+        """Return base and length of rows that are long enough for four ranks."""
+        return self.base("long"), "data.sequence_len=256"
 
     def train(self, layout: Layout, *words: str, accumulates: bool = True) -> Path:
         """Train with `words` to the end, if that was not done before; return the run's folder."""
@@ -114,6 +126,20 @@ class Runs:
             self._done[typed] = run
         return self._done[typed]
 
+    def check_as_single(self, layout: Layout, *words: str, accumulates: bool = True) -> None:
+        """Check that a run has the steps, metrics and saved files of one process."""
+        run = self.train(layout, *words, accumulates=accumulates)
+        check_same_results(run, self.train(SINGLE, *words))
+
+    def kill_and_resume(self, layout: Layout, *words: str, rank: int = 0) -> str:
+        """Return the last output of a run with a killed rank, which ends bit for bit as without."""
+        run = self.new_folder(f"{layout.strategy}-killed")
+        killed = self.typed(layout, *words, "resume=auto", f"faults=[rank_killed:{rank}@3]")
+        self.shell.train_into(run, *killed, code=layout.code_of_a_kill)
+        output = self.shell.train_into(run, *killed)
+        check_same_run(run, self.train(layout, *words))
+        return output
+
     def new_folder(self, name: str) -> Path:
         """Return a new folder for a run; its log is written next to it."""
         folder = self.folder / f"{name}-{len(list(self.folder.iterdir()))}"
@@ -121,24 +147,25 @@ class Runs:
         return folder / "run"
 
     def typed(self, layout: Layout, *words: str, accumulates: bool = True) -> list[str]:
-        """Return the overrides of a run of eight steps; later ones replace earlier ones."""
+        """Return the overrides of a run of four steps; later ones replace earlier ones."""
         micro = GLOBAL_BATCH // layout.num_data_ranks
         if accumulates:  # with another number of micro-batches than SINGLE
-            micro = 1 if layout is SINGLE else micro // 2
+            micro = 2 if layout is SINGLE else micro // 2
         typed = [
-            f"model.path={self.bases['tied']}",
+            self.base("tied"),
             f"data.datasets=[{{path: {SAMPLES / 'lists_test.json'}, name: lists}},"
             f" {{path: {SAMPLES / 'orders_test.jsonl'}, name: orders}}]",
             "data.val_set_size=7",  # not divisible by the number of ranks
             "data.sequence_len=96",
             f"trainer.micro_batch_size={micro}",
             f"trainer.global_batch_size={GLOBAL_BATCH}",
-            "trainer.max_steps=8",
-            "trainer.validate_every_steps=4",
-            "trainer.checkpoint.every_steps=4",
+            "trainer.max_steps=4",
+            "trainer.validate_every_steps=2",
+            "trainer.checkpoint.every_steps=2",
             "trainer.precision=fp32",
             "trainer.accelerator=cpu",
             "evaluation.exact_match=false",
+            "evaluation.max_new_tokens=4",
             "logger=csv",
             *layout.typed(),
         ]
@@ -146,17 +173,10 @@ class Runs:
         return [f"{key}={value}" for key, value in chosen.items()]
 
 
-def check_same_results(
-    run: Path,
-    reference: Path,
-    *,
-    loss: float = LOSS,
-    weight: float = WEIGHT,
-    norm: float = NORM,
-) -> None:
+def check_same_results(run: Path, reference: Path) -> None:
     """Check that two runs have the same steps, metrics and saved files."""
-    check_same_steps(run, reference, loss=loss, norm=norm)
-    check_same_files(run, reference, weight=weight)
+    check_same_steps(run, reference)
+    check_same_files(run, reference)
 
 
 def check_same_steps(run: Path, reference: Path, *, loss: float = LOSS, norm: float = NORM) -> None:
@@ -174,7 +194,7 @@ def check_same_steps(run: Path, reference: Path, *, loss: float = LOSS, norm: fl
             assert float(row[key]) == pytest.approx(float(other[key]), **near), where
 
 
-def check_same_files(run: Path, reference: Path, *, weight: float = WEIGHT) -> None:
+def check_same_files(run: Path, reference: Path) -> None:
     """Check that the saved models have the same files and, up to rounding, tensors."""
     saved, expected = (
         next(folder.glob("*/*model.safetensors")).parent for folder in (run, reference)
@@ -188,14 +208,14 @@ def check_same_files(run: Path, reference: Path, *, weight: float = WEIGHT) -> N
                 (expected / name).read_text()
             )
         elif name.endswith(".safetensors"):
-            _check_same_tensors(saved / name, expected / name, weight)
+            _check_same_tensors(saved / name, expected / name)
 
 
-def _check_same_tensors(file: Path, other: Path, weight: float) -> None:
+def _check_same_tensors(file: Path, other: Path) -> None:
     with safe_open(file, "pt") as ours, safe_open(other, "pt") as theirs:
         assert ours.metadata() == theirs.metadata()
         assert list(ours.keys()) == list(theirs.keys())
         for name in ours.keys():  # noqa: SIM118 - no dictionary
             tensor, expected = ours.get_tensor(name), theirs.get_tensor(name)
             assert tensor.dtype == expected.dtype and tensor.shape == expected.shape, name
-            torch.testing.assert_close(tensor, expected, rtol=0, atol=weight, msg=name)
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=WEIGHT, msg=name)

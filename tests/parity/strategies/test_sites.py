@@ -103,12 +103,12 @@ def test_a_round_ends_at_the_mean_of_two_runs_by_their_tokens(
 def test_a_further_site_joins_between_two_runs_and_the_first_one_logs_what_is_shared(
     runs: Runs, pair: tuple[Host, Host]
 ) -> None:
-    words = ("strategy.sync_every_steps=4", "strategy.share_counts=true")
+    words = ("strategy.sync_every_steps=2", "strategy.share_counts=true")
     two = train_sites(runs, pair, *words)
     shared = [row for row in rows_of(two[0]) if row["sites/2/train/loss"]]
     own = {row["step"]: row for row in rows_of(two[1]) if row["train/loss"]}
-    assert [row["step"] for row in shared] == ["4", "8"]
-    last = [own["3"]["train/loss"], own["7"]["train/loss"]]  # that were written before
+    assert [row["step"] for row in shared] == ["2", "4"]
+    last = [own["1"]["train/loss"], own["3"]["train/loss"]]  # that were written before
     assert [row["sites/2/train/loss"] for row in shared] == last
     assert not any(name.startswith("sites/") for name in rows_of(two[1])[0])
     path = f"adapter.path={two[1] / 'adapter'}"
@@ -147,7 +147,7 @@ def test_rows_stay_and_a_killed_site_comes_back(
 
     killed = tuple(runs.new_folder(f"killed{site}") for site in (1, 2))
     waiting = start_site(runs, pair[0], 1, killed[0], *words)
-    lost = start_site(runs, pair[1], 2, killed[1], *words, "faults=[rank_killed:0@5]")
+    lost = start_site(runs, pair[1], 2, killed[1], *words, "faults=[rank_killed:0@3]")
     assert lost.wait(LONGEST) == KILLED
     again = start_site(runs, pair[1], 2, killed[1], *words)
     for process in (again, waiting):
