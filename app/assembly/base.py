@@ -28,10 +28,13 @@ from app.model.adapter import (
     saves_whole_model,
 )
 from app.model.architecture import (
+    MULTI_LABEL,
     base_commit,
     context_len,
     decoder_start_token_id,
+    has_reward,
     load_architecture,
+    output_names,
 )
 from app.model.attention import (
     attention_implementation,
@@ -41,7 +44,6 @@ from app.model.attention import (
 )
 from app.model.base import ModelConfig, check_described, load_base
 from app.model.build import apply_streaming, build_model, load_tuned, weight_dtype
-from app.model.classifier import MULTI_LABEL, has_reward, output_names
 from app.model.description import BaseDescription
 from app.model.quantization import QuantizationConfig, stored_quantization
 from app.model.rope import describe_context, describe_rope_factors

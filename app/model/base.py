@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.architecture import (
+    HEAD,
     base_commit,
     base_folder,
     generation_config,
+    init_head,
+    is_classifier,
     load_architecture,
     model_class,
     reading_base,
 )
 from app.model.attention import check_implementation
-from app.model.classifier import HEAD, init_head, is_classifier
 from app.model.description import names_by_id
 from app.model.multimodal import outermost, record_tower_files, tower_modules
 from app.model.quantization import (

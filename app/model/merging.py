@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.model.adapter import read_weight_changes, required_embedding_rows
-from app.model.architecture import base_folder
+from app.model.architecture import HEAD, base_folder, is_classifier
 from app.model.attention import attention_implementation
 from app.model.base import has_own_head, load_base, read_shapes, read_tensor, weight_files
-from app.model.classifier import HEAD, is_classifier
 from app.model.description import names_by_id
 from app.model.gguf import KINDS
 from app.model.multimodal import record_tower_files

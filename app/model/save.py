@@ -28,9 +28,8 @@ from app.model.adapter import (
     verify_adapter,
     write_origin,
 )
-from app.model.architecture import model_class
+from app.model.architecture import is_classifier, model_class
 from app.model.base import INDEX, WEIGHTS
-from app.model.classifier import is_classifier
 from app.model.multimodal import copy_processors, read_towers
 from app.process.collectives import all_gather_list, broadcast_from_rank0, is_rank0, run_on_rank0
 from common.errors import TrainingFault

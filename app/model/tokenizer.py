@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import AdapterConfig, LoraConfig
-from app.model.classifier import is_classifier
+from app.model.architecture import is_classifier
 from app.model.tokenizer_file import (
     SET_TOKENIZER_PATH,
     TOKENIZER_FILE,

@@ -22,8 +22,8 @@ from app.model.adapter import (
     Targets,
     find_targets,
 )
+from app.model.architecture import HEAD
 from app.model.base import ModelConfig
-from app.model.classifier import HEAD
 from app.model.description import INPUT_EMBEDDING, describe_config
 from app.model.layers import by_key
 from app.model.quantization import QuantizationConfig

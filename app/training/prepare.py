@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from app.model.adapter import group_adapters, report_trainable, trainable_weights
-from app.model.architecture import reading_first_forward
+from app.model.architecture import hidden_as_logits, reading_first_forward
 from app.model.attention import select_fastest_kernel
 from app.model.attention.exchange import check_exchange
 from app.model.attention.inputs import attention_inputs
@@ -28,7 +28,6 @@ from app.model.attention.probes import (
     check_padded_rows,
     check_pair_isolation,
 )
-from app.model.classifier import hidden_as_logits
 from app.model.fp8 import (
     Fp8Linear,
     Fp8TrainedLinear,

@@ -232,7 +232,7 @@ def test_a_sweep_does_not_write_into_hard_links(
 
 WRITES = re.compile(r"[rbt]*[wax+][rwabtx+]*")
 IN_NEW_FOLDERS = {
-    "app/model/adapter/lora.py": "a folder that is renamed when it is complete",
+    "app/model/adapter/apply.py": "a folder that is renamed when it is complete",
     "app/model/adapter/settings.py": "the same, and start_adapter/, whose old files are removed",
     "app/model/multimodal.py": "the same",
     "app/model/save.py": "the same",

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from app.model.architecture import hidden_as_logits
 from app.model.attention import attention_implementation
 from app.model.attention.probes import check_isolation
 from app.model.base import ModelConfig, load_base
-from app.model.classifier import hidden_as_logits
 from common.errors import UserError
 from tests.families import tiny_family
 

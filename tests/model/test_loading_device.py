@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from app.model.adapter import LoraConfig
-from app.model.adapter import lora as lora_room
-from app.model.adapter.lora import apply_lora
+from app.model.adapter import apply as applying
+from app.model.adapter.apply import apply_lora
 from app.model.base import ModelConfig
 from app.model.build import load_tuned
 from app.strategy.ddp import Ddp, SingleDevice
@@ -117,13 +117,13 @@ class Moves(TorchFunctionMode):
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_a_start_is_taken_on_the_device(init: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base, moves = tiny_llama(), Moves()
-    own = lora_room._init_layer_from_base
+    own = applying._init_layer_from_base
 
     def take(*args: Any) -> float:
         moves.noted.append("take")
         return own(*args)
 
-    monkeypatch.setattr(lora_room, "_init_layer_from_base", take)
+    monkeypatch.setattr(applying, "_init_layer_from_base", take)
     with moves:
         apply_lora(base, LoraConfig(init=init), half_precision=False, device=DEVICE)
     taken = [place for place, note in enumerate(moves.noted) if note == "take"]

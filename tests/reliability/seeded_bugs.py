@@ -290,7 +290,7 @@ BUGS = [
         file=MODULE,
         right="return total / copies",
         wrong="return total",
-        test=f"{STEPS}[fsdp_tp]",
+        test=f"{STEPS}[tp]",
     ),
     Bug(
         name="sharded optimizer states are lost",

@@ -16,9 +16,9 @@ from torch.nn.functional import (
 )
 
 from app.model.adapter import FullConfig, LoraConfig
+from app.model.architecture import RatesTokens, hidden_as_logits
 from app.model.base import ModelConfig
 from app.model.build import build_model
-from app.model.classifier import RatesTokens, hidden_as_logits
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.training.objective.objective import DatasetSums, RowSums, batch_loss, losses_by_dataset

@@ -1,7 +1,7 @@
 """Adapters: add them to a base, save, load and merge them. Only this folder imports peft."""
 
-from app.model.adapter.apply import apply_adapter
-from app.model.adapter.lora import (
+from app.model.adapter.apply import (
+    apply_adapter,
     has_modified_base,
     initial_weights,
     reopen_converted,

@@ -1,29 +1,41 @@
 """Apply an adapter to a base: freeze weights, add new ones, choose which train.
 
-NEFTune adds noise to the input embeddings during training (arXiv 2310.05914).
+PiSSA and OLoRA subtract their initial B A from the base. Such an adapter is saved as a plain LoRA
+of twice the rank for the unchanged base (`save_converted`). NEFTune adds noise to the input
+embeddings during training (arXiv 2310.05914).
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import targets
-from app.model.adapter.lora import apply_lora
-from app.model.adapter.saved import load_adapter
+from app.model.adapter.saved import load_adapter, probe_logits, sort_sets
 from app.model.adapter.settings import (
+    ADAPTER_FILE,
+    INITS,
+    ORIGIN_FILE,
     AdapterConfig,
     FreezeConfig,
     Ia3Config,
     LoraConfig,
     continued_from,
 )
-from app.model.adapter.wrap import check_token_rows_train, without_bitsandbytes, wrap
+from app.model.adapter.wrap import (
+    check_token_rows_train,
+    trainable_rows,
+    without_bitsandbytes,
+    wrap,
+)
+from app.model.architecture import HEAD, is_classifier
 from app.model.description import describe_model, is_quantized, name_of, sharing_embedding
-from app.model.layers import by_ending, is_inside, shortest
+from app.model.layers import by_ending, is_inside, last_parts, shortest
 from app.model.multimodal import tower_modules
 from common.errors import UserError
 
@@ -206,3 +218,321 @@ def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
     document = (position_ids == 0).cumsum(dim=1) - 1
     counts = torch.zeros_like(position_ids).scatter_add_(1, document, torch.ones_like(position_ids))
     return counts.gather(1, document)
+
+
+INITIAL_A, INITIAL_B = "lora_A_at_start", "lora_B_at_start"
+"""buffers of a LoRA layer, and parts of their names in checkpoints"""
+
+
+def _record_initial_weights(model: peft.PeftModel) -> None:
+    """Copy the initial A and B of each LoRA layer to non-persistent buffers."""
+    for _, layer in _lora_layers(model):
+        layer.register_buffer(INITIAL_A, layer.lora_A["default"].weight.detach().clone(), False)
+        layer.register_buffer(INITIAL_B, layer.lora_B["default"].weight.detach().clone(), False)
+
+
+def has_modified_base(model: torch.nn.Module) -> bool:
+    """Return whether the initial weights of a model's adapter were subtracted from its base."""
+    return any(INITIAL_A in layer._buffers for layer in model.modules())
+
+
+def initial_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the initial A and B of layers whose base was modified, by full name; {} if none."""
+    return {
+        f"{name}.{part}": layer._buffers[part]
+        for name, layer in model.named_modules()
+        for part in (INITIAL_A, INITIAL_B)
+        if part in layer._buffers
+    }
+
+
+def save_converted(model: peft.PeftModel, folder: Path) -> None:
+    """Save the adapter as a LoRA of twice the rank for the unmodified base: B A - B0 A0.
+
+    Raises ValueError if A and B still have their initial values.
+    """
+    import peft
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    has_changed = False
+    for name, layer in _lora_layers(model):
+        key_a, key_b = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+        a, b, a0, b0 = tensors[key_a], tensors[key_b], layer.lora_A_at_start, layer.lora_B_at_start
+        has_changed = has_changed or not (torch.equal(a, a0) and torch.equal(b, b0))
+        tensors[key_a], tensors[key_b] = torch.cat([a, a0]), torch.cat([b, -b0], dim=1)
+    if not has_changed:
+        raise ValueError("every lora_A and lora_B has its initial value: nothing was learned")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ORIGIN_FILE).unlink(missing_ok=True)  # of an earlier adapter in this folder
+    config = _with_twice_the_rank(model.peft_config["default"])
+    sort_sets(config)
+    config.save_pretrained(str(folder))
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / ADAPTER_FILE, metadata={"format": "pt"})
+
+
+def reopen_converted(
+    model: peft.PeftModel,
+    folder: Path,
+    probe: Mapping[str, torch.Tensor],
+    reload_base: Callable[[], PreTrainedModel],
+) -> tuple[float, peft.PeftModel]:
+    """Load what `save_converted` wrote onto a reloaded base, and compare it with `model`.
+
+    Returns the largest difference of the logits, and the reopened model. Raises ValueError if a
+    matrix W + B A differs by more than the rounding of the modified base. The logits are not
+    checked: how far that rounding moves them depends on the model.
+    """
+    in_memory = probe_logits(model, probe)
+    reopened = load_adapter(reload_base().to(model.device), folder)
+    pairs = zip(_lora_layers(model), _lora_layers(reopened), strict=True)
+    for (name, trained), (_, loaded) in pairs:
+        _check_same_matrix(f"{folder}: {name}", trained, loaded)
+    difference = (in_memory - probe_logits(reopened, probe)).abs().max().item()
+    rank = reopened.peft_config["default"].r
+    log.info("adapter: saved as a LoRA of rank %d for the unmodified base", rank)
+    return difference, reopened
+
+
+def _check_same_matrix(where: str, trained: Any, loaded: Any) -> None:
+    import torch
+
+    residual, delta = trained.get_base_layer().weight.float(), _delta(trained)
+    # The residual is off by half a unit in the last place; the rest is margin for fp32 sums.
+    eps = torch.finfo(trained.get_base_layer().weight.dtype).eps
+    rounding = 4 * eps * max(residual.abs().max().item(), delta.abs().max().item())
+    reloaded = loaded.get_base_layer().weight.float() + _delta(loaded)
+    difference = (residual + delta - reloaded).abs().max().item()
+    if not difference <= rounding:
+        raise ValueError(
+            f"{where} differs from the trained matrix after reloading: by {difference:.2g} in one "
+            f"entry, of which rounding explains {rounding:.2g}"
+        )
+
+
+def _delta(layer: Any) -> torch.Tensor:
+    """Return scale B A of a LoRA layer, in fp32 and the weight's orientation."""
+    a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
+    delta = layer.scaling["default"] * b @ a
+    return delta.T if layer.fan_in_fan_out else delta
+
+
+def _with_twice_the_rank(config: peft.LoraConfig) -> peft.LoraConfig:
+    """Return settings of rank 2r and the same scale: alpha / r, or alpha / sqrt(r) (rsLoRA)."""
+    doubled = copy.deepcopy(config)
+    factor = 2**0.5 if config.use_rslora else 2
+    doubled.r = 2 * config.r
+    doubled.lora_alpha = factor * config.lora_alpha
+    doubled.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
+    doubled.alpha_pattern = {name: factor * alpha for name, alpha in config.alpha_pattern.items()}
+    doubled.init_lora_weights = True
+    doubled.inference_mode = True
+    return doubled
+
+
+def _lora_layers(model: peft.PeftModel) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each LoRA layer on a matrix, and the layer, in forward order."""
+    import peft
+
+    for name, module in model.named_modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer) and "default" in module.lora_A:
+            yield name, module
+
+
+_MAX_GROWTH = 4.0
+"""growth of a weight's largest entry, when B A is subtracted, above which a warning is logged"""
+
+
+@without_bitsandbytes()
+def apply_lora(
+    model: PreTrainedModel,
+    config: LoraConfig,
+    *,
+    half_precision: bool,
+    token_ids: Sequence[int] = (),
+    device: torch.device | None = None,
+) -> peft.PeftModel:
+    """Add A and B to the target matrices, in fp32 unless `half_precision`.
+
+    The rows `token_ids` of embedding and head train too. `device`: where PiSSA and OLoRA decompose
+    the base's weights. Raises UserError if a pattern matches nothing, a rank exceeds a matrix's,
+    or peft would train something wrongly.
+    """
+    import torch
+
+    from app.model.adapter.experts import check_stock_peft_loads
+
+    if is_classifier(model):
+        config = replace(config, modules_to_save=[*config.modules_to_save, HEAD])
+    found = targets.find_targets(config, describe_model(model))
+    if found.problems:
+        raise UserError(found.problems)
+    for name in found.full_modules:
+        if is_quantized(model.get_submodule(name)):
+            raise UserError(
+                f"adapter.modules_to_save: {name} is quantized and cannot train; leave it out"
+            )
+    modules = {name: model.get_submodule(name) for name in found.matrices}
+    _log_skipped(config, found)
+    _check_init(config, modules)
+    check_stock_peft_loads(config, model, found.matrices)
+    rows = trainable_rows(model, token_ids, found.full_modules)
+    log.debug("lora: %s", _describe_targets(config, modules, found.experts))
+    adapted = wrap(model, _peft_config(model, config, found, rows))
+    if config.use_dora and not half_precision:
+        _init_magnitudes_in_fp32(adapted)
+    if config.init in ("pissa", "olora"):
+        dtype = model.dtype if half_precision else torch.float32
+        if model.device.type != "meta":
+            _init_from_base(adapted, config.init, dtype, device)
+        adapted.peft_config["default"].init_lora_weights = config.init
+        _record_initial_weights(adapted)
+    return adapted
+
+
+def _peft_config(
+    model: PreTrainedModel, config: LoraConfig, found: targets.Targets, rows: Any
+) -> peft.LoraConfig:
+    """Return peft's settings of a new adapter on `found`.
+
+    `rows`: token ids whose rows train, by full name of the module.
+    """
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
+    all_names = [
+        name for name, _ in model.named_modules() if not is_inside(name, found.full_modules)
+    ]
+    all_names += tower_modules(model)
+    is_transposed = (isinstance(model.get_submodule(name), Conv1D) for name in found.matrices)
+    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    return peft.LoraConfig(
+        task_type="SEQ_CLS" if is_classifier(model) else task,
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=shortest(found.matrices, found.endings, all_names),
+        target_parameters=_expert_endings(model, found) or None,
+        fan_in_fan_out=any(is_transposed),
+        rank_pattern=dict(config.rank_pattern),
+        alpha_pattern=dict(config.alpha_pattern),
+        init_lora_weights="gaussian" if config.init == "gaussian" else True,
+        use_dora=config.use_dora,
+        use_rslora=config.use_rslora,
+        modules_to_save=found.full_modules or None,
+        trainable_token_indices=rows or None,
+    )
+
+
+def _log_skipped(config: LoraConfig, found: targets.Targets) -> None:
+    """Log which matrices target_modules=all-linear skips."""
+    if found.thin:
+        log.info("lora: skipped, too thin for rank %d: %s", config.r, ", ".join(found.thin))
+    if found.own_adapters:
+        log.info("lora: skipped %d matrices, the base's own adapters", len(found.own_adapters))
+    if found.not_plain:
+        names = ", ".join(last_parts(found.not_plain))
+        log.info("lora: skipped, not used as plain linear modules: %s", names)
+    if found.frozen_experts:
+        log.warning("lora: the experts stay frozen: %s", found.frozen_experts)
+
+
+def _check_init(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    if config.init not in INITS:
+        raise UserError(f"adapter.init={config.init!r}: expected one of {', '.join(INITS)}")
+    if config.init not in ("pissa", "olora"):
+        return
+    for name, module in modules.items():
+        if is_quantized(module):
+            raise UserError(
+                f"adapter.init={config.init} decomposes the base's weights, but {name} is "
+                "quantized; type adapter.init=default or quantization=none"
+            )
+        if config.init == "olora" and isinstance(module, Conv1D):
+            raise UserError(
+                f"adapter.init=olora: {name} is a Conv1D, which peft cannot decompose; "
+                "type adapter.init=pissa"
+            )
+
+
+def _init_magnitudes_in_fp32(model: peft.PeftModel) -> None:
+    """Recompute DoRA's initial magnitudes, which peft computes in the base's dtype, in fp32.
+
+    A rounded magnitude would scale its row from the first step on.
+    """
+    for _, layer in _lora_layers(model):
+        layer.lora_magnitude_vector["default"].update_layer(
+            base_layer=layer.get_base_layer(),
+            lora_A=layer.lora_A["default"].weight.detach(),
+            lora_B=layer.lora_B["default"].weight.detach(),
+            scaling=layer.scaling["default"],
+        )
+
+
+def _init_from_base(
+    model: peft.PeftModel, init: str, dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """Move each weight's principal components (PiSSA) or QR factors (OLoRA) into A and B.
+
+    `dtype` is that of A and B in training. They are rounded to it before B A is subtracted from the
+    weight; peft subtracts first. Each layer is moved to `device` meanwhile: on a CPU, an 8B model
+    would take hours.
+    """
+    import torch
+
+    growth = 1.0
+    for _, layer in _lora_layers(model):
+        base = layer.get_base_layer().weight
+        home = base.device
+        weights = base, layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        for weight in weights:
+            weight.data = weight.data.to(device or home)
+        growth = max(growth, _init_layer_from_base(layer, init, dtype))
+        for weight in weights:
+            weight.data = weight.data.to(home)
+    if growth > _MAX_GROWTH and model.get_base_model().dtype != torch.float32:
+        log.warning(
+            "warning: adapter.init=%s makes entries of the base up to %.0f times as large, and so "
+            "their rounding error in half precision; type a smaller adapter.alpha, "
+            "adapter.init=pissa or trainer.precision=fp32",
+            init,
+            growth,
+        )
+
+
+def _init_layer_from_base(layer: Any, init: str, dtype: torch.dtype) -> float:
+    """Initialize one layer; return the factor by which its weight's largest entry has grown."""
+    weight = layer.get_base_layer().weight
+    original = weight.data.float().clone()
+    if init == "pissa":
+        layer.pissa_init("default", "pissa")
+    else:
+        layer.olora_init("default")
+    for part in (layer.lora_A, layer.lora_B):
+        part["default"].weight.data = part["default"].weight.data.to(dtype).contiguous()
+    residual = original - _delta(layer).detach()
+    weight.data = residual.to(weight.dtype)
+    growth: float = (residual.abs().max() / original.abs().max()).item()
+    return growth
+
+
+def _expert_endings(model: PreTrainedModel, found: targets.Targets) -> list[str]:
+    """Return the shortest name endings that match exactly the chosen experts' parameters."""
+    endings = dict.fromkeys(".".join(name.split(".")[-2:]) for name in found.experts)
+    return shortest(found.experts, endings, describe_model(model).experts)
+
+
+def _describe_targets(
+    config: LoraConfig, modules: Mapping[str, torch.nn.Module], experts: Sequence[str]
+) -> str:
+    counts = Counter(name.rpartition(".")[2] for name in modules)
+    endings = ", ".join(f"{ending} x {count}" for ending, count in counts.items())
+    text = f"rank {config.r} on {len(modules)} matrices ({endings})"
+    if experts:
+        counts = Counter(".".join(name.split(".")[-2:]) for name in experts)
+        text += ", and each expert of " + ", ".join(f"{e} x {n}" for e, n in counts.items())
+    return text

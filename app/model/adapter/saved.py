@@ -22,7 +22,7 @@ from app.model.adapter.settings import (
     read_adapter_config,
 )
 from app.model.adapter.wrap import WRAPPERS, unfuse_adapters, without_bitsandbytes, wrap
-from app.model.classifier import is_classifier
+from app.model.architecture import is_classifier
 from app.model.contexts import eval_mode
 from app.model.description import is_tied, name_of, names_by_id, sharing_embedding
 from app.model.layers import check_patterns, expression_of_key, find_bypassed_linears, last_parts

@@ -22,10 +22,10 @@ from torch.nn.functional import (
     logsigmoid,
 )
 
+from app.model.architecture import hidden_as_logits
 from app.model.attention.documents import to_device
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.probes import check_isolation, check_padded_rows
-from app.model.classifier import hidden_as_logits
 from app.model.head import check_head_loss, head_loss
 from app.model.quantization import quantize_tokens_independently
 from app.training.objective.settings import ClassifyConfig, RewardConfig
