@@ -121,7 +121,6 @@ def completion_script(shell: str) -> str:
 
 
 def _install_completion(shell: str, home: Path) -> str:
-    """Write the completion script where `shell` looks for it; return the next step for the user."""
     if shell not in FILES:
         known = "|".join(FILES)
         raise UserError(f"--install-completion {shell}: expected --install-completion {known}")

@@ -99,7 +99,6 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 
 
 def _build_bench(config: EvaluateConfig) -> Bench | None:
-    """Build the judge's questions, None without a judge; UserError if there is nothing to grade."""
     judged = config.evaluation.judge
     if judged.questions and judged.grading == ["pairwise"] and config.tuned_path is None:
         raise UserError(
@@ -169,7 +168,6 @@ def _measure_models(
 
 
 def _verdicts_page(bench: Bench, judged: Judgement) -> str:
-    """Return the HTML page of a judge's verdicts on the answers of `bench`."""
     verdicts = {
         (verdict.request.question.id, verdict.request.turn, verdict.request.variant): verdict
         for verdict in judged.verdicts
@@ -232,7 +230,6 @@ def start(config: EvaluateConfig) -> None:
 
 
 def _nothing_to_measure(config: EvaluateConfig) -> str:
-    """Return the error message of an evaluation without a loss or answers to measure."""
     if config.evaluation.answers_prompts:
         return (
             "nothing to measure: there are no validation rows, and no row has an answer to compare "

@@ -130,7 +130,6 @@ def _text(name: str, file: Path, model: str, data: list[str]) -> str:
 
 
 def _often_changed(group: str, start: str) -> list[str]:
-    """Return lines with meaning and default of the group's settings that are often changed."""
     settings = {each.key: each for each in SETTINGS}
     chosen = [settings[key] for key in _OFTEN_CHANGED if key.startswith(f"{group}.")]
     return [
@@ -139,7 +138,6 @@ def _often_changed(group: str, start: str) -> list[str]:
 
 
 def _is_option(group: str, name: str) -> bool:
-    """Return whether a name is an option of the group, and no file or folder here."""
     return name in list_groups(CONF)[group] and not Path(name).exists()
 
 
@@ -151,7 +149,6 @@ def _schema_line(file: Path) -> str:
 
 
 def _scalar(text: str) -> str:
-    """Return text as a one-line YAML scalar, quoted if necessary."""
     return str(yaml.safe_dump(text, width=10_000)).removesuffix("\n").removesuffix("\n...")
 
 

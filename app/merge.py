@@ -108,7 +108,6 @@ def _read_facts(run: str | None) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def _find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:
-    """Return folder and weight of each adapter to merge; UserError if there is none."""
     if config.tuned_path is None:
         raise UserError("nothing to merge: type run=FOLDER, or adapter_path=FOLDER with model.path")
     first = Path(config.tuned_path)

@@ -185,7 +185,6 @@ def _accumulation_for(config: PlanConfig, run: PlannedRun, tokens: int | None) -
 
 
 def _check_written(file: Path) -> None:
-    """Raise UserError if an experiment cannot be written to `file`."""
     if file.suffix != ".yaml":
         raise UserError(f"plan.write={file}: an experiment is a .yaml file; type {file}.yaml")
     if not file.parent.is_dir():
@@ -199,7 +198,6 @@ def _check_written(file: Path) -> None:
 def _write_best(
     config: PlanConfig, candidates: list[Candidate], hardware: HardwareConfig, file: Path
 ) -> None:
-    """Write the fastest candidate that fits as an experiment; UserError if none fits."""
     best = next((each for each in candidates if each.fits), None)
     if best is None:
         raise UserError(f"plan.write={file}: nothing fits {hardware}, so nothing was written")
@@ -286,7 +284,6 @@ def _messages(run: PlannedRun) -> list[dict[str, Any]]:
 def _hours_and_cost(
     run: PlannedRun, tokens: int | None, tokens_per_second: float
 ) -> dict[str, float | None]:
-    """Return how long training on `tokens` takes, and its cost if the GPUs' price is known."""
     hours = None if tokens is None else tokens / tokens_per_second / 3600
     price = run.hardware.price_per_hour
     cost = None if hours is None or price is None else hours * price * run.num_ranks

@@ -99,7 +99,6 @@ def preview(config: PreviewConfig) -> Path:
 
 
 def _show_preview(result: Preview, folder: Path, max_tokens: int) -> None:
-    """Write `preview.html` and print the preview, with at most `max_tokens` tokens of each row."""
     from rich.console import Console
 
     from app.report.preview import print_preview, render_page

@@ -118,7 +118,6 @@ def push(config: PushConfig) -> str:
 
 
 def _find_undamaged(config: PushConfig, *, is_final: bool) -> Path:
-    """Return the folder of the run to push; UserError if it has no weights or is damaged."""
     run = find_run(
         config.run,
         verb="push",
@@ -149,7 +148,6 @@ def _copy_written(saved: Path, copy: Path) -> list[str]:
 
 
 def _print_files(repo: str, folder: Path, left_out: Sequence[str]) -> None:
-    """List what is uploaded, and what of the run's folder is not."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     print(f"uploading {counted(len(files), 'file')} to {printable(repo)}:")
     for file in files:
@@ -190,7 +188,6 @@ def _replace_base_path(file: Path, key: str) -> None:
 
 
 def _describe_refusal(repo: str, error: Any) -> str:
-    """Return why the hub refused an upload, and what to do."""
     status = error.response.status_code if error.response is not None else None
     known: dict[int | None, str] = {
         401: "the hub did not accept your token: export HF_TOKEN, or run `hf auth login`",
@@ -203,12 +200,10 @@ def _describe_refusal(repo: str, error: Any) -> str:
 
 
 def _unreachable(repo: str, error: Exception) -> OSError:
-    """Return the error of a hub that cannot be reached."""
     return OSError(f"repo={repo}: the hub cannot be reached: {redact(str(error))}")
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Make a hard link, or a copy if the file system has no links."""
     try:
         Path(target).hardlink_to(source)
     except OSError:

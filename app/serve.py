@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,6 @@ def model_name(config: ServerConfig) -> str:
 
 
 def _run_server(app: ASGIApp, listener: socket.socket, name: str, folder: Path) -> None:
-    """Serve until a signal is received; raise Interrupted for it."""
     from app.serving.server import build_server
 
     server = build_server(app)
@@ -132,27 +131,26 @@ def _vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: bo
             model, adapter, rank = str(config.model.path), tuned.folder, int(settings["r"])
         else:
             model = str(folder.parent / f"{folder.name}-merged")
-            run = (
-                f"run={config.run}"
-                if config.run is not None
-                else (f"model.path={config.model.path}")
-            )
+            is_run = config.run is not None
+            run = f"run={config.run}" if is_run else f"model.path={config.model.path}"
             words = [run, f"adapter_path={tuned.folder}", f"output.dir={model}"]
             lines.append(f"# vLLM does not serve {unsupported}: first merge, in this environment")
             lines.append(f"{verb_command('merge')} {shlex.join(words)}")
+    name = model_name(config)
+    words = ["vllm", "serve", model, "--tokenizer", str(folder)]
+    words += ["--chat-template", str(folder / "chat_template.jinja")]
+    words += ["--generation-config", str(folder)]
+    words += ["--host", config.serve.host, "--port", str(config.serve.port)]
+    if config.model.revision and model == config.model.path:
+        words += ["--revision", config.model.revision]
+    if adapter is None:
+        words += ["--served-model-name", name]
+    else:
+        max_rank = next(allowed for allowed in _MAX_LORA_RANKS if allowed >= rank)
+        words += ["--enable-lora", "--max-lora-rank", str(max_rank)]
+        words += ["--lora-modules", f"{name}={adapter}"]
     key = f"VLLM_API_KEY=${KEY_VARIABLE} " if has_key else ""
-    line = _build_vllm_command(
-        model,
-        model_name(config),
-        host=config.serve.host,
-        port=config.serve.port,
-        tokenizer=folder,
-        generation=folder,
-        adapter=adapter,
-        rank=rank,
-        revision=config.model.revision if model == config.model.path else None,
-    )
-    return "\n".join([*lines, key + line])
+    return "\n".join([*lines, key + shlex.join(words)])
 
 
 def _find_unsupported_feature(adapter: Mapping[str, Any]) -> str | None:
@@ -174,40 +172,6 @@ def _find_unsupported_feature(adapter: Mapping[str, Any]) -> str | None:
     if found is None and int(adapter["r"]) > _MAX_LORA_RANKS[-1]:
         found = f"ranks above {_MAX_LORA_RANKS[-1]}"
     return found
-
-
-def _build_vllm_command(
-    model: str,
-    name: str,
-    *,
-    host: str,
-    port: int,
-    tokenizer: Path,
-    generation: Path,
-    adapter: Path | None = None,
-    rank: int = 0,
-    revision: str | None = None,
-) -> str:
-    """Return the shell command that starts vLLM for `model` and, if given, a LoRA adapter.
-
-    `tokenizer` is the folder with the chat template of training, `generation` the folder whose
-    generation_config.json has the stop tokens of training, `rank` the adapter's rank.
-    """
-    words: Sequence[str] = ["vllm", "serve", model, "--tokenizer", str(tokenizer)]
-    words = [*words, "--chat-template", str(tokenizer / "chat_template.jinja")]
-    words = [*words, "--generation-config", str(generation), "--host", host, "--port", str(port)]
-    words = [*words, "--revision", revision] if revision else words
-    if adapter is None:
-        return shlex.join([*words, "--served-model-name", name])
-    max_rank = next(allowed for allowed in _MAX_LORA_RANKS if allowed >= rank)
-    lora = [
-        "--enable-lora",
-        "--max-lora-rank",
-        str(max_rank),
-        "--lora-modules",
-        f"{name}={adapter}",
-    ]
-    return shlex.join([*words, *lora])
 
 
 if __name__ == "__main__":

@@ -77,7 +77,6 @@ def status(config: StatusConfig) -> int:
 
 
 def _find_folder(run: str | None) -> Path:
-    """Return the folder of run `run`, or of the newest status; UserError without one."""
     if run is None:
         files = OUTPUTS.glob(f"*/*/{STATUS_FILE}")
         newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
@@ -141,7 +140,6 @@ def _exists(pid: int) -> bool:
 
 
 def _status_lines(known: Mapping[str, Any]) -> list[str]:
-    """Return the state and figures of a run as lines; what is not known yet is left out."""
     state, step, steps = known["state"], known["step"], known.get("steps")
     parts = [state, f"step {step:,}" + ("" if steps is None else f" of {steps:,}")]
     forms = {
@@ -161,7 +159,6 @@ def _status_lines(known: Mapping[str, Any]) -> list[str]:
 
 
 def _code_of(known: Mapping[str, Any], stalled: str | None) -> int:
-    """Return the exit code that tells the state of a run."""
     if known["state"] == FINISHED:
         return DONE
     if known["state"] in (STOPPED, FAILED):

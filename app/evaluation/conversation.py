@@ -249,7 +249,6 @@ class Responder:
 
 
 def _length_of_stop_start(text: str, stop_texts: Sequence[str]) -> int:
-    """Return how many characters at the end of `text` may be the start of a stop text."""
     return max(
         (
             length

@@ -174,7 +174,6 @@ def first_stop(text: str, stop_texts: Sequence[str]) -> int | None:
 def _has_one_of(
     texts: Sequence[str], tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> bool:
-    """Return whether the end of `tokens` contains one of `texts`."""
     if not texts:
         return False
     # A text has at most as many tokens as bytes, and may end inside the last token.
@@ -372,7 +371,6 @@ class GreedyDecoder:
                 batch = None
 
     def _prefill(self, indices: Sequence[int], prompts: Sequence[list[int]]) -> _Batch:
-        """Compute the cache of prompts, and the first token of each answer."""
         from transformers import DynamicCache
 
         ids, mask = (part.to(self.model.device) for part in padded(prompts, on_the_left=True))

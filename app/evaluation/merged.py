@@ -140,7 +140,6 @@ def load_merged(tuned: Tuned, folder: Path, env: Environment) -> Any:
 def _load_unmerged(
     tuned: Tuned, adapters: Sequence[tuple[Path, float]], env: Environment, *, is_quantized: bool
 ) -> Any:
-    """Load base + adapters, in fp32 or quantized as in training."""
     base = tuned.base
     if not is_quantized or base.quantization.method == "none":
         base = replace(base, dtype=torch.float32, quantization=QuantizationConfig())

@@ -249,8 +249,6 @@ def _build(name: str) -> Metric:
 
 
 class _RougeWords:
-    """The tokenizer of rouge-score, with its stemmer, for words of any script."""
-
     def __init__(self) -> None:
         from rouge_score.tokenizers import DefaultTokenizer
 
@@ -444,7 +442,6 @@ def _spaced_list(found: re.Match[str]) -> str:
 
 
 def _value(match: re.Match[str]) -> float:
-    """Return the value of a match of `_NUMBER`: an int if it is whole."""
     digits = _decimal(match["value"])
     if len(digits) > _MAX_DIGITS:
         return float(digits)
@@ -468,7 +465,6 @@ def _value(match: re.Match[str]) -> float:
 
 
 def _decimal(text: str) -> str:
-    """Return digits with at most one point from digits with separators."""
     digits = re.sub(r"[^\d.,]", "", text)
     whole, _, rest = digits.rpartition("." if digits.rfind(".") > digits.rfind(",") else ",")
     is_grouped = _COMMAS.fullmatch(digits) or (digits.count(".") > 1 and "," not in digits)

@@ -260,7 +260,6 @@ def _data_table(datasets: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _metrics_section(saved: Path, run: RunFiles) -> list[str]:
-    """Return the table of base vs tuned, and the plot of the curves, as far as they exist."""
     lines, cells = [], [list(map(cell, row)) for row in run.verdict.get("table", ())]
     if len(cells) > 1:
         lines += ["## Measured on held-out rows", "", *_table(cells), ""]
@@ -270,7 +269,6 @@ def _metrics_section(saved: Path, run: RunFiles) -> list[str]:
 
 
 def _table(cells: Sequence[Sequence[str]], num_texts: int = 2) -> list[str]:
-    """Return a Markdown table of a heading row and rows; after `num_texts` columns come numbers."""
     heading, *rows = (f"| {' | '.join(row)} |" for row in cells)
     return [heading, "|" + "---|" * num_texts + "---:|" * (len(cells[0]) - num_texts), *rows]
 

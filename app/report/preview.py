@@ -289,7 +289,6 @@ def _pair_view(example: Example, renderer: TokenRenderer, *, has_verdict: bool) 
 
 
 def _packs_of(datamodule: FinetuneDataModule, step: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the documents of each non-empty pack of a step."""
     plan: Any = datamodule.plan  # never that of a stream, of which a preview reads the beginning
     for rank in range(plan.world_size):
         for micro_batch in plan.micro_batches(step, rank):
@@ -529,7 +528,6 @@ def _legend(console: Console) -> Text:
 
 
 def _pack_lines(pack: PackView, preview: Preview, console: Console) -> list[str | Text]:
-    """Return the heading of a pack, its bar, and its first documents."""
     from rich.text import Text
 
     width = min(console.width, 100) - 4
@@ -552,7 +550,6 @@ def _pack_lines(pack: PackView, preview: Preview, console: Console) -> list[str 
 
 
 def _histogram_line(dataset: DatasetView, width: int, *, ascii_only: bool) -> str:
-    """Return the histogram of lengths as a line of bars."""
     levels = ASCII_BARS if ascii_only else BARS
     highest = max(dataset.counts)
     bars = "".join(

@@ -232,7 +232,6 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """Return what config.yaml says of model and adapter, if it is readable."""
     try:
         config = _parse_yaml(file.read_text("utf-8"))
     except (OSError, ValueError):
@@ -308,7 +307,7 @@ def write_page(
         run = read_run_files(folder, metrics)
         run = replace(run, error=error or run.error)
         write_atomically(folder / PAGE_FILE, render_run(run, settings, refresh_seconds))
-        charts = _learned_charts({"": run})[:_MAX_PNG_CHARTS]
+        charts = _charts({"": run})[:_MAX_PNG_CHARTS]
         if charts and refresh_seconds is None:
             write_atomically(folder / CURVES_FILE, draw_png(charts))
     except Exception as problem:  # noqa: BLE001  whatever it is, the run itself is complete
@@ -327,11 +326,11 @@ def render_run(
             predictions=[_shown_prediction(line) for line in run.predictions],
         ),
         Section(title="Base vs tuned", tables=[run.verdict.get("table", [])]),
-        Section(title="Curves", charts=_learned_charts({"": run})),
+        Section(title="Curves", charts=_charts({"": run})),
         Section(
             title="Speed and hardware",
             lines=bottleneck_lines(run),
-            charts=_machine_charts({"": run}),
+            charts=_charts({"": run}, of_machine=True),
         ),
         Section(
             title="Data", lines=_data_notes(run), tables=[_mixture_cells(run), _audit_cells(run)]
@@ -355,8 +354,8 @@ def render_comparison(
     """Return the page that compares several runs; `runs` and `settings` are by shown name."""
     sections = [
         Section(title="Metrics", tables=[_metrics_cells(runs)]),
-        Section(title="Curves", charts=_learned_charts(runs)),
-        Section(title="Speed and hardware", charts=_machine_charts(runs)),
+        Section(title="Curves", charts=_charts(runs)),
+        Section(title="Speed and hardware", charts=_charts(runs, of_machine=True)),
         Section(
             title="Settings",
             description="Settings that differ between the runs; - is the default.",
@@ -403,7 +402,6 @@ def title_of(folder: Path) -> str:
 
 
 def _run_facts(run: RunFiles) -> list[str]:
-    """Return lines that say how the run ended, what it trained, and how long it took."""
     total, manifest = run.manifest.get("total_steps"), run.manifest
     of_total = f" of {total:,}" if isinstance(total, int) else ""
     if run.metrics and not run.curves:
@@ -435,16 +433,6 @@ def _run_facts(run: RunFiles) -> list[str]:
     return [printable(line) for line in lines]
 
 
-def _learned_charts(runs: Mapping[str, RunFiles]) -> list[Chart]:
-    """Return charts of losses and tasks, with training and validation in the same chart."""
-    return [chart for chart, name in _charts(runs) if not _is_of_machine(name)]
-
-
-def _machine_charts(runs: Mapping[str, RunFiles]) -> list[Chart]:
-    """Return charts of speed, memory, learning rate and gradient norm."""
-    return [chart for chart, name in _charts(runs) if _is_of_machine(name)]
-
-
 def _is_share(name: str) -> bool:
     measure, _ = measure_of(re.sub("^(base|tuned|change)/", "", name))
     is_percent = MEASURES.get(measure, OTHER).number_format.endswith("%")
@@ -455,13 +443,10 @@ def _format_metric(name: str, value: float | None) -> str:
     return "-" if value is None else format_number(value, is_share=_is_share(name))
 
 
-def _is_of_machine(name: str) -> bool:
-    return name.startswith(_MACHINE_PREFIXES) or name in ("lr", "grad_norm")
+def _charts(runs: Mapping[str, RunFiles], *, of_machine: bool = False) -> list[Chart]:
+    """Return a chart for each column of metrics.csv, training and validation in one.
 
-
-def _charts(runs: Mapping[str, RunFiles]) -> list[tuple[Chart, str]]:
-    """Return a chart for each column of metrics.csv, with the column's name without its phase.
-
+    With `of_machine` those of speed, memory, learning rate and gradient norm, else all others.
     Losses of a few data sets of one run are in one chart; that of a single one is the loss.
     """
     groups: dict[str, list[Series]] = {}
@@ -470,6 +455,8 @@ def _charts(runs: Mapping[str, RunFiles]) -> list[tuple[Chart, str]]:
         for column, points in run.curves.items():
             match = _BY_PHASE.fullmatch(column)
             phase, name = match.groups() if match else ("", column)
+            if of_machine != (name.startswith(_MACHINE_PREFIXES) or name in ("lr", "grad_norm")):
+                continue
             dataset = name.partition("loss/")[2] if name.startswith("loss/") else ""
             if dataset in datasets and len(datasets) <= len(COLORS):
                 if len(datasets) > 1:
@@ -481,9 +468,7 @@ def _charts(runs: Mapping[str, RunFiles]) -> list[tuple[Chart, str]]:
                     )
                     groups.setdefault(_LOSSES, []).append(series)
                 continue
-            words = (
-                [run_name, _PHASES.get(phase, "")] if len(runs) > 1 else [_PHASES.get(phase, "")]
-            )
+            words = [run_name if len(runs) > 1 else "", _PHASES.get(phase, "")]
             series = Series(
                 name=printable(" ".join(filter(None, words)) or _title_of_column(name)),
                 points=points,
@@ -491,18 +476,17 @@ def _charts(runs: Mapping[str, RunFiles]) -> list[tuple[Chart, str]]:
                 is_sparse=phase == "val",
             )
             groups.setdefault(name, []).append(series)
-    charts = []
-    for name, lines in groups.items():
-        chart = Chart(
+    charts = (
+        Chart(
             title=printable(_title_of_column(name)),
             series=lines,
             unit="GiB" if name.endswith("_gib") else "",
             is_share=_is_share(name),
             starts_at_zero=name.startswith(_MACHINE_PREFIXES) and not name.endswith("left_gib"),
         )
-        if frame_of(chart) is not None:
-            charts.append((chart, name))
-    return charts
+        for name, lines in groups.items()
+    )
+    return [chart for chart in charts if frame_of(chart) is not None]
 
 
 def _title_of_column(name: str) -> str:
@@ -517,7 +501,6 @@ def _title_of_column(name: str) -> str:
 
 
 def _datasets_of(names: Iterable[str]) -> set[str]:
-    """Return the data sets that have a validation loss among these metrics."""
     return {name.removeprefix("val/loss/") for name in names if name.startswith("val/loss/")}
 
 
@@ -590,7 +573,6 @@ def _mean(run: RunFiles, name: str) -> float | None:
 
 
 def _mixture_cells(run: RunFiles) -> Cells:
-    """Return a row for each data set: its size, and its share of an epoch."""
     headings = ["data set", "rows", "tokens", "rows per epoch", "repeats per epoch"]
     cells = [[*headings, "share of rows", "share of tokens"]]
     for row in run.mixture:
@@ -637,7 +619,6 @@ def _without_folders(text: str) -> str:
 
 
 def _shown_prediction(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the source, prompt and (heading, text) pairs of a line of predictions.jsonl."""
     texts = [("reference", line.get("reference"))]
     metrics = line.get("metrics")
     scores = metrics if isinstance(metrics, Mapping) else {}
@@ -671,7 +652,6 @@ def _shorten(text: str) -> str:
 
 
 def _environment_cells(run: RunFiles) -> Cells:
-    """Return rows for the hardware, versions, commit and command of the run."""
     manifest = run.manifest
     cells = [["property", "value"]]
     hardware = manifest.get("hardware") or {}
@@ -692,7 +672,6 @@ def _environment_cells(run: RunFiles) -> Cells:
 
 
 def _metrics_cells(runs: Mapping[str, RunFiles]) -> Cells:
-    """Return a row for each final metric, with a column for each run."""
     names = list(dict.fromkeys(name for run in runs.values() for name in run.metrics))
     if not names:
         names = list(dict.fromkeys(name for run in runs.values() for name in run.curves))
@@ -714,7 +693,6 @@ def _metrics_cells(runs: Mapping[str, RunFiles]) -> Cells:
 def _differing_cells(
     runs: Mapping[str, RunFiles], settings: Mapping[str, Sequence[Setting]]
 ) -> Cells:
-    """Return a row for each setting that differs between runs, with a column for each run."""
     by_run = [{key: value for key, value, _ in settings.get(name, ())} for name in runs]
     keys = list(dict.fromkeys(key for values in by_run for key in values))
     rows = [[key, *(values.get(key, "-") for values in by_run)] for key in keys]

@@ -155,7 +155,6 @@ def _check_folder(typed: str, *, resumes: bool) -> list[str]:
 
 
 def _ended_before_first_step(folder: Path, names: Sequence[str]) -> bool:
-    """Whether a training run ended before its first step, so that nothing would be lost."""
     if not is_training(folder / CONFIG_FILE):
         return False
     return all(WRITTEN_AT_START.fullmatch(name) for name in names) and not (
@@ -238,7 +237,6 @@ def _has_entries(folder: Path) -> bool:
 
 
 def _has_steps(metrics: Path) -> bool:
-    """Whether a metrics.csv has a row of a completed step."""
     if not metrics.exists():
         return False
     rows = metrics.read_bytes().splitlines()[1:]

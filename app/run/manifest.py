@@ -117,7 +117,6 @@ def record_result(folder: Path, result: Mapping[str, Any]) -> None:
 
 
 def _describe_hardware() -> dict[str, Any]:
-    """Describe the hardware that a run's speed depends on: GPUs, cores, memory, system."""
     machine = read_machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -307,7 +306,6 @@ def check_changes(changes: Sequence[Change], allow: Sequence[str]) -> tuple[list
 
 
 def _lossy_communication(strategy: StrategyConfig) -> str:
-    """Describe the lossy part of a strategy's communication."""
     if isinstance(strategy, DdpConfig) and strategy.compression != "none":
         return f"gradient compression ({strategy.compression})"
     if isinstance(strategy, LocalSgdConfig):
@@ -357,7 +355,6 @@ def _compare_data(
 
 
 def _how_to_undo(key: str, value: Any) -> str:
-    """Return what to type to restore a setting."""
     if isinstance(value, list) and all(isinstance(part, (str, int, float)) for part in value):
         return f"type '{key}=[{','.join(map(str, value))}]'"
     if "[" in key or isinstance(value, (list, dict)) or key in _LISTS_OF_DATASETS:
@@ -465,7 +462,6 @@ def _factors(batch: Mapping[str, int]) -> str:
 def _batch_override(
     before: Mapping[str, int], now: Mapping[str, int], trainer: TrainerConfig
 ) -> str:
-    """Return the override that restores the packs per step of the resumed run."""
     if trainer.global_batch_size is not None:
         return f"trainer.global_batch_size={before['packs']}"
     accumulation, rest = divmod(before["packs"], now["micro_batch_size"] * now["num_ranks"])

@@ -140,7 +140,6 @@ def run_ranks(config: TrainConfig, run: Run, words: Sequence[str]) -> int:
 
 
 def _rank_variables(devices: Devices) -> list[dict[str, str]]:
-    """Return the environment variables of each rank of this machine, as Lightning reads them."""
     return [
         {
             "LOCAL_RANK": str(rank),
@@ -190,7 +189,6 @@ def _train_command(launch: Launch) -> str:
 def _format_torchrun(
     num_nodes: int, per_node: int, first_host: str, *, max_restarts: int = 0
 ) -> str:
-    """Return the torchrun command of each machine, up to `-m`; `first_host` hosts rank 0."""
     words = ["torchrun", f"--nnodes={num_nodes}", f"--nproc-per-node={per_node}"]
     if max_restarts:
         words.append(f"--max-restarts={max_restarts}")

@@ -271,7 +271,6 @@ def fetch_run(url: str, folder: Path, *, resumes: bool) -> None:
 
 
 def _check_same_run(store: ObjectStore, names: dict[str, int], folder: Path) -> None:
-    """Raise UserError if `folder` holds another run than the store does."""
     here, _ = read_json_object(folder / MANIFEST_FILE)
     if not here or MANIFEST_FILE not in names:
         return
@@ -303,7 +302,6 @@ def fetch_checkpoint(store: ObjectStore, names: dict[str, int], folder: Path, st
 
 
 def _steps(names: dict[str, int]) -> set[int]:
-    """Return the steps whose checkpoint has a marker."""
     places = (PurePosixPath(name) for name in names)
     marked = (place.parent.name for place in places if place.name == MARKER)
     return {int(match[1]) for each in marked if (match := STEP_FOLDER.fullmatch(each))}

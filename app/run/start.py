@@ -261,7 +261,6 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
 
 
 def _open_as_rank(config: TrainConfig) -> Run:
-    """Open the run that the launcher of this rank has chosen."""
     folder = Path(config.output.dir or run_dir() or "")
     step = int(os.environ.get(STEP_VARIABLE, 0))
     checkpoint = checkpoint_of_step(folder, step) if step else None
@@ -292,7 +291,6 @@ def _with_revision(config: TrainConfig, folder: Path, checkpoint: Checkpoint | N
 
 
 def _choose_checkpoint(config: TrainConfig, folder: Path) -> Checkpoint | None:
-    """Return the checkpoint that `resume=` names, else the newest good one, or None."""
     if (step := typed_step(config.resume)) is not None:
         try:
             return load_checkpoint(Path(config.resume).expanduser(), step)

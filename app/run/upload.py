@@ -271,7 +271,6 @@ class Uploader:
             store.remove(name)
 
     def _try(self, work: Callable[[ObjectStore], object]) -> bool:
-        """Return whether `work` succeeds, tried again after pauses."""
         for pause in (*PAUSES, None):
             self.on_progress()
             try:

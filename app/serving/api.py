@@ -252,7 +252,6 @@ def _parse_completion(
     model: str,
     defaults: ConversationConfig,
 ) -> CompletionRequest:
-    """Parse the fields that requests for chats and for texts share."""
     _check_model(fields, model)
     is_stream = _parse_boolean(fields, "stream")
     options = fields.get("stream_options", {})
@@ -329,7 +328,6 @@ def _check_supported(name: str, value: Any, supported: tuple[str, ...]) -> None:
 
 
 def _check_model(fields: dict[str, Any], model: str) -> None:
-    """Raise RequestError if a request names another model; without a name it means this one."""
     requested = fields.get("model", model)
     if not isinstance(requested, str) or not requested:
         raise RequestError(f"model: expected a name; this server has the model {model}", "model")
@@ -354,7 +352,6 @@ def _parse_boolean(fields: dict[str, Any], name: str) -> bool:
 def _parse_number(
     fields: dict[str, Any], name: str, low: float, high: float, *, is_int: bool = False
 ) -> float | None:
-    """Return a number within inclusive bounds, or None if the field is left out."""
     value = fields.get(name)
     if value is None:
         return None
@@ -391,7 +388,6 @@ def _parse_stop_texts(fields: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _parse_prompt(fields: dict[str, Any]) -> str | tuple[int, ...]:
-    """Return a text or its tokens; a list may hold one of either."""
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:

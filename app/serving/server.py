@@ -138,7 +138,6 @@ def build_app(
 
 
 def _page_policy(page: str) -> str:
-    """Return a Content-Security-Policy: the page's own script and style, and this server."""
     allowed = [
         "'sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() + "'"
         for tag in ("script", "style")
@@ -151,7 +150,6 @@ def _page_policy(page: str) -> str:
 
 
 async def _read_body(request: Request) -> bytes:
-    """Return the body of a JSON request; raise RequestError if it is too long or too slow."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise RequestError("Content-Type: expected application/json", status=415)
@@ -357,7 +355,6 @@ class CompletionQueue:
     async def _answer_in_time(
         self, request: CompletionRequest, arrived: float, stream: EventStream
     ) -> dict[str, Any]:
-        """Answer a request when its turn comes; raise RequestError on timeout or failure."""
         left = self._config.timeout_seconds - (time.monotonic() - arrived)
         try:
             with anyio.fail_after(max(left, 0)):

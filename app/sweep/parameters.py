@@ -134,7 +134,6 @@ def parse_parameters(overrides: Iterable[str], conf: Path = conf_files.CONF) -> 
 
 
 def _read_sweep_file(path: Path) -> list[str]:
-    """Return the overrides of a `sweep=NAME` file."""
     file = conf_files.read_conf_file(path, package="", is_global=True)
     params = file.values.get("hydra", {}).get("sweeper", {}).get("params")
     if not set(file.values) <= {"hydra", "sweep"} or not isinstance(params, dict):
@@ -178,7 +177,6 @@ def _parse(text: str) -> Parameter:
 
 
 def _list_values(text: str, override: Override) -> tuple[str, ...]:
-    """Return the values of a list, choice() or range(); raise UserError if there are too many."""
     from hydra.core.override_parser.types import RangeSweep
 
     value: Any = override.value()

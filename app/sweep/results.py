@@ -177,7 +177,6 @@ def _completed(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _full_run(best: Trial, parameters: Sequence[Parameter]) -> str:
-    """Return the command that trains like a trial, without what a sweep's file sets for trials."""
     only_in_sweep = {each.key for each in parameters if each.is_from_file and not each.varies}
     words = [word for word in best.overrides if word.partition("=")[0] not in only_in_sweep]
     return f"{verb_command('train')} {shlex.join(words)}"
@@ -196,7 +195,6 @@ def _values_of(trial: Trial) -> dict[str, str]:
 
 
 def _shorten_number(value: str) -> str:
-    """Return a number with four significant digits, any other text unchanged."""
     try:
         return value if value.lstrip("-").isdigit() else f"{float(value):.4g}"
     except ValueError:

@@ -52,7 +52,6 @@ from app.sweep.results import (
     write_page,
 )
 from app.sweep.trials import (
-    Launcher,
     LocalLauncher,
     RunningTrial,
     SlurmLauncher,
@@ -68,9 +67,8 @@ from common.installation import verb_command
 from common.redaction import redact, redacted
 from common.text import counted, duration, printable
 
-_SWEEP_KEYS = ("sweep.", "launcher", "output.", "resume")
-"""prefixes of the keys that apply to the whole sweep and are not passed on to its trials"""
-_NOT_PASSED_ON = ("sweep", "launcher", "output", "resume")
+_OF_SWEEP = ("sweep", "launcher", "output", "resume")
+"""groups that apply to the whole sweep and are not passed on to its trials"""
 _MAX_GRID_TRIALS = 10_000
 _MAX_CHECKED_TRIALS = 64
 """up to so many trials of a grid are checked one by one, beyond it only each value"""
@@ -97,13 +95,20 @@ def run_sweep(overrides: list[str]) -> int:
     finished = load_results(folder)
     metric = _metric_of(config, parameters)
     numbers = [trial.number for trial in finished]
-    search = _build_search(parameters, config, folder, numbers, metric)
+    search: Search = Grid(parameters, numbers)
+    if config.sweep.search == "optuna":
+        search = OptunaSearch(
+            *(parameters, config.sweep, folder, numbers),
+            seed=config.seed,
+            start=_default_values(parameters),
+            metric=metric,
+        )
     print(f"{counted(search.num_trials, 'trial')} in {printable(str(folder))}:", end=" ")
     searched = "; ".join(f"{parameter.key} {parameter}" for parameter in varied(parameters))
     print(redact(searched), flush=True)
     if metric != DEFAULT_MONITOR:
         print(f"ranked by {metric}: settings of the objective change what {DEFAULT_MONITOR} means")
-    launcher: Launcher = LocalLauncher(slots)
+    launcher: LocalLauncher | SlurmLauncher = LocalLauncher(slots)
     if config.launcher.name == "slurm":
         launcher = SlurmLauncher(config, folder)
     resume = quote_words(f"resume={folder}", *_typed_again(granting, parameters))
@@ -128,7 +133,7 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
     problems = [
         f"{parameter.key}: expected one value for the whole sweep"
         for parameter in parameters
-        if parameter.varies and parameter.key.startswith(_SWEEP_KEYS)
+        if parameter.varies and parameter.key.startswith(_OF_SWEEP)
     ]
     config, found = _check_trial(first)
     problems += found
@@ -141,7 +146,7 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
         problems += found
         trials += [] if other is None else [other]
     problems += _unlike_objectives(trials)
-    granting = [each for one in trials for each in not_taken(one, frozenset(), skip=_NOT_PASSED_ON)]
+    granting = [each for one in trials for each in not_taken(one, frozenset(), skip=_OF_SWEEP)]
     resets: list[Granting] = []
     if words.folder is not None:
         untyped = [each for each in granting if not is_typed(each.key, words.typed)]
@@ -156,7 +161,7 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
     shared = {
         parameter.key: parameter.values[0]
         for parameter in parameters
-        if not parameter.varies and not parameter.key.startswith(_SWEEP_KEYS)
+        if not parameter.varies and not parameter.key.startswith(_OF_SWEEP)
     }
     shared |= {each.key: quote_value(as_typed(each.default)) for each in resets}
     return config, shared, granting
@@ -169,7 +174,6 @@ def _metric_of(config: TrainConfig, parameters: Sequence[Parameter]) -> str:
 
 
 def _unlike_objectives(trials: Sequence[TrainConfig]) -> list[str]:
-    """Return why trials cannot be ranked together: each objective is compared by its own metric."""
     measures = {trial.objective.name: trial.objective.compared_by for trial in trials}
     if len(set(measures.values())) < 2:
         return []
@@ -181,7 +185,6 @@ def _unlike_objectives(trials: Sequence[TrainConfig]) -> list[str]:
 
 
 def _typed_again(granting: Sequence[Granting], parameters: Sequence[Parameter]) -> list[str]:
-    """Return what must be typed when the sweep is resumed, as overrides."""
     values = {each.key: ",".join(redacted(each.values)) for each in parameters}
     found = {each.key: each.value for each in granting}
     return [f"{key}={values.get(key, value)}" for key, value in found.items()]
@@ -228,7 +231,6 @@ def _too_many_trials(search: str, parameters: Sequence[Parameter]) -> str | None
 
 
 def _check_search(search: str, parameters: Sequence[Parameter]) -> list[str]:
-    """Return the problems of the searched values."""
     if search == "grid":
         return [
             f"{parameter.key}=interval(...): a grid needs listed values; use sweep.search=optuna, "
@@ -248,26 +250,6 @@ def _check_search(search: str, parameters: Sequence[Parameter]) -> list[str]:
             "'optimizer.lr=interval(1e-5,1e-3)' or 'adapter.r=choice(8,16,32)'"
         )
     return problems
-
-
-def _build_search(
-    parameters: Sequence[Parameter],
-    config: TrainConfig,
-    folder: Path,
-    finished: Sequence[int],
-    metric: str,
-) -> Search:
-    if config.sweep.search == "grid":
-        return Grid(parameters, finished)
-    return OptunaSearch(
-        parameters,
-        config.sweep,
-        folder,
-        finished,
-        seed=config.seed,
-        start=_default_values(parameters),
-        metric=metric,
-    )
 
 
 def _default_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
@@ -292,7 +274,6 @@ def _default_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
 
 
 def _make_folder(name: str, folder: str | None) -> Path:
-    """Make the folder of a sweep: the requested one, or outputs/NAME/sweep-TIME."""
     if folder is None:
         return make_new_dir(OUTPUTS / name, "sweep-")
     if (expand_home("output.dir", folder) / SWEEP_FILE).exists():
@@ -323,14 +304,12 @@ def _gpu_slots(config: TrainConfig) -> list[str | None]:
 
 
 class _TrialRunner:
-    """Runs trials in every slot of a launcher until the search proposes no more."""
-
     def __init__(
         self,
         search: Search,
         shared: Mapping[str, str],
         folder: Path,
-        launcher: Launcher,
+        launcher: LocalLauncher | SlurmLauncher,
         finished: Sequence[Trial],
         metric: str,
         *,
@@ -379,7 +358,6 @@ class _TrialRunner:
         self._signal = signal.Signals(signum)
 
     def _start_trials(self) -> bool:
-        """Start a trial in each free slot; return whether any was started."""
         started = False
         for slot in range(self._launcher.num_slots):
             if slot in self._running or self._signal or (proposal := self._search.ask()) is None:

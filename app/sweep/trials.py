@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from app.config.overrides import quote_value
 from app.process.launch import child_environment
@@ -106,54 +106,26 @@ class Trial:
         return self.exit_code != DONE and self.stopped_at is None
 
 
-class Job(Protocol):
-    """A running trial: a process on this machine or a cluster job."""
-
-    id: str
-    """id of the process or job"""
-    problem: str | None
-    """why the job ended, if the trial itself could not report it"""
-
-    @property
-    def seconds(self) -> float:
-        """Run time in seconds."""
-
-    def poll(self) -> int | None:
-        """Return the trial's exit code; None while it is queued or running."""
-
-    def send_signal(self, signum: signal.Signals) -> None:
-        """Send a signal to the trial."""
-
-
-def _start_process(
-    command: Sequence[str], folder: Path, output: int, **environment: str
-) -> subprocess.Popen[bytes]:
-    """Start or resume the run of a trial; `environment` is added to that of this process.
-
-    The trial gets its own session, so that signals reach it only if this process forwards them.
-    """
-    run_overrides = [f"output.dir={quote_value(str(folder))}"]
-    if (folder / CONFIG_FILE).exists():  # an earlier process of this sweep started it
-        run_overrides.append("resume=auto")
-    return subprocess.Popen(
-        [*command, *run_overrides],
-        env=child_environment() | environment,  # the trial exits when this process does
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
 class LocalJob:
     """A trial's process on this machine; `gpus` is its CUDA_VISIBLE_DEVICES, None to inherit it."""
 
     problem: str | None = None
+    """why it ended, if the trial itself could not report it"""
 
     def __init__(self, command: Sequence[str], folder: Path, log: Path, gpus: str | None) -> None:
         self._started = time.monotonic()
+        command = [*command, f"output.dir={quote_value(str(folder))}"]
+        if (folder / CONFIG_FILE).exists():  # an earlier process of this sweep started it
+            command.append("resume=auto")
         environment = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         with open_no_follow(log, "ab") as output:
-            self._process = _start_process(command, folder, output.fileno(), **environment)
+            self._process = subprocess.Popen(
+                command,
+                env=child_environment() | environment,  # the trial exits when this process does
+                stdout=output.fileno(),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # signals reach the trial only if this process sends them
+            )
         self.id = str(self._process.pid)
 
     @property
@@ -168,29 +140,16 @@ class LocalJob:
         self._process.send_signal(signum)
 
 
-class Launcher(Protocol):
-    """Starts trials on this machine or a cluster."""
-
-    num_slots: int
-    """number of trials that run at the same time"""
-    poll_seconds: float
-    """interval between two checks of the running trials, in seconds"""
-    jobs_outlive_sweep: bool
-    """whether running trials continue after the sweep's process has ended"""
-
-    def start(self, slot: int, overrides: Sequence[str], folder: Path, log: Path) -> Job:
-        """Start a trial in a free slot."""
-
-
 class LocalLauncher:
     """Runs trials as processes on this machine.
 
-    Args:
-        slots: CUDA_VISIBLE_DEVICES of each slot, None to inherit it.
+    `slots`: CUDA_VISIBLE_DEVICES of each slot for a trial, None to inherit it.
     """
 
     poll_seconds = 0.2
+    """interval between two checks of the running trials, in seconds"""
     jobs_outlive_sweep = False
+    """whether running trials continue after the sweep's process has ended"""
 
     def __init__(self, slots: Sequence[str | None]) -> None:
         self._slots = slots
@@ -203,13 +162,7 @@ class LocalLauncher:
 
 
 class RunningTrial:
-    """A started trial; its output is logged to NUMBER.log in the sweep's folder.
-
-    Args:
-        overrides: overrides of the trial, except for output.dir.
-        folder: the sweep's folder.
-        metric: what trials are ranked by.
-    """
+    """A started trial of the sweep in `folder`, whose output is logged there to NUMBER.log."""
 
     def __init__(
         self,
@@ -217,7 +170,7 @@ class RunningTrial:
         overrides: list[str],
         folder: Path,
         slot: int,
-        launcher: Launcher,
+        launcher: LocalLauncher | SlurmLauncher,
         metric: str,
     ) -> None:
         self.number, self.overrides, self.metric = number, overrides, metric
@@ -225,7 +178,7 @@ class RunningTrial:
         self.log = folder / f"{number}.log"
         self.stopped_at: int | None = None
         self._is_signalled = False
-        self.job = launcher.start(slot, overrides, self.folder, self.log)
+        self.job: LocalJob | SlurmJob = launcher.start(slot, overrides, self.folder, self.log)
 
     def prune(self, step: int) -> None:
         """Stop the trial, which saves a checkpoint, because others are better at `step`."""
@@ -281,7 +234,6 @@ def read_final(folder: Path, metric: str) -> float | None:
 
 
 def _find_error(log: Path) -> str | None:
-    """Return the last line of a log that starts with "error", or else its last non-empty line."""
     if not log.exists():  # the job never started
         return None
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_MAX_ERROR_LINES:]
@@ -290,14 +242,7 @@ def _find_error(log: Path) -> str | None:
 
 
 class SlurmJob:
-    """A queued, running or ended job of a trial.
-
-    Args:
-        number: its id.
-        file: file with that id, written when the job was submitted.
-        folder: the trial's.
-        log: file of its output.
-    """
+    """A queued, running or ended job of a trial; `file` has held its id since it was submitted."""
 
     def __init__(self, number: str, file: Path, folder: Path, log: Path) -> None:
         self.id, self._file, self._folder, self._log = number, file, folder, log
@@ -360,7 +305,6 @@ def _read_id(file: Path) -> str:
 
 
 def _show(number: str) -> str:
-    """Return what scontrol says of a job."""
     return run_scheduler(["scontrol", "show", "job", number])[1]
 
 
@@ -406,9 +350,7 @@ def check_own_job(number: str, shown: str, log: Path) -> None:
 class SlurmLauncher:
     """Submits trials as jobs; reuses the job of a trial that was submitted before.
 
-    Args:
-        config: settings of the first trial.
-        folder: the sweep's folder.
+    `config`: settings of the first trial of the sweep in `folder`.
     """
 
     poll_seconds = 2.0

@@ -17,7 +17,7 @@ import pytest
 from app.assembly import training as during
 from app.process.signals import DataStalled, MeasurementInterrupted
 from app.training.checkpoint.store import CheckpointStore
-from app.training.metrics import Metrics, is_measured_at
+from app.training.metrics import is_measured_at
 from common.errors import UserError
 from tests.reliability.shell import Shell
 from tests.runs import check_same_run
@@ -164,18 +164,6 @@ def test_evaluations_run_at_the_next_validation() -> None:
     validated = range(0, 41, 4)
     assert [step for step in validated if is_measured_at(step, 10, 4)] == [0, 12, 20, 32, 40]
     assert [step for step in validated if is_measured_at(step, 3, 4)] == list(validated)
-
-
-@pytest.mark.parametrize(
-    ("monitor", "expected"),
-    [("val/loss", 2.0), ("val/accuracy/mmlu", -0.5), ("val/perplexity/lambada", 9.0)],
-)
-def test_monitored_metrics_are_minimized(monitor: str, expected: float) -> None:
-    metrics = Metrics(["a"], [], 1, monitor=monitor)
-    metrics.validations, metrics.validated_step = [{"val/loss": 2.0}], 3
-    metrics.measured = {"val/accuracy/mmlu": 0.5, "val/perplexity/lambada": 9.0}
-    assert metrics.monitored_at(3) == expected
-    assert metrics.monitored_at(4) is None
 
 
 def test_a_monitor_that_is_not_measured_is_refused(tmp_path: Path) -> None:

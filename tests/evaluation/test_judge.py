@@ -462,10 +462,3 @@ def test_a_judge_that_never_gives_a_verdict_is_not_paid_on(tmp_path: Path) -> No
         assert len(judge.requests) <= 2 * (MAX_UNREADABLE + 1)
     with pytest.raises(JudgeError, match=r"5 replies in a row had no readable verdict, so no more"):
         check_judgement(judged, config)
-
-
-def test_a_cache_that_cannot_be_written_ends_judging_with_what_there_is(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
-    with judging(lambda _: "Verdict: 6") as (_, url):
-        judged = judged_by(url, tmp_path)
-    assert isinstance(judged.failure, OSError)

@@ -15,7 +15,6 @@ from app.evaluation.judge.grading import Bench, Judgement, JudgeRequest, Verdict
 from app.evaluation.judge.questions import JudgeConfig, Question, read_questions
 from common.errors import UserError
 from common.installation import ROOT
-from tools.sample_judge import judge
 
 SAMPLE = ROOT / "data_modules" / "samples" / "mt_bench"
 SHARED = ROOT.parent / "shared" / "data" / "eval" / "mt_bench"
@@ -88,23 +87,6 @@ def test_the_sample_has_a_question_of_each_category_and_the_needed_references() 
 def test_mt_benchs_own_files_are_read() -> None:
     questions = read_questions(SHARED)
     assert (len(questions), sum(bool(question.reference) for question in questions)) == (80, 40)
-
-
-def test_the_sample_judge_replies_in_the_requested_format() -> None:
-    from app.evaluation.judge.questions import (
-        choosing_messages,
-        grading_messages,
-        read_choice,
-        read_grade,
-    )
-
-    question = read_questions(SAMPLE)[3]
-    right, wrong = list(question.reference), ["No idea.", "None."]
-    for answers, expected in ((right, 10), (wrong, 1)):
-        assert read_grade(judge(grading_messages(question, 1, answers)[1]["content"])) == expected
-    for pair, choice in (((right, wrong), "1"), ((wrong, right), "2"), ((right, right), "tie")):
-        request = choosing_messages(question, 0, *pair)[1]["content"]
-        assert read_choice(judge(request)) == choice
 
 
 def test_the_page_escapes_model_and_judge_output_and_needs_no_network() -> None:

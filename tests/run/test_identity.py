@@ -6,14 +6,12 @@ import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from app.config import load_config
-from app.run.manifest import STARTED, save_manifest
 from app.train import train
 from common.errors import UserError
 from tests.resumed import seal, start
@@ -108,13 +106,3 @@ def test_a_manifest_whose_id_is_not_one_is_named(ours: Path) -> None:
         change(ours / "manifest.json", lambda manifest, bad=bad: manifest.update(run=bad))
         with pytest.raises(UserError, match=r"manifest\.json: run"):
             start(f"resume={ours}")
-
-
-def test_a_manifest_says_when_the_command_started_and_of_what(tmp_path: Path) -> None:
-    save_manifest(tmp_path, seed=3, base={"path": "x"})
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["started"] == STARTED
-    assert time.strptime(STARTED, "%Y-%m-%dT%H:%M:%S%z") <= time.localtime()
-    assert manifest["versions"]["datasets"]
-    assert (manifest["seed"], manifest["base"]) == (3, {"path": "x"})
-    assert str(Path.cwd()) not in {str(value) for value in manifest.values()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.assembly.finish import Result, print_next
+from app.assembly.finish import print_next
 from app.config import load_config
 from app.process.status import end_status
 from app.run import Run
@@ -185,11 +185,6 @@ def test_the_last_step_is_the_result_if_asked_for(
 def test_a_monitor_makes_the_best_step_the_result(words: tuple[str, ...], is_best: bool) -> None:
     config: Any = load_config("train", small_run(*words))
     assert config.ends_with_best == is_best
-
-
-def test_a_result_says_which_step_it_is() -> None:
-    assert str(Result(4, 4)) == "step 4, the last"
-    assert str(Result(4, 4, "val/loss", 1.5)) == "step 4, the best by val/loss (1.5000)"
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,10 @@ def test_the_newest_run_is_shown(
     assert capsys.readouterr().out.splitlines()[-1] == "run: outputs/train/new"
 
 
-def test_the_verb_imports_no_torch(tmp_path: Path) -> None:
+def test_the_verbs_import_no_torch(tmp_path: Path) -> None:
     begin_status(tmp_path, 1)
     code = (
+        "import app.chat, app.evaluate, app.merge, app.plan, app.preview, app.push, app.serve\n"
         "import sys\nfrom app.status import StatusConfig, status\n"
         f"assert status(StatusConfig(run={str(tmp_path)!r})) == 75\n"
         "assert not {'torch', 'lightning', 'transformers'} & set(sys.modules)\n"

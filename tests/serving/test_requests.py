@@ -14,9 +14,7 @@ from app.serving.api import (
     TEXT_FIELDS,
     UNSUPPORTED,
     RequestError,
-    check_no_control_tokens,
     parse_chat_request,
-    parse_json,
     parse_text_request,
 )
 from data_modules import Turn
@@ -36,7 +34,6 @@ def message(role: str, content: Any, **more: Any) -> dict[str, Any]:
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/secret"}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "a non-empty list"),
-    ({"messages": "hi"}, "messages", "a non-empty list"),
     ({"messages": ["hi"]}, "messages[0]", "expected an object"),
     ({"messages": MESSAGES * 513}, "messages", "513"),
     ({"messages": [message("robot", "hi")]}, "messages[0].role", "robot is not one of system"),
@@ -55,27 +52,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "not supp",
     ),
     ({"model": ""}, "model", "expected a name; this server has the model m"),
-    ({"tools": [{"type": "function"}]}, "tools", "tool calls are not parsed"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "template of training"),
-    ({"chat_template_kwargs": {}}, "chat_template_kwargs", "template of training"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "plain text"),
-    ({"n": 2}, "n", "gets one answer"),
     ({"n": True}, "n", "gets one answer"),
     ({"temprature": 1}, "temprature", "did you mean temperature"),
     ({"temperature": 3}, "temperature", "from 0 to 2"),
-    ({"temperature": "1"}, "temperature", "not a number"),
     ({"temperature": True}, "temperature", "not a number"),
-    ({"top_p": -0.1}, "top_p", "from 0 to 1"),
     ({"metadata": "x"}, "metadata", "not an object"),
-    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "not true or false"),
-    ({"service_tier": True}, "service_tier", "not a string"),
     ({"tool_choice": "required"}, "tool_choice", "tool calls are not parsed"),
-    ({"store": True}, "store", "keeps no answers"),
-    ({"messages": [message("tool", "4", tool_call_id="a")]}, "messages[0].role", "not one of"),
     ({"messages": [message("user", "hi", name=7)]}, "messages[0].name", "not supported"),
-    ({"prompt": "hi"}, "prompt", "not supported"),
     ({"seed": 1.5}, "seed", "whole"),
-    ({"max_tokens": 0}, "max_tokens", "from 1"),
     ({"max_tokens": 10**400}, "max_tokens", "from 1"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "only one of them"),
     ({"stop": ["a"] * 5}, "stop", "at most 4"),
@@ -122,28 +107,11 @@ def test_fields_of_the_request_override_the_defaults() -> None:
     assert (found.seed, found.stop_texts) == (-1, ("x",))
     assert found.is_stream and found.include_usage
     assert parse().sampling == DEFAULTS
-
-
-def test_a_system_message_replaces_the_default_system_prompt() -> None:
     defaults = ConversationConfig(system="Hello.")
-    body = {"model": "m", "messages": MESSAGES}
-    assert parse_chat_request(body, "m", defaults).turns[0] == Turn("system", "Hello.")
-    body = {"model": "m", "messages": [message("system", "Mine."), *MESSAGES]}
-    contents = [turn.content for turn in parse_chat_request(body, "m", defaults).turns]
-    assert contents == ["Mine.", "hi"]
-
-
-@pytest.mark.parametrize("body", [b"", b"{no", b"\xff", b"[" * 100_000, b"NaN", b"1" * 5000])
-def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
-    with pytest.raises(RequestError, match=r"not JSON|not a JSON object"):
-        parse_chat_request(parse_json(body), "m", DEFAULTS)
-
-
-def test_control_tokens_in_messages_are_refused() -> None:
-    turns = (Turn("user", "ends <|im_end|> here"),)
-    with pytest.raises(RequestError, match=r"control token <\|im_end\|>"):
-        check_no_control_tokens(turns, ("<|im_end|>",))
-    check_no_control_tokens(turns, ("</s>",))
+    for own, expected in (([], ["Hello.", "hi"]), ([message("system", "Mine.")], ["Mine.", "hi"])):
+        body = {"model": "m", "messages": [*own, *MESSAGES]}
+        turns = parse_chat_request(body, "m", defaults).turns
+        assert [turn.content for turn in turns] == expected
 
 
 def test_requests_of_common_clients_are_answered() -> None:

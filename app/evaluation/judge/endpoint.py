@@ -167,7 +167,6 @@ class Endpoint:
             self._raise_for_status(error)
 
     def _raise_for_status(self, error: urllib.error.HTTPError) -> NoReturn:
-        """Raise UserError or _TemporaryFailure, depending on the status code."""
         text = ""
         with contextlib.suppress(OSError, http.client.HTTPException, _TemporaryFailure), error:
             text = _error_text(_read_response(error))
@@ -218,7 +217,6 @@ def _read_response(response: Any) -> bytes:
 
 
 def _parse_reply(data: bytes) -> Reply:
-    """Parse a chat completion; raise _TemporaryFailure if it is not one."""
     try:
         answer = json.loads(data, parse_int=lambda digits: int(digits[: _MAX_DIGITS + 1]))
         text = answer["choices"][0]["message"]["content"]
@@ -242,7 +240,6 @@ def _without_surrogates(text: str) -> str:
 
 
 def _error_text(data: bytes) -> str:
-    """Return the message of an error in OpenAI's format, or the response itself."""
     text = data.decode("utf-8", "replace")
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         text = str(json.loads(data)["error"]["message"])
@@ -250,7 +247,6 @@ def _error_text(data: bytes) -> str:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Return the delay of a Retry-After header, a number or a date, in seconds."""
     if value is None:
         return None
     with contextlib.suppress(ValueError):

@@ -368,7 +368,6 @@ def judge_requests(
 
 
 def _verdict(endpoint: Endpoint, request: JudgeRequest) -> Verdict:
-    """Request a verdict, and once more if the reply contains none."""
     if not request.messages:
         return Verdict(request, float(LOWEST), _EMPTY, is_cached=True)
     reply = endpoint.complete(request.messages)

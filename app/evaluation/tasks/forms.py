@@ -173,7 +173,6 @@ def _openbookqa(values: Values) -> Item:
 
 
 def _wikihow(text: str) -> str:
-    """Remove the markup of WikiHow pages from a text of HellaSwag."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 

@@ -441,7 +441,6 @@ class Harness:
 
 
 def _check_rows(manager: Any, name: str) -> None:
-    """Read the rows of a task; raise OSError with what to type if that fails."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             manager.load([name])

@@ -134,7 +134,6 @@ class Task:
             self._read(self.few_shot_path, _CHECKED_ROWS)
 
     def _build_preamble(self, rows: Sequence[tuple[Item, Origin]]) -> Callable[[str], str]:
-        """Return a function that returns the text before the questions of a group."""
         by_group: dict[str, list[Item]] = defaultdict(list)
         has_groups = self.few_shot_path is not None
         for item, _ in rows:
@@ -216,8 +215,6 @@ def hide_needles(
 def _count_that_fit(
     item: Item, sentences: Sequence[str], num_tokens: int, count_tokens: Callable[[str], int]
 ) -> int:
-    """Return how many sentences fit beside a needle and its question."""
-
     def total(count: int) -> int:
         return count_tokens(_with_needle(item, sentences, count, 0.5) + item.contexts[0])
 
