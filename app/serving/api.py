@@ -30,28 +30,14 @@ MAX_MESSAGES, MAX_STOPS, MAX_STOP_CHARACTERS, MAX_TOKENS = 512, 4, 256, 131_072
 _MAX_SHOWN = 80
 """maximum number of characters of a request that an error message quotes"""
 INTERNAL_ERROR = "internal server error; the server's terminal shows the cause"
-_SAMPLING_FIELDS = (
-    "model",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
-)
-CHAT_FIELDS = ("messages", "max_completion_tokens", *_SAMPLING_FIELDS)
-TEXT_FIELDS = ("prompt", *_SAMPLING_FIELDS)
+_SAMPLING = "model max_tokens temperature top_p seed stop stream stream_options"
+CHAT_FIELDS = ("messages", "max_completion_tokens", *_SAMPLING.split())
+TEXT_FIELDS = ("prompt", *_SAMPLING.split())
+_TEXTS = "prompt_cache_key prompt_cache_retention safety_identifier service_tier user"
 IGNORED_FIELDS: dict[str, type] = {
-    "metadata": dict,
     "parallel_tool_calls": bool,
-    "prediction": dict,
-    "prompt_cache_key": str,
-    "prompt_cache_options": dict,
-    "prompt_cache_retention": str,
-    "safety_identifier": str,
-    "service_tier": str,
-    "user": str,
+    **dict.fromkeys(("metadata", "prediction", "prompt_cache_options"), dict),
+    **dict.fromkeys(_TEXTS.split(), str),
 }
 """fields with their types that clients send, and that would not change an answer here"""
 _ONE_ANSWER = "a request gets one answer; send it again for another"
@@ -179,6 +165,11 @@ class RequestError(ValueError):
         return {"retry-after": "5"} if self.status == 503 else {}
 
 
+def _invalid(where: str, problem: str, **fields: Any) -> RequestError:
+    """Return the error of field `where`, which its message names first."""
+    return RequestError(f"{where}: {problem}", where, **fields)
+
+
 def print_error(error: Exception) -> None:
     """Print an internal error to the server's terminal; clients never see its details."""
     shown = printable(redact(f"{type(error).__name__}: {error}"))
@@ -256,9 +247,7 @@ def _parse_completion(
     is_stream = _parse_boolean(fields, "stream")
     options = fields.get("stream_options", {})
     if not isinstance(options, dict) or (options and not is_stream):
-        raise RequestError(
-            "stream_options: expected an object, and only with stream=true", "stream_options"
-        )
+        raise _invalid("stream_options", "expected an object, and only with stream=true")
     if unknown := set(options) - {"include_usage", "include_obfuscation"}:
         raise _unsupported(f"stream_options.{min(unknown)}", ())
     seed = _parse_number(fields, "seed", -(2**63), 2**63 - 1, is_int=True)
@@ -286,11 +275,10 @@ def check_no_control_tokens(turns: tuple[Turn, ...], control_texts: tuple[str, .
     for number, turn in enumerate(turns):
         for text in control_texts:
             if text in turn.content:
-                raise RequestError(
-                    f"messages: the {turn.role} message at position {number + 1} of the prompt "
-                    f"contains the control token {text}, which could end or start a turn; remove "
-                    "it",
+                raise _invalid(
                     "messages",
+                    f"the {turn.role} message at position {number + 1} of the prompt contains the "
+                    f"control token {text}, which could end or start a turn; remove it",
                 )
 
 
@@ -317,7 +305,7 @@ def _check_supported(name: str, value: Any, supported: tuple[str, ...]) -> None:
     if name in IGNORED_FIELDS:
         if not isinstance(value, IGNORED_FIELDS[name]):
             kind = {dict: "an object", bool: "true or false", str: "a string"}[IGNORED_FIELDS[name]]
-            raise RequestError(f"{name}: {_quote(value)} is not {kind}", name)
+            raise _invalid(name, f"{_quote(value)} is not {kind}")
         return
     # The types are compared because True == 1 in Python.
     _, accepted = UNSUPPORTED.get(name, ("", ()))
@@ -330,23 +318,17 @@ def _check_supported(name: str, value: Any, supported: tuple[str, ...]) -> None:
 def _check_model(fields: dict[str, Any], model: str) -> None:
     requested = fields.get("model", model)
     if not isinstance(requested, str) or not requested:
-        raise RequestError(f"model: expected a name; this server has the model {model}", "model")
+        raise _invalid("model", f"expected a name; this server has the model {model}")
     if requested != model:
-        raise RequestError(
-            f"model: unknown model {_quote(requested)}; this server has the model {model}",
-            "model",
-            status=404,
-            code="model_not_found",
-        )
+        problem = f"unknown model {_quote(requested)}; this server has the model {model}"
+        raise _invalid("model", problem, status=404, code="model_not_found")
 
 
 def _parse_boolean(fields: dict[str, Any], name: str) -> bool:
     value = fields.get(name)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise RequestError(f"{name}: {_quote(value)} is not true or false", name)
-    return value
+    if value is not None and not isinstance(value, bool):
+        raise _invalid(name, f"{_quote(value)} is not true or false")
+    return bool(value)
 
 
 def _parse_number(
@@ -359,7 +341,7 @@ def _parse_number(
     is_valid = isinstance(value, types) and not isinstance(value, bool)
     if not is_valid or not low <= value <= high or not math.isfinite(value):
         kind = "whole number" if is_int else "number"
-        raise RequestError(f"{name}: {_quote(value)} is not a {kind} from {low} to {high}", name)
+        raise _invalid(name, f"{_quote(value)} is not a {kind} from {low} to {high}")
     return value
 
 
@@ -367,9 +349,7 @@ def _parse_max_tokens(fields: dict[str, Any]) -> int | None:
     names = ("max_completion_tokens", "max_tokens")  # the second is the older name of the first
     numbers = [_parse_number(fields, name, 1, MAX_TOKENS, is_int=True) for name in names]
     if None not in numbers and numbers[0] != numbers[1]:
-        raise RequestError(
-            "max_tokens: differs from max_completion_tokens; send only one of them", "max_tokens"
-        )
+        raise _invalid("max_tokens", "differs from max_completion_tokens; send only one of them")
     return next((int(number) for number in numbers if number is not None), None)
 
 
@@ -377,13 +357,10 @@ def _parse_stop_texts(fields: dict[str, Any]) -> tuple[str, ...]:
     stop = fields.get("stop", [])
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise RequestError("stop: expected a string or a list of strings", "stop")
+        raise _invalid("stop", "expected a string or a list of strings")
     if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARACTERS for text in texts):
-        raise RequestError(
-            f"stop: expected at most {MAX_STOPS} strings of at most {MAX_STOP_CHARACTERS} "
-            "characters",
-            "stop",
-        )
+        most = f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARACTERS} characters"
+        raise _invalid("stop", f"expected {most}")
     return tuple(filter(None, texts))  # some clients send an empty string for none
 
 
@@ -391,41 +368,35 @@ def _parse_prompt(fields: dict[str, Any]) -> str | tuple[int, ...]:
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
-            raise RequestError(f"prompt: {len(prompt)} prompts; {_ONE_ANSWER}", "prompt")
+            raise _invalid("prompt", f"{len(prompt)} prompts; {_ONE_ANSWER}")
         (prompt,) = prompt
     if isinstance(prompt, str) and prompt:
         return _check_characters(prompt, "prompt")
     is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not is_tokens or not prompt:
-        raise RequestError("prompt: expected a text, or a list of token ids", "prompt")
+        raise _invalid("prompt", "expected a text, or a list of token ids")
     return tuple(prompt)
 
 
 def _parse_messages(fields: dict[str, Any]) -> list[Turn]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise RequestError(
-            'messages: expected a non-empty list of {"role": ..., "content": ...}', "messages"
-        )
+        raise _invalid("messages", 'expected a non-empty list of {"role": ..., "content": ...}')
     if len(messages) > MAX_MESSAGES:
-        raise RequestError(
-            f"messages: {len(messages):,} messages, more than the maximum of {MAX_MESSAGES}",
-            "messages",
-        )
+        most = f"more than the maximum of {MAX_MESSAGES}"
+        raise _invalid("messages", f"{len(messages):,} messages, {most}")
     turns = [_parse_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if turns[-1].role != "user":
-        raise RequestError("messages: the last message must have the role user", "messages")
+        raise _invalid("messages", "the last message must have the role user")
     return turns
 
 
 def _parse_message(message: Any, where: str) -> Turn:
     if not isinstance(message, dict):
-        raise RequestError(f'{where}: expected an object {{"role": ..., "content": ...}}', where)
+        raise _invalid(where, 'expected an object {"role": ..., "content": ...}')
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise RequestError(
-            f"{where}.role: {_quote(role)} is not one of {', '.join(_ROLES)}", f"{where}.role"
-        )
+        raise _invalid(f"{where}.role", f"{_quote(role)} is not one of {', '.join(_ROLES)}")
     for name, value in message.items():
         # Clients send an earlier answer back with its unused fields: null or empty. Templates do
         # not show the name of a participant.
@@ -439,7 +410,7 @@ def _parse_content(content: Any, where: str) -> str:
     if isinstance(content, list) and content:
         content = "".join(_parse_part(part, f"{where}[{i}]") for i, part in enumerate(content))
     if not isinstance(content, str):
-        raise RequestError(f"{where}: {_quote(content)} is not a string or a list of parts", where)
+        raise _invalid(where, f"{_quote(content)} is not a string or a list of parts")
     return _check_characters(content, where)
 
 
@@ -448,21 +419,19 @@ def _check_characters(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{where}: contains half a character (a lone surrogate)", where
-        ) from error
+        raise _invalid(where, "contains half a character (a lone surrogate)") from error
     return text
 
 
 def _parse_part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text":
-        raise RequestError(
-            f"{where}: parts of type {_quote(kind)} are not supported, only parts of type text; "
-            "this server opens no URL and no file",
+        raise _invalid(
             where,
+            f"parts of type {_quote(kind)} are not supported, only parts of type text; this server "
+            "opens no URL and no file",
         )
     text = part.get("text")
     if not isinstance(text, str) or set(part) - {"type", "text", "prompt_cache_breakpoint"}:
-        raise RequestError(f'{where}: expected {{"type": "text", "text": ...}}', where)
+        raise _invalid(where, 'expected {"type": "text", "text": ...}')
     return text

@@ -41,24 +41,22 @@ from app.sweep.parameters import (
     save_words,
     varied,
 )
-from app.sweep.results import (
+from app.sweep.trials import (
     PAGE_FILE,
     RESULTS_FILE,
     TABLE_FILE,
-    describe_outcome,
-    load_results,
-    print_results,
-    save_results,
-    write_page,
-)
-from app.sweep.trials import (
     LocalLauncher,
     RunningTrial,
     SlurmLauncher,
     Trial,
     check_jobs,
     check_slurm,
+    describe_outcome,
+    load_results,
+    print_results,
     read_curve,
+    save_results,
+    write_page,
 )
 from app.training.trainer import DEFAULT_MONITOR
 from common.errors import DONE, INTERRUPTED, TERMINATED, UserError

@@ -829,7 +829,7 @@ BUGS = [
     ),
     Bug(
         name="the worst trial is listed first",
-        file="app/sweep/results.py",
+        file="app/sweep/trials.py",
         right="return sorted(trials, key=lambda trial: trial.sort_key)",
         wrong="return sorted(trials, key=lambda trial: trial.sort_key, reverse=True)",
         test="tests/sweep/test_sweep.py::test_every_combination_runs_in_a_process_and_is_listed",

@@ -14,8 +14,8 @@ from app.plan import ASSUMED, MAX_ROWS, advice_lines, make_plan, plan_lines, ren
 from app.report.__main__ import ReportConfig, existing_run, report_runs
 from app.report.run_page import PAGE_FILE, read_run_files, render_comparison, write_page
 from app.sweep.parameters import parse_parameters
-from app.sweep.results import write_page as write_sweep_page
 from app.sweep.trials import Trial
+from app.sweep.trials import write_page as write_sweep_page
 from common.errors import UserError
 from tests.report.test_run_page import HOSTILE, write_run
 from tests.serving.browser import OUTSIDE, browsing, needs_browser

@@ -13,9 +13,8 @@ import pytest
 from app.config import conf_files
 from app.sweep import run_sweep
 from app.sweep.parameters import parse_parameters
-from app.sweep.results import explain_best, print_results
 from app.sweep.run import _too_many_trials
-from app.sweep.trials import LocalJob, Trial
+from app.sweep.trials import LocalJob, Trial, explain_best, print_results
 from common.errors import UserError
 from common.installation import verb_command
 from tests.in_process import CommandResult, make_words, run_command
