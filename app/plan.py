@@ -218,6 +218,8 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
     hardware, memory = run.hardware, estimate_gpu_memory(run)
     host, speed = estimate_host_memory(run), estimate_speed(run)
     flops, disk_gib = estimate_flops(run), estimate_disk(run) / GIB
+    hours = None if tokens is None else tokens / speed.tokens_per_second / 3600
+    price = hardware.price_per_hour
     return {
         "model": run.model.name,
         "num_weights": run.model.num_weights,
@@ -263,7 +265,9 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
         "verdict": speed.verdict,
         "batch": describe_batch(run),
         "tokens_by": tokens_by,
-        **_hours_and_cost(run, tokens, speed.tokens_per_second),
+        "tokens": tokens,
+        "hours": hours,
+        "cost": None if hours is None or price is None else hours * price * run.num_ranks,
     }
 
 
@@ -279,15 +283,6 @@ def _messages(run: PlannedRun) -> list[dict[str, Any]]:
         for each in list_collectives(run)
         if each.num_ranks > 1
     ]
-
-
-def _hours_and_cost(
-    run: PlannedRun, tokens: int | None, tokens_per_second: float
-) -> dict[str, float | None]:
-    hours = None if tokens is None else tokens / tokens_per_second / 3600
-    price = run.hardware.price_per_hour
-    cost = None if hours is None or price is None else hours * price * run.num_ranks
-    return {"tokens": tokens, "hours": hours, "cost": cost}
 
 
 def _settings(run: PlannedRun) -> dict[str, Any]:

@@ -103,12 +103,7 @@ class Predictions:
         def work(numbers: list[int], prompts: list[Prompt]) -> Iterator[list[tuple[int, Any]]]:
             chosen = [prompts[number] for number in numbers]
             yield from answer_batches(
-                model,
-                self._tokenizer,
-                chosen,
-                self._stop_ids,
-                self._config,
-                sharding,
+                *(model, self._tokenizer, chosen, self._stop_ids, self._config, sharding),
                 seconds=self._seconds,
             )
 
@@ -286,14 +281,10 @@ class Evaluator:
             device, sum_over_ranks = None, sum_over_ranks if self.runner.num_ranks > 1 else None
         else:
             batches, device = self.data.val_dataloader(), self.sharding.root_device
+        key = f"{variant}-losses"
+        batches = ShownBatches(batches, key, num_rows, self.runner.show, self.sharding)
         losses = validate(
-            self.objective,
-            model,
-            ShownBatches(batches, f"{variant}-losses", num_rows, self.runner.show, self.sharding),
-            self.backend,
-            names,
-            device,
-            sum_over_ranks,
+            *(self.objective, model, batches, self.backend, names, device, sum_over_ranks),
             is_packed=is_packed,
             rows=sums,
         )

@@ -147,15 +147,8 @@ def answer_batches(
             generated = decoder.answers([prompt.input_ids for prompt in prompts])
         else:
             generated = _generate(
-                model,
-                tokenizer,
-                prompts,
-                stop_ids,
-                config,
-                sharding,
-                stop_texts,
-                seconds,
-                temperature,
+                *(model, tokenizer, prompts, stop_ids, config, sharding),
+                *(stop_texts, seconds, temperature),
             )
         for batch in generated:
             answers = []
@@ -393,14 +386,8 @@ class GreedyDecoder:
         self._forward(batch, ids, positions.masked_fill(finished, 0))
 
     def _forward(self, batch: _Batch, ids: Tensor, positions: Tensor) -> None:
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": batch.mask,
-            "position_ids": positions,
-            "past_key_values": batch.cache,
-            "use_cache": True,
-            "logits_to_keep": 1,
-        }
+        inputs = {"input_ids": ids, "attention_mask": batch.mask, "position_ids": positions}
+        inputs |= {"past_key_values": batch.cache, "use_cache": True, "logits_to_keep": 1}
         accepted = _forward_parameters(self.model)
         inputs = {name: value for name, value in inputs.items() if name in accepted}
         logits = self.model(**inputs).logits

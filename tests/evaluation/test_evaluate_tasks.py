@@ -55,14 +55,20 @@ def test_tasks_without_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "partial").exists()
 
 
-def test_groups_of_a_task_have_intervals(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tuned = tmp_path / "tuned"
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random adapter of the shipped base."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(TINY_BASE)
     random = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
-    get_peft_model(base, random).save_pretrained(tuned)
+    folder = tmp_path_factory.mktemp("tuned")
+    get_peft_model(base, random).save_pretrained(folder)
+    return folder
+
+
+def test_groups_of_a_task_have_intervals(
+    tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = (f"model.path={TINY_BASE}", f"adapter_path={tuned}")
     metrics = run_evaluation(
         tmp_path / "out", *words, "evaluation.tasks=[{name: mmlu, few_shot: 0}]"
@@ -110,27 +116,18 @@ def test_a_killed_evaluation_resumes_in_its_folder(
 
 
 def test_base_and_tuned_are_read_to_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Quantized, since unquantized bases are read to the CPU without a device map."""
-    tuned, maps = tmp_path / "tuned", []
-    own = AutoModelForCausalLM.from_pretrained
-    get_peft_model(
-        own(TINY_BASE), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
-    ).save_pretrained(tuned)
+    maps, own = [], AutoModelForCausalLM.from_pretrained
 
     def read(*args: Any, **options: Any) -> Any:
         maps.append(options.get("device_map"))
         return own(*args, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
-    run_evaluation(
-        tmp_path / "evaluation",
-        f"model.path={TINY_BASE}",
-        f"adapter_path={tuned}",
-        "quantization=nf4",
-        "evaluation.tasks=[{name: winogrande}]",
-    )
+    words = (f"model.path={TINY_BASE}", f"adapter_path={tuned}", "quantization=nf4")
+    run_evaluation(tmp_path, *words, "evaluation.tasks=[{name: winogrande}]")
     assert maps == [{"": torch.device("cpu")}] * 2
 
 

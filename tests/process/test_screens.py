@@ -19,8 +19,7 @@ from app.evaluation.significance import Change, report_comparison
 from app.process import logs
 from app.process.logs import LOG_FILE, RunLog, open_run_log, record, show, start_logging, wrapped
 from app.sweep.parameters import parse_parameters
-from app.sweep.results import print_results
-from app.sweep.trials import Trial
+from app.sweep.trials import Trial, print_results
 from common.text import duration
 from tests.conftest import ROOT
 from tests.terminal import type_in_terminal

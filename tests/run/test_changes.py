@@ -59,16 +59,11 @@ def test_nothing_differs_from_itself_and_everything_that_differs_is_found(
 
 
 def test_a_folder_brings_the_runs_own_settings(words: list[str], tmp_path: Path) -> None:
-    typed = [
-        "adapter=ia3",
-        "optimizer=adafactor",
-        "optimizer.clip_threshold=0.8",
-        "schedule=linear",
-        "trainer.gradient_accumulation_steps=3",
-        "seed=5",
-        "output.name=mine",
-    ]
-    run = make_run(tmp_path / "run", *words, *typed)
+    typed = ["adapter=ia3", "optimizer=adafactor", "optimizer.clip_threshold=0.8", "seed=5"]
+    typed += ["schedule=linear", "trainer.gradient_accumulation_steps=3", "output.name=mine"]
+    run = make_run(tmp_path / "run", *words, *typed, "faults=[nan@2]", "resume_allow=[lr]")
+    config = load_config("train", [f"resume={run}"])
+    assert (config.faults, config.resume_allow) == ([], [])  # they were typed for one start
     before = load_run_config(run)
     result = run_command(f"resume={run}", "trainer.log_every_steps=2", "faults=[nan@3]")
     assert result.code == 0, result.stderr
@@ -80,12 +75,6 @@ def test_a_folder_brings_the_runs_own_settings(words: list[str], tmp_path: Path)
     result = run_command(f"resume={run}", "trainer.global_batch_size=3")
     assert result.code == 0, result.stderr
     assert result.config.trainer.gradient_accumulation_steps == "auto"
-
-
-def test_what_was_typed_for_one_start_is_not_of_the_run(words: list[str], tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", *words, "faults=[nan@3]", "resume_allow=[lr]")
-    config = load_config("train", [f"resume={run}"])
-    assert (config.faults, config.resume_allow) == ([], [])
 
 
 def test_an_experiment_is_compared_and_not_replaced(words: list[str], tmp_path: Path) -> None:

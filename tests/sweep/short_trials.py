@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -57,3 +59,10 @@ def short_trials(
 
     with mock.patch("app.sweep.trials.subprocess.Popen", start):
         yield commands
+
+
+def results_in(folder: Path | str) -> list[dict[str, Any]]:
+    """Return the results of a sweep's trials, without what differs between two equal sweeps."""
+    rows = json.loads(Path(folder, "sweep.json").read_text())
+    kept = ({k: v for k, v in row.items() if k not in ("seconds", "folder")} for row in rows)
+    return sorted(kept, key=lambda row: row["number"])

@@ -1,19 +1,17 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from app.sweep import run_sweep
 from common.installation import ROOT
 from tests.in_process import CommandResult, make_words, run_command
-from tests.sweep.short_trials import TRIAL, short_trials
+from tests.sweep.short_trials import TRIAL, results_in, short_trials
 from tests.sweep.test_sweep import PAIRS, RATED
 
 pytest.importorskip("optuna")
@@ -38,14 +36,6 @@ def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def search(*overrides: str) -> CommandResult:
     with short_trials(TRIAL):
         return run_command("-m", *overrides, sweep=run_sweep)
-
-
-def results_in(folder: Path) -> list[dict[str, Any]]:
-    rows = json.loads((folder / "sweep.json").read_text())
-    return sorted(
-        ({k: v for k, v in row.items() if k not in ("seconds", "folder")} for row in rows),
-        key=lambda row: row["number"],
-    )
 
 
 @pytest.mark.slow

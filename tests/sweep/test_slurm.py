@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +20,8 @@ from app.sweep import run_sweep, trials
 from common.errors import UserError
 from common.installation import ROOT
 from tests.in_process import CommandResult, make_words, run_command
-from tests.sweep.short_trials import TRIAL
+from tests.serving.running import wait_for
+from tests.sweep.short_trials import TRIAL, results_in
 
 URL = "http://me:Zq7password@127.0.0.1:9/rows.jsonl"
 COMMANDS = ("sbatch", "srun", "scancel", "scontrol")
@@ -72,21 +72,6 @@ def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def sweep(*overrides: str) -> CommandResult:
     return run_command("-m", *overrides, sweep=run_sweep)
-
-
-def results_in(folder: str) -> list[dict[str, Any]]:
-    read = json.loads(Path(folder, "sweep.json").read_text())
-    return [
-        {name: value for name, value in row.items() if name not in ("seconds", "folder")}
-        for row in sorted(read, key=lambda row: row["number"])
-    ]
-
-
-def wait_for(ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_resumed_sweep_finds_its_running_jobs(
@@ -184,7 +169,7 @@ def test_a_killed_search_with_jobs_equals_one_with_processes(
         for line in process.stdout:
             if line.startswith(b"[7/10]"):
                 (tmp_path / "killed/hold").touch()
-                wait_for(lambda: waits_for_its_last_job(tmp_path))
+                wait_for(lambda: waits_for_its_last_job(tmp_path), 60)
                 process.send_signal(signal.SIGKILL)
                 break
     (tmp_path / "killed/hold").unlink()

@@ -19,8 +19,7 @@ from app.report.model_card import render_run_card
 from app.report.run_page import read_run_files, refuse_damaged, render_run
 from app.run.manifest import compare_facts, read_manifest
 from app.sweep.parameters import load_words
-from app.sweep.results import load_results
-from app.sweep.trials import Trial, read_curve, read_final
+from app.sweep.trials import Trial, load_results, read_curve, read_final
 from common.errors import UserError
 from tests.report.test_run_page import write_run
 

@@ -488,32 +488,32 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
     """Wrap a model in a subclass of the library's `LM`, which can only be defined in here."""
     from lm_eval.api.model import LM
 
-    tokenizer, max_len = harness.tokenizer, harness.max_len
-    is_encoder_decoder = model.config.is_encoder_decoder
+    tokenizer, is_encoder_decoder = harness.tokenizer, model.config.is_encoder_decoder
+
+    def key_of(kind: str, requests: Sequence[Any]) -> str:
+        names = "-".join(dict.fromkeys(str(request.task_name) for request in requests))
+        return f"{variant}-harness{kind}-{names[:80]}"
 
     class LanguageModel(LM):
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            pairs = [request.args for request in requests]
             groups = [
-                [encode_pair(tokenizer, *pair, is_encoder_decoder=is_encoder_decoder)]
-                for pair in pairs
-            ]
-            key = f"{variant}-harness-{_task_names(requests)}"
-            results = _likelihoods(harness, model, runner, key, groups)
-            return [(logprob, is_greedy) for logprob, is_greedy in results]
-
-        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            first = first_token(tokenizer)
-            groups = [
-                rolling_requests(tokenizer.encode(request.args[0]), first, max_len)
+                [encode_pair(tokenizer, *request.args, is_encoder_decoder=is_encoder_decoder)]
                 for request in requests
             ]
-            key = f"{variant}-harness-texts-{_task_names(requests)}"
-            return [logprob for logprob, _ in _likelihoods(harness, model, runner, key, groups)]
+            found = _likelihoods(harness, model, runner, key_of("", requests), groups)
+            return [(logprob, is_greedy) for logprob, is_greedy in found]
+
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            texts, first = [request.args[0] for request in requests], first_token(tokenizer)
+            groups = [
+                rolling_requests(tokenizer.encode(text), first, harness.max_len) for text in texts
+            ]
+            found = _likelihoods(harness, model, runner, key_of("-texts", requests), groups)
+            return [logprob for logprob, _ in found]
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            key = f"{variant}-harness-answers-{_task_names(requests)}"
-            return _answers(harness, model, runner, key, [request.args for request in requests])
+            pairs = [request.args for request in requests]
+            return _answers(harness, model, runner, key_of("-answers", requests), pairs)
 
     return LanguageModel()
 
@@ -554,14 +554,14 @@ def _answers(
             for n in numbers
         ]
         config = replace(harness.config, max_new_tokens=max_new_tokens)
-        work = partial(_generate, harness, model, prompts, config, stops)
+        work = partial(_answer_batches, harness, model, prompts, config, stops)
         content = [max_new_tokens, stops, [prompt.input_ids for prompt in prompts]]
         generated = runner.run(f"{key}-{len(texts)}", content, len(prompts), work)
         texts.update(zip(numbers, generated, strict=True))
     return [texts[number] for number in range(len(requests))]
 
 
-def _generate(
+def _answer_batches(
     harness: Harness,
     model: Any,
     prompts: Sequence[Prompt],
@@ -571,11 +571,6 @@ def _generate(
 ) -> Iterator[list[tuple[int, Any]]]:
     """Yield batches of (index into `numbers`, answer up to the first stop text)."""
     chosen = [prompts[number] for number in numbers]
-    for batch in answer_batches(
-        model, harness.tokenizer, chosen, harness.stop_ids, config, None, stops
-    ):
+    tokenizer, stop_ids = harness.tokenizer, harness.stop_ids
+    for batch in answer_batches(model, tokenizer, chosen, stop_ids, config, None, stops):
         yield [(n, found.text[: first_stop(found.text, stops)]) for n, found in batch]
-
-
-def _task_names(requests: Sequence[Any]) -> str:
-    return "-".join(dict.fromkeys(str(request.task_name) for request in requests))[:80]
