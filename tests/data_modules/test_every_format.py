@@ -98,16 +98,19 @@ def test_every_key_is_read_or_refused_or_named(name: str) -> None:
     before, unread = convert(name, copy.deepcopy(ROWS[name]))
     assert unread == set()
     silent, both, num = set(), set(), 0
-    for where, find in places(ROWS[name]):
-        for key in (key for key in NAMES if key not in find(ROWS[name])):
+    row = copy.deepcopy(ROWS[name])
+    for where, find in places(row):
+        holder = find(row)
+        for key in (key for key in NAMES if key not in holder):
             for value in VALUES:
-                row = copy.deepcopy(ROWS[name])
-                find(row)[key] = value
+                holder[key] = value
                 num += 1
                 try:
                     after, unread = convert(name, row)
                 except RowError:
                     continue
+                finally:
+                    del holder[key]
                 if after == before and not unread and value is not False:
                     silent.add((where, key, str(value)))
                 if after != before and unread & {key, f"{where}.{key}"}:
