@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from common.errors import DataError
-from data_modules import DataConfig, DatasetConfig, PackingConfig, check_datasets
+from data_modules import DataConfig, DatasetConfig, check_datasets
 from data_modules.datamodule import FinetuneDataModule
-from data_modules.tokens.datasets import DataSpec
-from data_modules.types import BatchSpec, ModelSpec
 from tests.bad_input.prepared import ASKED_ONLY, LONG, ROWS, chat, named, write
 from tests.conftest import TrainRun, read_column
+from tests.data_modules.test_datamodule import build as build_module
 from tests.in_process import make_data
 
 DROPS_SYSTEM = (
@@ -27,25 +26,12 @@ DROPS_SYSTEM = (
 )
 
 
-def build(
-    *files: Path | DatasetConfig, tokenizer: Any, accumulation_steps: int = 2, **data: Any
-) -> FinetuneDataModule:
+def build(*files: Path | DatasetConfig, tokenizer: Any, **data: Any) -> FinetuneDataModule:
     datasets = [one if isinstance(one, DatasetConfig) else named(one) for one in files]
-    config = DataConfig(datasets=datasets, **{"sequence_len": 64, **data})
-    problems = check_datasets(config)
-    if problems:
+    settings = {"sequence_len": 64, **data}
+    if problems := check_datasets(DataConfig(datasets=datasets, **settings)):
         raise DataError(problems)
-    module = FinetuneDataModule(
-        DataSpec(
-            config=config,
-            packing=PackingConfig(),
-            tokenizer=tokenizer,
-            model=ModelSpec(context_len=1024),
-            batching=BatchSpec(accumulation_steps=accumulation_steps),
-            seed=0,
-        )
-    )
-    module.setup("fit")
+    module = build_module(datasets, tokenizer, data=settings, model={"context_len": 1024})
     module.audit.check()
     return module
 

@@ -9,20 +9,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from common.errors import DataError
-from data_modules import Batch, DataConfig, DatasetConfig, Example, PackingConfig
+from data_modules import Batch, DataConfig, DatasetConfig, Example
 from data_modules.datamodule import FinetuneDataModule
 from data_modules.settings import MixtureConfig, check_datasets
 from data_modules.stream import StreamPlan, TokenStream
-from data_modules.tokens.datasets import DataSpec
-from data_modules.types import BatchSpec, ModelSpec
 from tests.batches import micro_batches
+from tests.data_modules.test_datamodule import build as build_module
 from tests.processes import LONGEST
 from tests.reliability.shell import Shell
 
@@ -44,33 +42,18 @@ def build(
     datasets: list[DatasetConfig],
     tokenizer: Any,
     *,
-    rank: int = 0,
     num_ranks: int = 1,
     max_steps: int | None = 6,
     vocab_size: int | None = None,
+    rank: int = 0,
     **data: Any,
 ) -> FinetuneDataModule:
-    config = DataConfig(datasets=datasets, **{"streaming": True, "val_set_size": 0, **data})
-    module = FinetuneDataModule(
-        DataSpec(
-            config=config,
-            packing=PackingConfig(),
-            tokenizer=tokenizer,
-            model=ModelSpec(context_len=64, vocab_size=vocab_size),
-            batching=BatchSpec(accumulation_steps=2, num_ranks=num_ranks, max_steps=max_steps),
-            seed=3,
-        )
+    settings = {"streaming": True, "val_set_size": 0, **data}
+    model = {"context_len": 64, "vocab_size": vocab_size}
+    batching = {"micro_batch_size": 1, "num_ranks": num_ranks, "max_steps": max_steps}
+    return build_module(
+        datasets, tokenizer, rank=rank, data=settings, model=model, seed=3, **batching
     )
-    strategy = SimpleNamespace(
-        root_device=torch.device("cpu"), reduce=lambda number, reduce_op: number * num_ranks
-    )
-    module.trainer = SimpleNamespace(
-        world_size=num_ranks,
-        distributed_sampler_kwargs={"num_replicas": num_ranks, "rank": rank},
-        strategy=strategy,
-    )
-    module.setup("fit")
-    return module
 
 
 def texts(batches: list[Batch], tokenizer: Any) -> list[str]:
