@@ -121,15 +121,9 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
         assert check_datasets(DataConfig(datasets=[named(good)])) == []
 
 
-@pytest.mark.parametrize(
-    ("chunk_bytes", "told"),
-    [
-        (200, "changed while it was being read; start again when it is complete"),
-        (1 << 20, "changed while it was being read; start again"),
-    ],
-)
+@pytest.mark.parametrize("chunk_bytes", [200, 1 << 20])
 def test_a_file_that_is_written_while_it_is_read(
-    chunk_bytes: int, told: str, tmp_path: Path, base: Any, monkeypatch: pytest.MonkeyPatch
+    chunk_bytes: int, tmp_path: Path, base: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_modules.source.opening.CHUNK_BYTES", chunk_bytes)
     file = write(tmp_path / "d.jsonl", ROWS)
@@ -144,7 +138,7 @@ def test_a_file_that_is_written_while_it_is_read(
     with monkeypatch.context() as patch:
         patch.setattr(ChunkEncoder, "__call__", append)
         (problem,) = problems_of(file, base, num_proc=1)
-    assert re.match(f"d.jsonl: {told}", problem), problem
+    assert "d.jsonl: changed while it was being read; start again" in problem
     assert not list((tmp_path / "cache").glob("*/key.json"))
     assert prepare(file, base).counts.rows == len(ROWS) + 1
 

@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from common.errors import DataError, Origin
 from data_modules.format import convert_row
 from data_modules.source import count_rows, opening, read_file
-from data_modules.source.hub import _stream
-from data_modules.source.locating import check_split
 from data_modules.source.opening import BadRow, Budget, Chunk, ReadOptions
 from data_modules.source.tables import arrow_errors
 from data_modules.types import Conversation, Row
@@ -555,39 +553,3 @@ def test_objects_of_any_depth_come_back(
     except (pyarrow.ArrowException, NotImplementedError):
         return  # a struct without any field
     assert found == [{**row, "x": without_nulls(row["x"])} for row in rows]
-
-
-def test_nulls_of_a_list_and_of_json_text_stay(tmp_path: Path) -> None:
-    import datasets
-
-    features = datasets.Features(
-        {
-            "m": datasets.List(
-                {"role": datasets.Value("string"), "name": datasets.Value("string")}
-            ),
-            "tools": datasets.List(datasets.Json()),
-            "numbers": datasets.List(datasets.Value("int64")),
-            "text": datasets.Value("string"),
-        }
-    )
-    rows = [
-        {"m": [{"role": "user"}], "tools": [{"default": None}], "numbers": [1, None], "text": None},
-        {
-            "m": [{"role": "tool", "name": "f"}],
-            "tools": [{"x": {"y": None}}],
-            "numbers": [],
-            "text": "t",
-        },
-    ]
-    file = tmp_path / "d.parquet"
-    datasets.Dataset.from_list(rows, features=features).to_parquet(str(file))
-    assert [row.values for row in read(file) if isinstance(row, Row)] == rows
-    # Rows of a hub data set, while they are downloaded.
-    loaded = datasets.load_dataset(
-        "parquet", data_files=str(file), split="train", streaming=True, features=features
-    )
-    (part,) = check_split("train")
-    streamed = [
-        row for chunk in _stream("o/n", part, loaded, (0, 1), 1 << 20) for row in chunk.rows()
-    ]
-    assert [row.values for row in streamed if isinstance(row, Row)] == rows
