@@ -413,16 +413,8 @@ def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
 
 
 MIXED = [
-    {
-        "numbers": [1, None],
-        "calls": [{"name": "f", "arguments": {"x": 1}}],
-        "any": [1, {"b": None}],
-    },
-    {
-        "numbers": [],
-        "calls": [{"name": "g", "arguments": {"x": "s"}, "id": "7"}],
-        "any": {"c": "d"},
-    },
+    {"n": [1, None], "calls": [{"name": "f", "arguments": {"x": 1}}], "any": [1, {"b": None}]},
+    {"n": [], "calls": [{"name": "g", "arguments": {"x": "s"}, "id": "7"}], "any": {"c": "d"}},
     {"n": [3], "calls": None, "any": None},
 ]
 
