@@ -1,13 +1,16 @@
-"""The columns of public sets that people fine-tune on most, and how their rows are read."""
+"""The columns of public sets that people fine-tune on most: what is read, or suggested."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.errors import DataError, Origin
-from data_modules.format import convert_row, guess_format
+from data_modules.format import convert_row, format_of, guess_format, read_path, suggest_settings
 from data_modules.types import Conversation, Document, Row
 
 ORIGIN = Origin("rows.jsonl", 1)
@@ -107,3 +110,58 @@ def test_columns_that_are_named_are_all_that_is_read() -> None:
     (item,) = convert_row(row, "alpaca", {"instruction": "question", "output": "answer"})
     assert isinstance(item, Conversation)
     assert [turn.content for turn in item.turns] == ["q", "a"]
+
+
+SQUAD = {"id": "7", "context": "c", "question": "q", "answers": {"text": ["a"], "start": [1]}}
+
+
+def read(values: dict[str, Any]) -> list[str]:
+    assert format_of(values) is None
+    found = yaml.safe_load("{" + suggest_settings(values) + "}")
+    (item,) = convert_row(Row(values, ORIGIN), found["format"], found["columns"])
+    if isinstance(item, Conversation):
+        return [turn.content for turn in item.turns]
+    return [segment.text for segment in item.segments]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ({"question": "q", "reply": "a"}, ["q", "a"]),
+        ({"question": "q", "context": "c", "answers": ["a", "b"]}, ["q\n\nc", "a"]),
+        (SQUAD, ["q\n\nc", "a"]),
+        ({"instruction": "q", "instances": [{"input": "c", "output": "a"}]}, ["q\n\nc", "a"]),
+        ({"id": 1, "dialog": TURNS}, ["ask", "say"]),
+        ({"line": "once"}, ["once"]),
+    ],
+)
+def test_the_suggested_settings_read_the_row(values: dict[str, Any], texts: list[str]) -> None:
+    assert read(values) == texts
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"question": "q", "score": 1},
+        {"prompt": "p", "chosen": "c", "rejected": "r"},
+        {"question": "q", "answer": None},
+    ],
+)
+def test_no_suggestion_without_a_known_column(values: dict[str, Any]) -> None:
+    assert suggest_settings(values) == ""
+
+
+NAMES = st.sampled_from(["question", "input", "answers", "output", "instances", "text", "id"])
+ANYTHING = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(NAMES, ANYTHING, max_size=5))
+def test_every_suggested_column_exists(values: dict[str, Any]) -> None:
+    found = yaml.safe_load("{" + suggest_settings(values) + "}")
+    for path in found.get("columns", {}).values():
+        assert isinstance(read_path(values, path, ""), str)
