@@ -84,7 +84,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         if spec.packing.method != "none" and spec.model.packing_error is not None:
             log.info("packing: none, padded rows of like lengths (%s)", spec.model.packing_error)
             spec = replace(spec, packing=replace(spec.packing, method="none"))
-        self._spec, self._config, self._batching = spec, spec.config, spec.batching
+        self._spec, self._config, self.batching = spec, spec.config, spec.batching
         self._decoder_start = spec.model.decoder_start_token_id
         self.sequence_len = spec.sequence_len
         self.dataset_names = dataset_names(spec.config.loss_datasets)
@@ -252,17 +252,12 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Return the number of optimizer steps of the run."""
         return self.plan.num_steps
 
-    @property
-    def batching(self) -> BatchSpec:
-        """Return how rows become the steps of the run."""
-        return self._batching
-
     def set_micro_batch_size(self, size: int) -> None:
         """Change the micro-batch size to `size` packs before a loader is built.
 
         The packs of a rank's step stay the same; `size` must divide their number.
         """
-        batching = self._batching
+        batching = self.batching
         packs = batching.micro_batch_size * batching.accumulation_steps
         if packs % size:
             raise ValueError(f"{packs} packs do not divide into micro-batches of {size}")
@@ -275,7 +270,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         plan = self.plan
         if isinstance(plan, StreamPlan):
             return None
-        before, fewer = self._batching.accumulation_steps, plan.accumulation_for_small_data()
+        before, fewer = self.batching.accumulation_steps, plan.accumulation_for_small_data()
         if fewer == before:
             return None
         self.set_accumulation(fewer)
@@ -286,13 +281,13 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     def set_accumulation(self, steps: int) -> None:
         """Change how many micro-batches a step accumulates, before a loader is built."""
-        self.set_batching(replace(self._batching, accumulation_steps=steps))
+        self.set_batching(replace(self.batching, accumulation_steps=steps))
 
     def set_batching(self, batching: BatchSpec) -> None:
         """Change how rows become the steps of the run, before a loader is built."""
-        if batching == self._batching:
+        if batching == self.batching:
             return
-        self._batching = batching
+        self.batching = batching
         self._spec = replace(self._spec, batching=batching)
         for cached in ("plan", "_collator"):
             self.__dict__.pop(cached, None)
@@ -341,7 +336,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
     @cached_property
     def plan(self) -> StepPlan | StreamPlan:
         """Return the plan of all steps; `setup` must have run."""
-        batching, examples = self._batching, self.train_examples
+        batching, examples = self.batching, self.train_examples
         if self._config.streaming:
             if batching.max_steps is None:
                 raise DataError("data.streaming=true: a stream has no end; type trainer.max_steps")
@@ -369,13 +364,13 @@ class FinetuneDataModule(lightning.LightningDataModule):
             if self.first_step:
                 log.info("data: the stream is read again up to step %d", self.first_step)
             loader = self._loader(self._stream(), None)
-            accumulation = self._batching.accumulation_steps
+            accumulation = self.batching.accumulation_steps
             return StreamedSteps(
                 loader, self.plan, accumulation, self.first_step, self._sum_over_ranks
             )
         sampler = StepSampler(self.plan, self._rank, self.first_step)
         loader = self._loader(_Batches(self.train_examples, self._collator), sampler)
-        return PlannedSteps(loader, self._batching.accumulation_steps)
+        return PlannedSteps(loader, self.batching.accumulation_steps)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         """Return this rank's share of the validation rows, in a fixed order.
@@ -384,7 +379,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """
         if not self.val_examples:
             return []
-        return self.whole_val_dataloader(self._batching.num_ranks, self._rank)
+        return self.whole_val_dataloader(self.batching.num_ranks, self._rank)
 
     def whole_val_dataloader(self, num_ranks: int = 1, rank: int = 0) -> DataLoader[Batch]:
         """Return a loader of all validation rows, or of one of `num_ranks` equal shares."""
@@ -400,7 +395,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """
         method = self._spec.packing.method
         packs = pack_documents(examples.lengths, self.sequence_len, self._spec.seed, 0, method)
-        batches = shard_packs(packs, self._batching.micro_batch_size, num_ranks, rank)
+        batches = shard_packs(packs, self.batching.micro_batch_size, num_ranks, rank)
         order = [int(row) for batch in batches for pack in batch.packs for row in pack]
         return self._loader(_Batches(examples, self._collator), batches), order
 
@@ -442,7 +437,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """
         if isinstance(self.plan, StreamPlan):
             return
-        for rank in range(self._batching.num_ranks):
+        for rank in range(self.batching.num_ranks):
             for number, micro_batch in enumerate(self.plan.micro_batches(step - 1, rank)):
                 for index in (int(i) for pack in micro_batch.packs for i in pack):
                     name = self.dataset_names[int(self.train_examples.datasets[index])]
@@ -526,7 +521,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         ]
 
     def _sum_over_ranks(self, number: float) -> float | torch.Tensor:
-        num_ranks = self._batching.num_ranks
+        num_ranks = self.batching.num_ranks
         if num_ranks == 1:
             return number
         # Created and kept on the device: copying or reading it, as the strategy's reduce does,
@@ -538,7 +533,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     @cached_property
     def _collator(self) -> Collator:
-        tokenizer, batching = self._spec.tokenizer, self._batching
+        tokenizer, batching = self._spec.tokenizer, self.batching
         pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         # The embedding of a causal model's pad token may be all zeros, whose gradient can be NaN
         # (Gemma 3n takes a square root), and padding in a pack has nothing else in its document.
@@ -567,9 +562,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
         if not self.trainer:
             return 0
         replica = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        if replica["num_replicas"] != self._batching.num_ranks:
+        if replica["num_replicas"] != self.batching.num_ranks:
             raise ValueError(
-                f"the steps are planned for {self._batching.num_ranks} ranks (num_ranks), "
+                f"the steps are planned for {self.batching.num_ranks} ranks (num_ranks), "
                 f"the trainer has {replica['num_replicas']}"
             )
         return int(replica["rank"])

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -272,37 +271,25 @@ class TracedChat(NamedTuple):
     notes: frozenset[str]
 
 
-@dataclass(slots=True)
-class CheckResult:
-    """The result of all test chats.
+def run_test_chats(
+    trace: Callable[[Conversation], TracedChat | RowRefusedError],
+) -> dict[str, list[str] | RowRefusedError]:
+    """Return the faults in the loss mask of each test chat, or why the template rejects it.
 
-    `num_correct` have a correct loss mask; `refused` maps the name of a rejected one to the reason;
-    `faults` are wrong masks.
+    `trace` renders, masks and tokenizes a conversation. Raises MemoryError if the template exceeds
+    the memory of the process.
     """
-
-    num_correct: int = 0
-    refused: dict[str, str] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-
-
-def run_test_chats(trace: Callable[[Conversation], TracedChat | RowRefusedError]) -> CheckResult:
-    """Check the loss mask of every test chat; `trace` renders, masks and tokenizes a conversation.
-
-    Raises MemoryError if the template exceeds the memory of the process.
-    """
-    result = CheckResult()
+    found: dict[str, list[str] | RowRefusedError] = {}
     for name, turns in TEST_CHATS.items():
         chat = build_test_chat(turns)
         traced = trace(chat)
-        if isinstance(traced, RowRefusedError):
-            result.refused[name] = str(traced)
-            if OUT_OF_MEMORY in str(traced):
-                raise MemoryError
-            continue
-        faults = list(find_mask_faults(chat, traced))
-        result.faults += [f"in the test chat `{name}` {fault}" for fault in faults]
-        result.num_correct += not faults
-    return result
+        if isinstance(traced, TracedChat):
+            found[name] = list(find_mask_faults(chat, traced))
+        elif OUT_OF_MEMORY in str(traced):
+            raise MemoryError
+        else:
+            found[name] = traced
+    return found
 
 
 def build_test_chat(pattern: str) -> Conversation:

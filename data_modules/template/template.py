@@ -297,17 +297,14 @@ class ChatTemplate:
         """Return a chat as the OpenAI messages that this template reads."""
         return self._renderer.messages(self._prompt_chat(turns))
 
-    def trace(self, chat: Conversation) -> TracedChat | RowRefusedError:
-        """Encode one conversation, and return which characters its tokens hold."""
-        return self._trace(self._layout_builder, chat)
-
-    def _trace(
-        self, layout_builder: LayoutBuilder, chat: Conversation
+    def trace(
+        self, chat: Conversation, layout_builder: LayoutBuilder | None = None
     ) -> TracedChat | RowRefusedError:
+        """Encode one conversation, and return which characters its tokens hold."""
         import numpy as np
 
         chat = self._rewrite(chat)
-        (layout,) = layout_builder.build([chat])
+        (layout,) = (layout_builder or self._layout_builder).build([chat])
         if isinstance(layout, RowRefusedError):
             return layout
         (tokenized,) = self._text_tokenizer.tokenize([layout.text], {0: layout.plain_ranges})
@@ -388,13 +385,19 @@ class ChatTemplate:
             return []
         controls = control_texts(self.tokenizer)
         layout_builder = LayoutBuilder(self._renderer, self._finder, MaskConfig(), controls)
-        result = run_test_chats(partial(self._trace, layout_builder))
-        first, more = result.faults[:1], len(result.faults) - 1
-        also = f" (and {more} more faults in {len(TEST_CHATS)} test chats)" if more > 0 else ""
-        return [
-            f"{label}: {fault}{also}, so its loss mask is wrong; set data.chat_template=plain"
-            for fault in first
+        found = run_test_chats(partial(self.trace, layout_builder=layout_builder))
+        faults = [
+            f"in the test chat `{name}` {fault}"
+            for name, of_chat in found.items()
+            if isinstance(of_chat, list)
+            for fault in of_chat
         ]
+        if not faults:
+            return []
+        more = len(faults) - 1
+        also = f" (and {more} more faults in {len(TEST_CHATS)} test chats)" if more else ""
+        fault = f"{faults[0]}{also}, so its loss mask is wrong"
+        return [f"{label}: {fault}; set data.chat_template=plain"]
 
     def _encode_chunk(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:
         texts = [item for item in items if not isinstance(item, Tokens)]

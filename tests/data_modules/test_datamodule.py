@@ -205,19 +205,6 @@ def test_sequence_len_above_the_context(files: list[DatasetConfig], tokenizer: A
         build(files, tokenizer, model={"context_len": 512}, data={"sequence_len": 1024})
 
 
-def test_max_steps_and_first_step(files: list[DatasetConfig], tokenizer: Any) -> None:
-    module = build(files, tokenizer, max_steps=9, data={"sequence_len": 64})
-    assert module.total_steps == 9
-    everything = micro_batches(module)
-    assert 2 * len(module.train_dataloader()) == len(everything) == 18
-    module.first_step = 4
-    rest = micro_batches(module)
-    assert len(rest) == 10
-    for batch, expected in zip(rest, everything[8:], strict=True):
-        assert torch.equal(batch.input_ids, expected.input_ids)
-        assert batch.step_weight == expected.step_weight
-
-
 def test_prompts_come_from_validation_or_test_rows(
     files: list[DatasetConfig], tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -75,16 +75,6 @@ def test_packs_mix_long_and_short_documents() -> None:
     assert spread > 0.8 * lengths.std()
 
 
-def test_half_empty_packs_are_spread_over_an_epoch() -> None:
-    lengths = np.random.default_rng(0).integers(1, 64, 200)
-    places = []
-    for seed in range(40):
-        packs = pack_documents(lengths, 128, seed, 0, "multipack")
-        sizes = [lengths[packs[i]].sum() for i in range(len(packs))]
-        places.append(int(np.argmin(sizes)) / len(packs))
-    assert 0.3 < np.mean(places) < 0.7
-
-
 def test_fill_and_time_of_a_large_plan() -> None:
     lengths = lognormal(100_000, 150, 2048)
     start = time.process_time()

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import Origin
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.types import Conversation, Document, Encoded, Note, Segment, Tokens, Turn
+from data_modules.types import Conversation, Document, Note, Segment, Tokens, Turn
 from tests.data_modules.conftest import build_tokenizer
 from tests.data_modules.test_template import encode, problem
 
@@ -112,27 +112,6 @@ def test_rows_without_source_or_target_are_an_error(item: Any, expected: str) ->
         "RowProblem",
         "Encoded",
     ]
-
-
-def test_rows_are_rendered_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = t5_like()
-    template = resolve(tokenizer)
-    rows = [CHAT, PROMPTED, Conversation((Turn("system", "one"), *CHAT.turns[:2]), ORIGIN), CHAT]
-    alone = [encode(template, row) for row in rows]
-    calls = []
-    render = tokenizer.apply_chat_template
-
-    def count(chats: list[Any], **options: Any) -> Any:
-        calls.append(len(chats))
-        return render(chats, **options)
-
-    monkeypatch.setattr(tokenizer, "apply_chat_template", count)
-    for one, encoded in zip(alone, template.encode(rows), strict=True):
-        assert isinstance(encoded, Encoded)
-        assert encoded.input_ids.tolist() == one.input_ids.tolist()
-        assert encoded.target_ids is not None and one.target_ids is not None
-        assert encoded.target_ids.tolist() == one.target_ids.tolist()
-    assert calls == [3]
 
 
 def test_reasoning_of_the_target_is_kept_masked_or_stripped() -> None:
