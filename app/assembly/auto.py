@@ -12,7 +12,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from app.assembly.base import batch_spec
 from app.config import TrainConfig, settings_of
@@ -49,11 +49,7 @@ from app.strategy.settings import (
     states_folder,
     with_states_of,
 )
-from app.training.optimizers import (
-    embedding_weights,
-    states_of_weights,
-    vocabulary_weights,
-)
+from app.training.optimizers import embedding_weights, states_of_weights, vocabulary_weights
 from app.training.trainer import Environment, adapts_to_small_data
 from common.errors import UserError
 
@@ -242,14 +238,24 @@ def probe_micro_batch(module: FinetuneModule, optimizer: str | None) -> None:
     Memory is reserved for the states that `optimizer` allocates in its first step; None if they are
     on a disk. The gradients are discarded. Raises OutOfMemoryError if a single pack does not fit.
     """
-    trainer: Any = module.trainer
-    data = trainer.datamodule
-    while (failure := _probe_all_ranks(module, data.fullest_batch(), optimizer)) is not None:
+    import torch
+
+    strategy, data = module.strategy, cast("Any", module.trainer).datamodule
+    while True:
+        part = strategy.shard_batch(data.fullest_batch()).to(strategy.root_device)
+        failure = _probe(module, part, optimizer)
+        module.reset_step()
+        gc.collect()
+        if strategy.root_device.type == "cuda":
+            torch.cuda.empty_cache()
+        fits: Any = torch.tensor(failure is None, dtype=torch.int32, device=strategy.root_device)
+        if module.trainer.strategy.all_gather(fits).min().item():
+            return
         batching = data.batching
         packs = batching.micro_batch_size * batching.accumulation_steps
         smaller = [size for size in divisors(packs) if size <= batching.micro_batch_size // 2]
         if not smaller:
-            raise failure
+            raise failure or torch.OutOfMemoryError("another rank has no room for a micro-batch")
         if module.global_rank == 0:
             log.warning(
                 "micro-batch: %d packs do not fit in memory; using %d instead",
@@ -257,25 +263,6 @@ def probe_micro_batch(module: FinetuneModule, optimizer: str | None) -> None:
                 smaller[-1],
             )
         data.set_micro_batch_size(smaller[-1])
-
-
-def _probe_all_ranks(
-    module: FinetuneModule, batch: Batch, optimizer: str | None
-) -> torch.OutOfMemoryError | None:
-    """Return an error on every rank if any rank runs out of memory; None if `batch` fits."""
-    import torch
-
-    strategy = module.strategy
-    part = strategy.shard_batch(batch).to(strategy.root_device)
-    failure = _probe(module, part, optimizer)
-    module.reset_step()
-    gc.collect()
-    if strategy.root_device.type == "cuda":
-        torch.cuda.empty_cache()
-    fits: Any = torch.tensor(failure is None, dtype=torch.int32, device=strategy.root_device)
-    if module.trainer.strategy.all_gather(fits).min().item():
-        return None
-    return failure or torch.OutOfMemoryError("another rank has no room for a micro-batch")
 
 
 def _probe(

@@ -467,7 +467,6 @@ def open_reward_model(
 
 
 def _rate(tuned: Tuned, env: Environment, conversations: Sequence[Sequence[Turn]]) -> list[float]:
-    """Load a reward model; return what it says at the last token of each conversation."""
     import torch
 
     rows = [tuned.template.answered_ids(turns) for turns in conversations]

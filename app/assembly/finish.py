@@ -344,7 +344,6 @@ def _choose_dtype(
 def _last_losses(
     module: FinetuneModule, evaluator: Evaluator, result: Result
 ) -> dict[str, float] | None:
-    """Return the validation losses of the result if the run has measured them, with their rows."""
     metrics = module.metrics
     rows = metrics.row_losses[-1]
     if rows is None or rows.shape[1] != len(evaluator.data.val_examples):

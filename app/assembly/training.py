@@ -181,11 +181,7 @@ def _build_monitors(
 
 
 def build_module(
-    config: TrainConfig,
-    base: Base,
-    data: FinetuneDataModule,
-    env: Environment,
-    trainer: L.Trainer,
+    config: TrainConfig, base: Base, data: FinetuneDataModule, env: Environment, trainer: L.Trainer
 ) -> FinetuneModule:
     """Build the Lightning module: model, optimizer, schedule and loss.
 
@@ -266,7 +262,6 @@ def _build_metrics(
     objective: Objective,
     evaluation: TrainingEvaluation | None,
 ) -> Metrics:
-    """Build the metrics of every step, and the check that they are finite."""
     settings = config.trainer
     watch = StepWatch(
         settings.max_skipped_steps,
@@ -406,7 +401,6 @@ def _check_monitor(
     evaluation: TrainingEvaluation | None,
     figures: Sequence[str] = (),
 ) -> None:
-    """Raise UserError if the monitored metric is not measured during the run."""
     held_out = set(data.val_examples.datasets.tolist())
     measured = ("loss", *figures)
     names = [name for number, name in enumerate(data.dataset_names) if number in held_out]
@@ -429,10 +423,7 @@ def _check_monitor(
 
 
 def describe_run(
-    config: TrainConfig,
-    base: Base,
-    data: FinetuneDataModule,
-    env: Environment,
+    config: TrainConfig, base: Base, data: FinetuneDataModule, env: Environment
 ) -> dict[str, Any]:
     """Return the facts about a run in its manifest, which a resumed run is compared with."""
     return {

@@ -166,7 +166,6 @@ def _different(trainer: L.Trainer, values: Mapping[str, Any]) -> dict[int, list[
 
 
 def _hash_of(value: Any) -> int:
-    """Return 63 bits of a hash of `value`."""
     text = json.dumps(value, sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -243,7 +242,6 @@ def _check_gradients(weights: list[TrainableWeight], is_reached: list[bool]) -> 
 
 
 def _place(weight: TrainableWeight) -> str:
-    """Return a module's name with * for the numbers of experts."""
     place, expert, inside = weight.module.partition("expert")
     return place + expert + re.sub(r"\d+", "*", inside)
 
@@ -331,7 +329,6 @@ class ProgressBar(L.Callback):
         record(line) if self.progress else show(line)
 
     def _room(self, total: int) -> int:
-        """Return the width that the rest of the bar leaves for metrics, in characters."""
         counts = 2 * len(str(total)) + 1
         rest = (max(map(len, _STATUSES)), BAR_WIDTH, counts, TIME_WIDTH)
         return self.console.width - sum(rest) - len(rest)

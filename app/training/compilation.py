@@ -80,8 +80,6 @@ class CompiledLayers:
 
 
 class _CompiledLayer:
-    """Forward of one layer, compiled until compilation fails."""
-
     def __init__(self, layer: Any, owner: CompiledLayers) -> None:
         self._layer, self._owner = layer, owner
         self._plain: Callable[..., Any] = layer.forward
@@ -146,7 +144,6 @@ def _compile_whole(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> C
 
 
 def _attentions_of(model: torch.nn.Module) -> list[str]:
-    """Return the names of the attention functions of the model's layers."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     names = {part.config._attn_implementation for part in parts}
     return sorted(names & set(ALL_ATTENTION_FUNCTIONS))

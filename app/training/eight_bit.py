@@ -120,7 +120,6 @@ def _proven_kernel(device: torch.device) -> ModuleType | None:
 
 
 def _is_equal_step(kernel: ModuleType, device: torch.device) -> bool:
-    """Compare three steps of a matrix by `kernel` and by bitsandbytes."""
     weight = torch.nn.Parameter(torch.linspace(-1, 1, 5000, device=device))
     plain = bitsandbytes.optim.AdamW8bit([weight], lr=1e-3, weight_decay=0.1)
     (group,) = plain.param_groups

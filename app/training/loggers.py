@@ -288,7 +288,6 @@ class TensorBoardLogger(RunLogger):
 
 
 def _build_wandb(folder: Path, name: str, run_id: str | None) -> Any:
-    """Build Lightning's W&B logger: offline unless WANDB_API_KEY or WANDB_MODE is set."""
     from lightning.pytorch.loggers import WandbLogger
 
     offline = not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
@@ -302,7 +301,6 @@ def _build_wandb(folder: Path, name: str, run_id: str | None) -> Any:
 
 
 def _build_mlflow(folder: Path, name: str, run_id: str | None) -> Any:
-    """Build Lightning's MLflow logger: writes into the folder unless MLFLOW_TRACKING_URI is set."""
     from lightning.pytorch.loggers import MLFlowLogger
 
     # MLflow 3 has its file store behind this switch; a database would need one more package.

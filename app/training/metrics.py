@@ -408,10 +408,7 @@ class StepWatch:
         self._no_warning_before = 0
 
     def check(
-        self,
-        record: StepRecord,
-        metrics: Mapping[str, float],
-        reduce: Callable[[Tensor], Tensor],
+        self, record: StepRecord, metrics: Mapping[str, float], reduce: Callable[[Tensor], Tensor]
     ) -> None:
         """Check a step's metrics over all ranks; every rank calls this for every step.
 
@@ -442,10 +439,7 @@ class StepWatch:
             )
 
     def _describe(
-        self,
-        record: StepRecord,
-        metrics: Mapping[str, float],
-        reduce: Callable[[Tensor], Tensor],
+        self, record: StepRecord, metrics: Mapping[str, float], reduce: Callable[[Tensor], Tensor]
     ) -> str:
         """Return the values of a nonfinite step, and the rows that may have caused it."""
         loss, norm = metrics.get("train/loss"), metrics["train/grad_norm"]
@@ -525,7 +519,6 @@ class StepWatch:
 
 
 def _is_spike(loss: float, before: Sequence[float]) -> bool:
-    """Return whether a loss is a spike compared with those `before` it, which are sorted."""
     median, high = statistics.median(before), before[int(HIGH_SHARE * (len(before) - 1))]
     return loss > max(SPIKE_FACTOR * median, median + SPIKE_RISE, HIGH_FACTOR * high)
 
@@ -533,7 +526,6 @@ def _is_spike(loss: float, before: Sequence[float]) -> bool:
 def _bad_micro_batches(
     record: StepRecord, reduce: Callable[[Tensor], Tensor]
 ) -> set[tuple[int, int]]:
-    """Return (rank, index) of the micro-batches of a step whose loss is not finite."""
     own = torch.stack(record.losses).isfinite().logical_not().float()
     places = own.new_zeros(record.num_ranks, len(own))
     places[record.rank] = own
@@ -542,7 +534,6 @@ def _bad_micro_batches(
 
 
 def _listed(rows: Iterable[StepRow]) -> str:
-    """List the rows of a step, each once."""
     origins = list(dict.fromkeys(str(row.origin) for row in rows))
     if not origins:
         return "the rows of a stream have no line numbers"

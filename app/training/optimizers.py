@@ -254,7 +254,10 @@ def _parameter_groups(
     (LoRA+, arXiv 2402.12354); those of embeddings do not, since there A starts at zero, not B.
     """
     matrices, no_decay = GroupKind("matrices", weight_decay), GroupKind("no decay", 0.0)
-    lora_b = _lora_plus(adapter, weight_decay)
+    lora_b = None
+    if isinstance(adapter, LoraConfig) and adapter.lora_plus_ratio is not None:
+        own = adapter.lora_plus_weight_decay
+        lora_b = GroupKind("lora B", weight_decay if own is None else own, adapter.lora_plus_ratio)
     kinds: dict[GroupKind, list[TrainableWeight]] = {
         kind: [] for kind in (matrices, lora_b, no_decay) if kind is not None
     }
@@ -267,14 +270,6 @@ def _parameter_groups(
         else:
             kinds[matrices].append(weight)
     return _make_groups(kinds, lr=lr, patterns=patterns)
-
-
-def _lora_plus(adapter: AdapterConfig, weight_decay: float) -> GroupKind | None:
-    if not isinstance(adapter, LoraConfig) or adapter.lora_plus_ratio is None:
-        return None
-    if adapter.lora_plus_weight_decay is not None:
-        weight_decay = adapter.lora_plus_weight_decay
-    return GroupKind("lora B", weight_decay, adapter.lora_plus_ratio)
 
 
 def _make_groups(
@@ -309,7 +304,6 @@ def _first_match(weight: TrainableWeight, patterns: Iterable[LrPattern]) -> LrPa
 
 
 def _check_patterns(weights: Sequence[TrainableWeight], patterns: Sequence[LrPattern]) -> None:
-    """Raise UserError, with the nearest names, for patterns that change no weight."""
     used = [_first_match(weight, patterns) for weight in weights]
     names = [weight.name for weight in weights]
     problems = []
@@ -453,7 +447,6 @@ def _one_cycle(step: int, warmup: int, total_steps: int, config: ScheduleConfig)
 
 
 def _half_cosine(progress: float) -> float:
-    """Fall from 1 to 0 as `progress` goes from 0 to 1."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

@@ -41,6 +41,7 @@ from app.model.quantization import quantize_tokens_independently
 from app.model.residuals import fuse_sums
 from app.process.launch import is_first_rank
 from app.process.logs import laid_out, show, text_table
+from app.training.checkpoint.disk import format_bytes
 from app.training.checkpoint.state import check_same_step
 from app.training.optimizers import format_lr
 from common.errors import UserError
@@ -249,7 +250,6 @@ def compare_passes(module: FinetuneModule, batch: Batch) -> Tensor:
 
 
 def _run(module: FinetuneModule, batch: Batch) -> Tensor:
-    """Run a forward pass, and a backward pass if the strategy keeps gradients; return the loss."""
     keeps = module.strategy.keeps_gradients
     with isolate_rng():
         with torch.set_grad_enabled(keeps), module.trainer.precision_plugin.forward_context():
@@ -409,7 +409,6 @@ def shared_settings(patterns: list[TrainedPattern]) -> dict[str, str]:
 
 
 def _groups_table(optimizer: torch.optim.Optimizer) -> Table:
-    """Build a table of the optimizer's groups, before a schedule is built."""
     from rich.box import SIMPLE_HEAD
 
     cells = [["group", "tensors", "params", "share", "lr", "decay"]]
@@ -429,11 +428,9 @@ def describe_parameters(report: TrainableReport) -> list[str]:
     dtypes = ", ".join(f"{n:,} {name}" for name, n in counts.items())
     if len(counts) == 1:
         dtypes = next(iter(counts))
-    mib = report.num_bytes / 2**20
-    size = f"{mib:,.1f} MiB" if mib < 1024 else f"{mib / 1024:,.1f} GiB"
     return [
         f"trainable params: {report.num_trainable:,} / {report.num_total:,} ({share})",
-        f"model weights: {dtypes}, {size}",
+        f"model weights: {dtypes}, {format_bytes(report.num_bytes)}",
     ]
 
 

@@ -428,10 +428,7 @@ def build_loggers(
     if "tensorboard" in chosen:
         loggers.append(
             TensorBoardLogger(
-                folder / "tensorboard",
-                dataset_names,
-                last_step=last_step,
-                details=config.details,
+                folder / "tensorboard", dataset_names, last_step=last_step, details=config.details
             )
         )
     if trackers := [kind for kind in chosen if kind in _TRACKERS]:

@@ -105,13 +105,6 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
-def names_in(file: Path) -> list[str]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="numpy") as opened:
-        return list(opened.keys())
-
-
 def check_tensors(file: Path) -> None:
     """Raise ValueError if a file is not a complete safetensors file, or has an unexpected dtype."""
     from safetensors import SafetensorError, safe_open
@@ -284,8 +277,14 @@ class Checkpoint:
 
     def file_of(self, name: str, key: str) -> str:
         """Return the file that contains tensor `key` of `name`; that of rank 0 if none does."""
+        from safetensors import safe_open
+
         files = self._files_of(name)
-        return next((file.name for file in files if key in names_in(file)), files[0].name)
+        for file in files:
+            with safe_open(file, framework="numpy") as opened:
+                if key in opened.keys():  # noqa: SIM118
+                    return file.name
+        return files[0].name
 
     def document(self, name: str) -> Json:
         """Return a JSON document; KeyError if it is missing, ValueError if it is not JSON."""
@@ -357,7 +356,6 @@ def marker_of(manifest_sha256: str) -> bytes:
 
 
 def _read_json(text: bytes) -> Json:
-    """Parse a JSON document of a checkpoint; ValueError if it is not valid."""
     try:
         return json.loads(text.decode("utf-8"))
     except RecursionError:
@@ -407,7 +405,6 @@ def _check_size(file: Path, expected: disk.WrittenFile) -> Iterator[str]:
 
 
 def _check_content(file: Path, expected: disk.WrittenFile) -> str | None:
-    """Return what is wrong with a file's bytes, or None."""
     try:
         if disk.read_hash(file) != expected.sha256:
             return f"sha256 of {file.name}"

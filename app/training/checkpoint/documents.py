@@ -208,10 +208,7 @@ _RANDOM_STATE = Keys(
     {"cuda": _BYTES},
 )
 _DETAILS = Keys(
-    {
-        **dict.fromkeys(("num_ranks", "num_data_ranks", "total_steps"), POSITIVE_COUNT),
-        "run": RUN,
-    }
+    {**dict.fromkeys(("num_ranks", "num_data_ranks", "total_steps"), POSITIVE_COUNT), "run": RUN}
 )
 _SCALER = Keys(
     {
@@ -223,8 +220,7 @@ _SCALER = Keys(
     }
 )
 GROUP = Keys(
-    {"name": TEXT},
-    {"train_mode": FLAG, "k": COUNT, "weight_sum": AMOUNT, "lr_max": NUMBER},
+    {"name": TEXT}, {"train_mode": FLAG, "k": COUNT, "weight_sum": AMOUNT, "lr_max": NUMBER}
 )
 _TRAINING_STATE = Keys(
     {
@@ -311,7 +307,6 @@ def unusable_checkpoint(folder: Path, problems: Iterable[str]) -> UserError:
 
 
 def _fix(folder: Path) -> str:
-    """Return what to type instead of resuming from the checkpoint in `folder`."""
     new_run = "start a new run with resume=never and another output.dir"
     number = re.fullmatch(r"step-(\d+)", folder.name)
     steps = [
@@ -342,7 +337,6 @@ def _read(checkpoint: Checkpoint, name: str, schema: Keys) -> dict[str, Any]:
 
 
 def _file_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield files that are missing or unexpected for the checkpoint's number of ranks."""
     files, num_ranks = set(checkpoint.manifest["files"]), checkpoint.details["num_ranks"]
     if num_ranks > len(files):  # each rank writes its random state
         yield f"manifest.json: details.num_ranks is {num_ranks}, but there are {len(files)} files"
@@ -360,7 +354,6 @@ def _file_problems(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _count_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield numbers in the manifest that contradict each other."""
     details = checkpoint.details
     if details["num_ranks"] % details["num_data_ranks"]:
         yield (

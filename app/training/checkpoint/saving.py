@@ -369,7 +369,6 @@ def build_saver(
 def _ranking_error(
     config: TrainerConfig, validate_every: int, has_validation: bool, is_validated: bool
 ) -> str:
-    """Return why no step except the last can be ranked, and what to type."""
     monitor = config.checkpoint.monitor
     if not has_validation:
         why, fix = "there are no validation rows", "data.val_set_size=0.05"

@@ -250,9 +250,7 @@ def _as_tensor(text: str) -> Tensor:
 
 
 def optimizer_state(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: State = REPLICATED,
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: State = REPLICATED
 ) -> tuple[dict[str, StateTensor], Json]:
     """Return an optimizer's tensors by names such as `exp_avg/WEIGHT NAME`, and the rest as JSON.
 
@@ -390,7 +388,6 @@ def _check_states(
     document: Json,
     strategy: State,
 ) -> None:
-    """Raise StateError if names, shapes or dtypes differ from those of the optimizer."""
     saved_tensors, numbers = _by_weight(tensors), document["numbers"]
     without_state = set(document["without_state"])
     expected: dict[Any, Mapping[str, Any]] = {}
@@ -446,7 +443,6 @@ def _expected_state(
 def _differences(
     expected: Mapping[str, Any], saved: Mapping[str, Any], name: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield each state of weight `name` that is not as expected, with the problem."""
     for key in expected.keys() - saved.keys():
         yield f"{key}/{name}", "is missing"
     for key in saved.keys() - expected.keys():
@@ -590,7 +586,6 @@ def _rebuild_buckets(module: FinetuneModule, batch: Batch) -> None:
 
 
 def _file_of(source: Checkpoint, name: str, key: str) -> str:
-    """Return the file of a checkpoint that holds `key` of `name`."""
     if f"{name}.json" in source.manifest["files"]:
         return f"{name}.json"
     return f"{TRAINING}.json" if key.startswith("optimizer.") else source.file_of(name, key)

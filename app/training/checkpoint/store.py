@@ -113,7 +113,7 @@ class CheckpointStore:
         Called on rank 0 after all ranks have added their files. `needed`: documents that must
         exist. `metric`: what `keep_best` ranks by, lower is better; None or NaN is never ranked.
         """
-        unfinished, folder = self._unfinished(step), self._folder(step)
+        unfinished, folder = self._unfinished(step), self.folder / f"step-{step}"
         with self._raising_save_errors(step):
             self._collect_records(step, [name + DOCUMENT for name in needed])
             manifest = {
@@ -215,9 +215,6 @@ class CheckpointStore:
                 if match[2] is None or step not in found:  # .old: being replaced
                     found[step] = entry
         return sorted(found.items())
-
-    def _folder(self, step: int) -> Path:
-        return self.folder / f"step-{step}"
 
     def _unfinished(self, step: int) -> Path:
         return self.folder / f"step-{step}.tmp"

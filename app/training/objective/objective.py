@@ -16,11 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import (
-    binary_cross_entropy_with_logits,
-    cross_entropy,
-    logsigmoid,
-)
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
 
 from app.model.architecture import hidden_as_logits
 from app.model.attention.documents import to_device
@@ -289,7 +285,6 @@ def causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
 def _decoder_inputs(
     model: Any, batch: Batch, decoder: DecoderInputs, backend: str
 ) -> dict[str, Any]:
-    """Return an encoder-decoder model's inputs, for logits [rows, targets, vocabulary]."""
     return {
         "input_ids": batch.input_ids,
         "decoder_input_ids": decoder.input_ids,

@@ -95,9 +95,7 @@ class PairObjective(Objective):
     is_likelihood = False
 
     def __init__(
-        self,
-        config: ObjectiveConfig,
-        compute: Callable[[Any, Pairs], tuple[Tensor, Tensor]],
+        self, config: ObjectiveConfig, compute: Callable[[Any, Pairs], tuple[Tensor, Tensor]]
     ) -> None:
         """`compute`: one of `PAIR_LOSSES`, which takes `config` and pairs."""
         self.config, self.compute = config, compute

@@ -232,9 +232,7 @@ OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
 
 
 def build_objective(
-    config: ObjectiveConfig,
-    model: ModelConfig | None = None,
-    teacher: Teacher | None = None,
+    config: ObjectiveConfig, model: ModelConfig | None = None, teacher: Teacher | None = None
 ) -> Objective:
     """Build the objective that `config` chooses.
 
