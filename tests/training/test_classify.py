@@ -9,11 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import (
-    binary_cross_entropy_with_logits,
-    cross_entropy,
-    logsigmoid,
-)
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
 
 from app.model.adapter import FullConfig, LoraConfig
 from app.model.architecture import RatesTokens, hidden_as_logits
@@ -38,13 +34,7 @@ from tests.in_process import run_command
 from tests.reliability.shell import Shell
 from tests.runs import check_close
 from tests.tiny import SAMPLES, tiny_llama, train_into
-from tests.training.test_dpo import (
-    SPLITS,
-    assert_same_gradients,
-    batches,
-    gradients,
-    make_pairs,
-)
+from tests.training.test_dpo import SPLITS, assert_same_gradients, batches, gradients, make_pairs
 
 CLASSES = ["first", "inside", "last"]
 LENGTHS, WEIGHTS = [5, 9, 3, 7], [1.0, 0.5, 1.0, 2.0]
@@ -310,7 +300,7 @@ def test_a_trained_classifier_opens_in_transformers_with_the_same_outputs(
     shell.train_into(
         run,
         "+experiment=classify_tiny",
-        "trainer.max_steps=40",
+        "trainer.max_steps=30",
         "logger=csv",
         "trainer.precision=fp32",
     )
@@ -362,7 +352,7 @@ def test_a_text_with_several_classes_is_learned(shell: Shell, tmp_path: Path) ->
     ]
     file, run = tmp_path / "rows.jsonl", tmp_path / "run"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["+experiment=classify_tiny", "model.multi_label=true", "trainer.max_steps=60"]
+    words = ["+experiment=classify_tiny", "model.multi_label=true", "trainer.max_steps=30"]
     words += [f"model.labels=[{', '.join(names)}]", f"data.datasets=[{{path: {file}}}]"]
     shell.train_into(run, *words, "logger=csv", "adapter=full")
     accuracies = read_column(run, "val/accuracy")
@@ -393,7 +383,7 @@ def test_a_step_is_the_same_however_it_is_split(shell: Shell, tmp_path: Path) ->
 def test_a_reward_model_learns_which_answer_is_chosen(shell: Shell, tmp_path: Path) -> None:
     words = ["+experiment=dpo_quickstart", "objective=reward"]
     words += ["optimizer.lr=2e-3", "logger=csv"]
-    said = shell.train_into(tmp_path / "run", *words, "trainer.max_steps=40")
+    said = shell.train_into(tmp_path / "run", *words, "trainer.max_steps=18")
     assert "answers" not in said  # a head of one output writes none
     accuracies = read_column(tmp_path / "run", "val/accuracy")
     assert accuracies[max(accuracies)] >= 0.9

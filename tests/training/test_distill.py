@@ -116,10 +116,7 @@ def test_loss_gradients_and_figures_are_those_of_whole_logits(
     model.zero_grad()
     total.backward()
     plain = {name: weight.grad.clone() for name, weight in model.named_parameters()}
-    objective, sums = (
-        build_objective(config, teacher=source_of(teacher)),
-        DatasetSums(3),
-    )
+    objective, sums = (build_objective(config, teacher=source_of(teacher)), DatasetSums(3))
     model.zero_grad()
     loss = batch_loss(objective, model, batch, "eager", sums)
     loss.backward()
@@ -134,17 +131,6 @@ def test_loss_gradients_and_figures_are_those_of_whole_logits(
             own = [row for row in expected if row[0] == number]
             mean = sum(row[1] * row[place].item() for row in own) / sum(row[1] for row in own)
             assert metrics[f"val/{figure}/{name}"] == pytest.approx(mean, rel=1e-5), figure
-
-
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_a_teacher_that_is_the_student_teaches_nothing(direction: str) -> None:
-    model = build(tiny_llama)
-    config = DistillConfig(teacher="itself", direction=direction)
-    objective = build_objective(config, teacher=source_of(build(tiny_llama)))
-    loss = batch_loss(objective, model, batch_of(), "eager", DatasetSums(3))
-    loss.backward()
-    assert abs(loss.item()) < 1e-5
-    assert max(weight.grad.abs().max().item() for weight in model.parameters()) < 1e-5
 
 
 class OnlyBest(torch.nn.Module):
@@ -206,8 +192,7 @@ def test_the_whole_logits_of_neither_model_are_held(monkeypatch: pytest.MonkeyPa
     model.requires_grad_(False)
     model.model.layers[0].requires_grad_(True)
     objective = build_objective(
-        DistillConfig(teacher="tiny", sft_weight=1.0),
-        teacher=source_of(teacher),
+        DistillConfig(teacher="tiny", sft_weight=1.0), teacher=source_of(teacher)
     )
     ids = random_ids(tokens=positions)[0].tolist()
     batch = make_batch([ids], [[0.0] + [1.0] * (positions - 1)], [0])

@@ -149,10 +149,7 @@ def simpo(now: Any, before: Any, lengths: Any) -> Any:
 
 FORMULAS: dict[str, tuple[ObjectiveConfig, Any]] = {
     "dpo": (DpoConfig(beta=BETA), dpo),
-    "cdpo": (
-        DpoConfig(beta=BETA, label_smoothing=0.2),
-        lambda *given: dpo(*given, smoothing=0.2),
-    ),
+    "cdpo": (DpoConfig(beta=BETA, label_smoothing=0.2), lambda *given: dpo(*given, smoothing=0.2)),
     "rpo": (
         DpoConfig(beta=BETA, sft_weight=0.5),
         lambda now, before, lengths: dpo(now, before, lengths) - 0.5 * now[0] / lengths[0],

@@ -233,13 +233,8 @@ def test_the_loss_falls_and_every_weight_moves(config: OptimizerConfig, dtype: t
         assert not torch.equal(weight, before[name]), name
 
 
-# AdamW's run is the golden curve; 8 bits are under `full`, whose matrices are large enough.
-@pytest.mark.parametrize(
-    ("name", "adapter"),
-    [("paged_adamw8bit", "full"), ("adafactor", "lora")],
-)
-def test_a_run_learns_and_logs_its_groups(name: str, adapter: str, train_run: TrainRun) -> None:
-    words = [f"optimizer={name}", f"adapter={adapter}", "schedule=constant"]
+def test_a_run_learns_and_logs_its_groups(train_run: TrainRun) -> None:
+    words = ["optimizer=paged_adamw8bit", "adapter=full", "schedule=constant"]
     words += ["optimizer.lr=3e-3", "schedule.warmup_steps=2", "trainer.max_steps=6"]
     folder = train_run(*small_run(), *words)
     metrics = json.loads((folder / "metrics.json").read_text())
@@ -247,8 +242,7 @@ def test_a_run_learns_and_logs_its_groups(name: str, adapter: str, train_run: Tr
     rates = read_column(folder, "train/lr")
     assert list(rates.values()) == pytest.approx([1.5e-3, *[3e-3] * 5])
     log_text = (folder / LOG_FILE).read_text()
-    assert "parameter groups of" in log_text
-    assert ("there is nowhere to page to" in log_text) is (name == "paged_adamw8bit")
+    assert "parameter groups of" in log_text and "there is nowhere to page to" in log_text
 
 
 # What is kept in how many bits.

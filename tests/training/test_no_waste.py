@@ -126,7 +126,6 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 @pytest.mark.parametrize(
     "changed",
     [
-        ["adapter=lora"],
         ["adapter=lora", "adapter.use_dora=true", "adapter.neftune_alpha=5"],
         ["adapter=lora", "packing=none", "trainer.micro_batch_size=2"],
         ["adapter=ia3"],

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import logging
 import math
+import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,25 +21,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from app.config import run_verb
 from app.config.verbs import PARTS
 from app.model.adapter import FullConfig
 from app.model.attention import attention_implementation
 from app.process import faults
 from app.strategy.ddp import SingleDevice
+from app.train import train
+from app.training.checkpoint.saving import CheckpointSaver
 from app.training.checkpoint.state import model_state, optimizer_state
+from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import MAX_OVERFLOWS, Metrics, StepRecord, StepWatch, check_finite
-from app.training.module import (
-    FinetuneModule,
-    propagate_nonfinite,
-    skip_nonfinite_step,
-)
+from app.training.module import FinetuneModule, propagate_nonfinite, skip_nonfinite_step
 from app.training.objective.objective import Sft
 from app.training.optimizers import ScheduleConfig, build_optimizer
 from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 from common.errors import Origin, TrainingFault
 from data_modules import Batch, BatchSpec, DataSpec, FinetuneDataModule, ModelSpec, StepRow
 from tests.batches import micro_batches
-from tests.tiny import random_ids, tiny_llama
+from tests.reliability.shell import Shell
+from tests.runs import check_same_run
+from tests.tiny import SAMPLES, random_ids, small_run, tiny_llama
 from tests.training.test_loss import make_batch
 
 NAMES = ["lists", "orders"]
@@ -571,3 +577,97 @@ def test_the_rows_of_a_step_are_those_that_its_batches_hold() -> None:
             Path(row.origin.file).stem for row in rows
         }
     assert number == 5
+
+
+RUN = (
+    "trainer.max_steps=6",
+    "trainer.validate_every_steps=5",
+    "trainer.checkpoint.every_steps=2",
+    "trainer.checkpoint.keep_last=9",
+    "trainer.log_every_steps=4",
+    "evaluation.exact_match=false",
+    "adapter.dropout=0.1",
+    "logger=csv",
+)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Run the verb in this process; return its exit code and stderr."""
+
+    def run(folder: Path, *words: str) -> tuple[int, str]:
+        for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
+            os.environ.pop(name, None)
+        code = run_verb("train", train, words=[*small_run(*RUN, *words), f"output.dir={folder}"])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in CheckpointStore(folder / "checkpoints").checkpoints()]
+
+
+def losses_of(folder: Path) -> dict[int, str]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return {int(r["step"]): r["train/loss"] for r in csv.DictReader(file) if r["train/loss"]}
+
+
+@pytest.mark.slow
+def test_a_run_stops_naming_the_rows_and_resumes_as_if_uninterrupted(
+    tmp_path: Path, run: Any
+) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    assert run(whole)[0] == 0
+    words = ("resume=auto", "faults=[nan@3,grad_inf@5]")
+    code, output = run(folder, *words)
+    assert code == 4
+    assert "error (training stopped): step 3: loss nan (of " in output
+    named = re.findall(rf"{re.escape(str(SAMPLES))}/\w+\.jsonl?:(\d+)", output)
+    assert named and all(int(line) >= 1 for line in named)
+    assert saved_steps(folder) == [2] and losses_of(folder)[3] == "nan"
+    assert not (folder / "adapter").exists() and not (folder / "metrics.json").exists()
+    code, output = run(folder, *words)
+    assert code == 4
+    assert re.search(r"step 5: loss [\d.]+, gradient norm (inf|nan); rows ", output)
+    assert saved_steps(folder) == [2, 4]
+    assert run(folder, *words)[0] == 0
+    check_same_run(folder, whole)
+
+
+@pytest.mark.slow
+def test_skipped_steps_are_counted_across_a_resume_of_a_run(tmp_path: Path, run: Any) -> None:
+    words = ("trainer.max_skipped_steps=2", "faults=[inf@1,grad_nan@5]", "resume=auto")
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    code, output = run(whole, *words)
+    assert code == 0, output
+    assert json.loads((whole / "metrics.json").read_text())["train/skipped_steps"] == 2.0
+    assert losses_of(whole)[1] == "inf"
+    for file in whole.glob("checkpoints/*/*.json"):
+        text = file.read_text()
+        assert not re.search(r"NaN|Infinity", text), file
+    with pytest.MonkeyPatch.context() as patch:
+        save = CheckpointSaver.save
+
+        def save_then_die(saver: CheckpointSaver, trainer: Any, module: Any) -> None:
+            save(saver, trainer, module)
+            if trainer.global_step == 4:
+                raise OSError("killed")
+
+        patch.setattr(CheckpointSaver, "save", save_then_die)
+        assert run(folder, *words)[0] == 3
+    assert saved_steps(folder) == [2, 4]
+    assert run(folder, *words)[0] == 0
+    check_same_run(folder, whole)
+
+
+@pytest.mark.slow
+def test_a_nonfinite_value_on_one_rank_stops_both_with_one_message(
+    shell: Shell, tmp_path: Path
+) -> None:
+    words = [*small_run(*RUN, "trainer.devices=2"), "faults=[nan:1@3]"]
+    output = shell.train_into(tmp_path / "run", *words, code=4)
+    assert output.count("error (training stopped): ") == 1
+    _, _, message = output.partition("error (training stopped): ")
+    assert message.startswith("step 3: loss nan (of ") and f"{SAMPLES}" in message
+    assert saved_steps(tmp_path / "run") == [2]

@@ -18,12 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from app.model.adapter import (
-    AdapterConfig,
-    FullConfig,
-    LoraConfig,
-    report_trainable,
-)
+from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, report_trainable
 from app.model.adapter.wrap import TrainableReport
 from app.training.optimizers import (
     AdamWConfig,
@@ -72,17 +67,6 @@ def many_layers() -> Any:
     )
     torch.manual_seed(0)
     return T5ForConditionalGeneration(config)
-
-
-def test_layers_are_summed_up_and_peft_is_taken_out_of_the_names() -> None:
-    model = adapted(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    q_proj, down_proj = patterns_of(model, LoraConfig())
-    assert (q_proj.pattern, down_proj.pattern) == (Q_PROJ, "model.layers.*.mlp.down_proj")
-    assert list(q_proj.kinds) == ["lora A", "lora B"]
-    assert list(q_proj.shapes) == ["4x32", "32x4"]
-    assert len(q_proj.modules) == 2
-    assert q_proj.num_weights == 2 * (4 * 32 + 32 * 4)
-    assert (q_proj.dtype, q_proj.lr, q_proj.weight_decay) == ("float32", 1e-3, 0.0)
 
 
 def test_rates_and_decays_of_their_own_are_rows_of_their_own() -> None:

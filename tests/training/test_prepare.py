@@ -209,13 +209,20 @@ def test_transposed_copies_are_held_where_memory_is_left(
     assert decided() == 0
 
 
+WORDS = ("quantization=fp8", "adapter.dropout=0.1", f"model.path={TINY_BASE}", "logger=csv")
+WORDS += ("trainer.checkpoint.every_steps=1",)
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on an FP8 base."""
+    return train_into(tmp_path_factory.mktemp("fp8") / "run", *WORDS)
+
+
 @pytest.mark.slow
 def test_a_run_that_holds_copies_and_is_resumed_without_gives_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("quantization=fp8", f"model.path={TINY_BASE}", "logger=csv", "trainer.max_steps=4")
-    words += ("trainer.checkpoint.every_steps=1",)
-    plain = train_into(tmp_path / "plain", *words)
     held: list[Any] = []
 
     def hold(model: Any) -> None:
@@ -228,16 +235,15 @@ def test_a_run_that_holds_copies_and_is_resumed_without_gives_the_same_bits(
         patch.setattr(modules, "room_for_transposed", lambda *_: 1)
         patch.setattr(modules, "hold_transposed", hold)
         with pytest.raises(RuntimeError, match="the third step"):
-            train_into(tmp_path / "held", *words)
+            train_into(tmp_path / "held", *WORDS)
     assert held and None not in held
-    check_same_run(go_on(tmp_path / "held"), plain)
+    check_same_run(go_on(tmp_path / "held"), checked)
 
 
 @pytest.mark.slow
-def test_the_check_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("quantization=fp8", "adapter.dropout=0.1", f"model.path={TINY_BASE}", "logger=csv")
-    saved = "trainer.checkpoint.every_steps=1"
-    checked = train_into(tmp_path / "checked", *words, saved)
+def test_the_check_leaves_no_trace(
+    checked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "fp8: against bf16 on the first" in (checked / "train.log").read_text()
     monkeypatch.setattr(prepare, "check_fp8", lambda module: None)
-    check_same_run(train_into(tmp_path / "plain", *words, saved), checked)
+    check_same_run(train_into(tmp_path / "plain", *WORDS), checked)

@@ -110,11 +110,7 @@ def read_final_loss(folder: Path) -> None:
 
 READERS: dict[str, tuple[str, Any, list[Callable[[Path], object]]]] = {
     "manifest": ("manifest.json", MANIFEST, [read_resumed, read_pages, read_merged]),
-    "metrics": (
-        "metrics.json",
-        METRICS,
-        [read_final_loss, read_pages, read_merged],
-    ),
+    "metrics": ("metrics.json", METRICS, [read_final_loss, read_pages, read_merged]),
     "trials": ("sweep.json", [asdict(TRIAL)], [load_results]),
     "mixture": ("mixture.json", [{"name": "a", "rows": 1}], [read_pages]),
     "audit": (

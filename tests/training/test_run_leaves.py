@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from transformers import AutoTokenizer
 
-from app.config import load_config, load_run_config
+from app.config import load_config, load_run_config, run_verb
 from app.evaluate import evaluate
+from app.merge import merge
 from app.model.adapter import LoraConfig
 from app.run.manifest import git_state
 from app.train import train
@@ -29,6 +30,7 @@ from app.training.run_documents import CSV_FILE, read_curves
 from common.errors import UserError
 from common.files import write_atomically
 from tests.conftest import TrainRun, read_column
+from tests.reliability.shell import Shell
 from tests.resumed import contents
 from tests.tiny import SAMPLES, small_base, small_run
 
@@ -355,3 +357,24 @@ def test_a_full_run_leaves_a_model_with_its_tokenizer(train_run: TrainRun) -> No
     saved = load_file(folder / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
+
+
+def test_the_longer_context_is_merged_with_the_adapter(shell: Shell, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    screen = shell.train_into(
+        run,
+        f"model.path={SAMPLES / 'tiny_base'}",
+        f"data.datasets=[{{path: {SAMPLES / 'lists.json'}}}]",
+        "model.context_len=4096",
+        "model.rope_scaling=linear",
+        "data.sequence_len=2048",
+        "trainer.max_steps=2",
+        "trainer.accelerator=cpu",
+    )
+    assert "context: 1,024 -> 4,096 tokens (linear, factor 4)" in screen
+    words = [f"run={run}", f"output.dir={tmp_path / 'merged'}"]
+    assert run_verb("merge", merge, words=words) == 0
+    saved = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert saved["max_position_embeddings"] == 4096
+    assert saved["rope_parameters"]["rope_type"] == "linear"
+    assert saved["rope_parameters"]["factor"] == 4.0

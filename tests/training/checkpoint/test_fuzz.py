@@ -47,13 +47,7 @@ from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
 from app.training.metrics import Metrics
 from app.training.optimizers import AdamWConfig, ScheduleFreeConfig
 from common.errors import ENVIRONMENT_ERROR, USER_ERROR, UserError, exit_code
-from tests.mutations import (
-    dump_json,
-    mutate_bytes,
-    mutate_json,
-    mutate_safetensors,
-    mutate_tree,
-)
+from tests.mutations import dump_json, mutate_bytes, mutate_json, mutate_safetensors, mutate_tree
 from tests.resumed import IDENTITY, seal, training_document
 from tests.training.checkpoint.saves import in_a_child
 from tests.training.checkpoint.test_state import Training

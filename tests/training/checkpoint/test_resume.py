@@ -222,17 +222,6 @@ def test_checkpoints_stand_at_the_ends_of_epochs_and_of_the_run(
 
 
 @pytest.mark.slow
-def test_a_longer_run_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
-    words = ("schedule=constant", "schedule.warmup_steps=0", "adapter.dropout=0.1")
-    words += ("trainer.validate_every_steps=2",)
-    longer = (*words, "trainer.max_steps=10")
-    whole = run_into(tmp_path / "whole", *longer)
-    shorter = run_into(tmp_path / "run", *words)
-    allowed = ("resume=must", "resume_allow=[epochs]")
-    check_same_run(run_into(shorter, *longer, *allowed), whole)
-
-
-@pytest.mark.slow
 def test_a_run_that_died_after_its_last_step_trains_nothing_more(tmp_path: Path, seen: Ids) -> None:
     words = (*FULL, "optimizer=schedule_free", "trainer.max_steps=3")
     for more in ((), ("data.val_set_size=0",)):
@@ -277,18 +266,8 @@ ON_A_GPU = {
 }
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(
-            ("trainer.accelerator=cpu", "adapter.dropout=0.1"), id="cpu", marks=pytest.mark.slow
-        ),
-        *(
-            pytest.param(("trainer.accelerator=gpu", *words), id=name, marks=pytest.mark.gpu)
-            for name, words in ON_A_GPU.items()
-        ),
-    ],
-)
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", ON_A_GPU.values(), ids=ON_A_GPU)
 def test_all_state_is_restored_at_the_first_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
@@ -310,7 +289,7 @@ def test_all_state_is_restored_at_the_first_batch(
         looked.append(source.step)
 
     monkeypatch.setattr(Resume, "restore_at_first_batch", look)
-    words = (*words, "trainer.max_steps=3")
+    words = (*words, "trainer.accelerator=gpu", "trainer.max_steps=3")
     whole = run_into(tmp_path / "whole", *words)
     assert not looked
     resume_from(whole, 2, *words)
@@ -366,19 +345,6 @@ def interrupt_measurement(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         measured(self)
 
     monkeypatch.setattr(FinetuneModule, "on_validation_epoch_end", interrupted)
-
-
-@pytest.mark.slow
-def test_the_measurement_of_the_last_step_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("trainer.max_steps=3", "trainer.checkpoint.every_steps=2")
-    whole = run_into(tmp_path / "whole", *words)
-    interrupt_measurement(monkeypatch, 3)
-    with pytest.raises(DataStalled, match="step 3 is saved"):
-        run_into(tmp_path / "run", *words)
-    monkeypatch.undo()
-    check_same_run(run_into(tmp_path / "run", *words, "resume=must"), whole)
 
 
 @pytest.mark.slow

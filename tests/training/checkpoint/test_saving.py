@@ -60,9 +60,7 @@ def saves_of(
     return [s for s in steps if saver.is_due(s)], [s for s in steps if saver.validates_after(s)]
 
 
-def test_a_run_saves_ten_times_and_at_ends_of_epochs_or_every_so_many_steps(
-    tmp_path: Path,
-) -> None:
+def test_a_run_saves_ten_times_and_at_ends_of_epochs_or_every_so_many_steps(tmp_path: Path) -> None:
     often = [3, 6, 9, 11, 12, 15, 18, 21, 22, 24, 27, 29]
     assert saves_of(tmp_path, None, 29, epoch=11)[0] == often
     assert saves_of(tmp_path, None, 1000, epoch=10_000)[0] == list(range(100, 1001, 100))

@@ -26,7 +26,6 @@ from app.training.checkpoint.state import (
     restore_schedule,
 )
 from app.training.optimizers import (
-    SHAPES,
     AdamWConfig,
     MuonConfig,
     ScheduleConfig,
@@ -118,18 +117,6 @@ def test_a_restored_training_goes_on_as_the_one_that_never_stopped(
     check_same(whole, resumed)
 
 
-def test_weights_averaged_for_a_validation_are_restored_as_such(tmp_path: Path) -> None:
-    config = PARTS["optimizer"]["schedule_free"]()
-    whole, resumed = (Training(config, FullConfig()) for _ in range(2))
-    whole.take_steps(range(3))
-    use_averaged_weights(whole.optimizer)
-    whole.save(tmp_path)
-    resumed.restore(tmp_path, 3)
-    for training in (whole, resumed):
-        training.take_steps(range(3, 5))
-    check_same(whole, resumed)
-
-
 def test_names_are_the_base_s_own_and_tied_weights_come_once(tmp_path: Path) -> None:
     training = Training(AdamWConfig(), FullConfig())
     training.take_steps(range(1))
@@ -154,29 +141,6 @@ def test_nothing_is_copied() -> None:
     pointers = {tensor.data_ptr() for tensor in tensors.values()}
     again, _ = optimizer_state(training.model, training.optimizer)
     assert {tensor.data_ptr() for tensor in again.values()} == pointers
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_schedule_is_where_its_steps_have_brought_it(shape: str) -> None:
-    def build() -> tuple[Any, Any]:
-        weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
-        groups = [{"params": [w], "lr": lr} for w, lr in zip(weights, (1e-3, 7e-3), strict=True)]
-        optimizer = torch.optim.AdamW(groups)
-        return optimizer, build_schedule(optimizer, ScheduleConfig(shape=shape), 50)
-
-    optimizer, schedule = build()
-    for step in range(1, 50):
-        optimizer.step()
-        schedule.step()
-        other, restored = build()
-        restore_schedule(restored, step)
-        assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in optimizer.param_groups]
-        other.step()
-        restored.step()
-        assert restored.get_last_lr() == [
-            base * factor(step + 1)
-            for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-        ]
 
 
 def test_every_generator_goes_on_where_it_was() -> None:

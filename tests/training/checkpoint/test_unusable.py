@@ -112,10 +112,7 @@ DOCUMENTS: dict[str, tuple[Change, str]] = {
         of_document("manifest.json", lambda m: m["details"].update(num_ranks=2)),
         "manifest.json: files lacks random-rank-1.json",
     ),
-    "no training": (
-        without_training,
-        "manifest.json: files lacks training.json",
-    ),
+    "no training": (without_training, "manifest.json: files lacks training.json"),
 }
 TENSORS: dict[str, tuple[Change, str]] = {
     "a moment is missing": (
