@@ -213,9 +213,6 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     of_gate = _read(b_gate + tile * COLUMNS * rank, columns, ranks, rank, in_rank)
     of_up = _read(b_up + tile * COLUMNS * rank, columns, ranks, rank, in_rank)
     of_down = _read(a_down + tile * COLUMNS, ranks, columns, width, rank_is_there)
-    if maxima is not None:
-        gate_factors = tl.load(factors[0] + tile * COLUMNS + columns)[None, :]
-        up_factors = tl.load(factors[1] + tile * COLUMNS + columns)[None, :]
     sum_gate = tl.zeros([RANK, COLUMNS], tl.float32)
     sum_up = tl.zeros([RANK, COLUMNS], tl.float32)
     sum_down = tl.zeros([RANK, COLUMNS], tl.float32)
@@ -233,10 +230,10 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
             low_gate, low_up, low_down, of_gate, of_up, of_down, IS_GELU,
         )  # fmt: skip
         if maxima is not None:
-            highest = tl.maximum(
-                tl.max(tl.abs(grad_gate * gate_factors), axis=1),
-                tl.max(tl.abs(grad_up * up_factors), axis=1),
-            )
+            factor = tl.load(factors[0] + tile * COLUMNS + columns)[None, :]
+            highest = tl.max(tl.abs(grad_gate * factor), axis=1)
+            factor = tl.load(factors[1] + tile * COLUMNS + columns)[None, :]
+            highest = tl.maximum(highest, tl.max(tl.abs(grad_up * factor), axis=1))
             own_rows = first + start + rows
             tl.store(maxima + tile * num_rows + own_rows, highest, mask=own_rows < num_rows)
         else:
