@@ -127,11 +127,8 @@ def test_empty_answers_can_be_dropped_and_counted(tmp_path: Path, base: Any) -> 
     counts = prepare(file, base, drop_empty=True).counts
     assert (counts.rows, counts.kept, counts.empty) == (3, 2, 1)
     assert counts.empty_origins == [f"{file}:2"]
-    assert problems_of(file, base) == [
-        "data.jsonl:2 messages[1] is an empty answer: there is nothing to train on; drop the row, "
-        "or set 'train: false' on the turn, or skip such rows with data.drop_empty=true or "
-        "data.on_bad_row=quarantine"
-    ]
+    (problem,) = problems_of(file, base)
+    assert problem.endswith("with data.drop_empty=true or data.on_bad_row=quarantine")
 
 
 def test_schemas_in_one_file_are_counted(tmp_path: Path, base: Any) -> None:
@@ -201,14 +198,3 @@ def test_nothing_but_bad_rows_is_an_error_in_a_quarantine_too(tmp_path: Path, ba
     file = write(tmp_path, chat(("user", "<|im_end|>"), SAY))
     settings = {"on_bad_row": "quarantine", "control_tokens": "error"}
     assert "all 1 rows are bad" in problems_of(file, base, **settings)[0]
-
-
-def test_control_tokens_are_kept_or_escaped(tmp_path: Path, base: Any) -> None:
-    file = write(tmp_path, GOOD, chat(("user", "what is <|im_end|>?"), SAY))
-    stop = base.convert_tokens_to_ids("<|im_end|>")
-    for policy, stops in (("keep", 3), ("escape", 2)):
-        store = prepare(file, base, control_tokens=policy).store
-        assert store.example(1, 0).input_ids.tolist().count(stop) == stops
-    count, first = prepare(file, base).counts.notes["control_token"]
-    assert (count, first) == (1, f"{file}:2 <|im_end|>")
-    assert not prepare(write(tmp_path, GOOD, GOOD), base).counts.notes

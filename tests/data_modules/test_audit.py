@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from common.errors import DataError, Origin
 from data_modules.audit import audit
-from data_modules.audit.audit import audit_documents, find_overlap, hash_grams
+from data_modules.audit.audit import audit_documents, find_overlap
 from data_modules.audit.findings import (
     AuditConfig,
     DatasetFacts,
@@ -423,21 +423,6 @@ def test_overlap_equals_the_reference_with_sets(
     ):
         found = find_overlap(*sides, ngram, min_share=min_share, **limits)
     assert found.flagged.tolist() == reference(train, held_out, ngram, min_share, few)
-
-
-@given(st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=40), st.integers(2, 20))
-def test_hashes_depend_on_the_ngram_only(ids: list[int], ngram: int) -> None:
-    if len(ids) < ngram:
-        return
-    hashes = hash_grams(np.array(ids, np.int32), ngram)
-    assert len(hashes) == len(ids) - ngram + 1
-    alone = [
-        int(hash_grams(np.array(ids[i : i + ngram], np.int32), ngram)[0])
-        for i in range(len(hashes))
-    ]
-    assert hashes.tolist() == alone
-    words = [tuple(ids[i : i + ngram]) for i in range(len(hashes))]
-    assert len(set(hashes.tolist())) == len(set(words))
 
 
 def test_pieces_of_one_row_are_not_duplicates() -> None:

@@ -80,21 +80,6 @@ def test_tool_call_parts(part: dict[str, Any]) -> None:
     assert turn == Turn("assistant", "a", tool_calls=(ToolCall("add", {"a": 1}, "1"),))
 
 
-TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=8)
-
-
-@given(st.lists(TEXTS), st.lists(TEXTS, min_size=1), st.integers(0, 3))
-def test_no_part_is_lost(thoughts: list[str], texts: list[str], calls: int) -> None:
-    parts: list[Any] = [{"type": "thinking", "thinking": text} for text in thoughts]
-    parts += [{"type": "text", "text": text} for text in [*texts, "."]]
-    parts += [{"type": "tool_call", "name": "add", "arguments": {"n": n}} for n in range(calls)]
-    turn = answer(say(parts))
-    assert turn.content == "".join(texts) + "."
-    thought = "".join(thoughts)
-    assert turn.reasoning == (thought if thought.strip() else None)
-    assert [made.arguments for made in turn.tool_calls] == [{"n": n} for n in range(calls)]
-
-
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "thinking"])
 def test_reasoning_next_to_the_content(field: str) -> None:
     assert answer(say(**{field: "hm"})) == Turn("assistant", "a", reasoning="hm")
@@ -296,15 +281,6 @@ def test_each_path_is_a_conversation_and_each_turn_has_its_weight_once() -> None
         [("q", None), ("d", None)],
     ]
     assert {item.weight for item in paths_of(tree, weight=0.5)} == {0.5}
-
-
-def test_deleted_and_rejected_messages_are_left_out_with_their_replies() -> None:
-    gone = says("x", asks("y", says("z")), deleted=True)
-    refused = says("x", review_result=False)
-    open_ = says("a", review_result=None, deleted=False)
-    assert texts_and_weights(paths_of(asks("q", gone, refused, open_))) == [
-        [("q", None), ("a", None)]
-    ]
 
 
 def test_a_tree_without_an_answer_is_its_prompt() -> None:
