@@ -19,16 +19,6 @@ from typing import Any
 
 from common.errors import DataError, Origin
 from common.text import listed
-from data_modules.format.columns import (
-    VERDICTS,
-    MeaningError,
-    check_meaning,
-    find_unread,
-    may_mean_more,
-    sort_unread,
-    suggest_pair,
-    suggest_settings,
-)
 from data_modules.format.fields import (
     DOCUMENT_IDS,
     MASKS,
@@ -57,19 +47,27 @@ from data_modules.format.fields import (
     type_of,
     typo_hint,
 )
-from data_modules.format.labels import (
+from data_modules.format.meaning import (
     ANSWERS,
     CLASS_COLUMNS,
     CLASSIFICATION,
     KTO,
     PREFERENCE,
     PROMPTS,
+    VERDICTS,
+    MeaningError,
+    check_meaning,
+    find_unread,
     label_of,
     label_text,
     labels_of,
+    may_mean_more,
     read_class,
     read_pair,
     read_verdict,
+    sort_unread,
+    suggest_pair,
+    suggest_settings,
     unused_prompts,
     with_other_answers,
     with_verdict,

@@ -670,7 +670,7 @@ BUGS = [
     ),
     Bug(
         name="each answer is its own stranger",
-        file="data_modules/format/labels.py",
+        file="data_modules/format/meaning.py",
         right="iter([*items[1:], items[0]])",
         wrong="iter(items)",
         test="tests/training/test_kto.py::test_each_prompt_gets_the_answer_of_the_next_row_of_its_kind",

@@ -17,8 +17,7 @@ from app.training.objective.settings import KtoConfig, build_objective
 from common.errors import Origin
 from data_modules import DataConfig, DatasetConfig, Example
 from data_modules.collator import Collator
-from data_modules.format import KTO, RowError, convert_row
-from data_modules.format.labels import with_other_answers
+from data_modules.format import KTO, RowError, convert_row, with_other_answers
 from data_modules.settings import check_datasets, with_format
 from data_modules.types import Conversation, Document, Row
 from tests.conftest import read_column
