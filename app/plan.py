@@ -57,7 +57,7 @@ from app.training.trainer import adapts_to_small_data
 from common.errors import DataError, UserError
 from common.files import write_atomically
 from common.installation import verb_command
-from common.text import duration, percent, printable
+from common.text import counted, duration, percent, printable
 from data_modules import fit_accumulation
 
 _BAR_WIDTH = 40
@@ -290,6 +290,7 @@ def _settings(run: PlannedRun) -> dict[str, Any]:
         "strategy": run.strategy.name,
         "quantization": run.quantization.method,
         "recompute": run.recompute,
+        "recompute_layers": run.recomputed_layers,
         "stream": run.stream,
         "precision": run.precision,
         "micro_batch_size": run.micro_batch_size,
@@ -322,7 +323,7 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
         f"{facts['model']} on {facts['hardware']}: {facts['num_weights'] / 1e9:.2f} B parameters, "
         f"{facts['num_trained'] / 1e6:,.1f} M trainable",
         f"  strategy {settings['strategy']}, quantization {settings['quantization']}, recompute "
-        f"{settings['recompute']}, {settings['precision']}{streams[settings['stream']]}; "
+        f"{_recompute_words(settings)}, {settings['precision']}{streams[settings['stream']]}; "
         f"micro-batch: {settings['micro_batch_size']} x {settings['sequence_len']:,} tokens, "
         f"{settings['accumulation']} per step",
         *(f"  {line}" for line in facts["chosen"]),
@@ -345,6 +346,11 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _recompute_words(settings: Mapping[str, Any]) -> str:
+    number = settings["recompute_layers"]
+    return settings["recompute"] + (f" of {counted(number, 'layer')}" if number else "")
+
+
 def _headline(facts: Mapping[str, Any]) -> str:
     """Say how fast the planned settings are, and what the fastest ones that fit would change."""
     settings, speed = facts["settings"], facts["tokens_per_second"]
@@ -357,7 +363,13 @@ def _headline(facts: Mapping[str, Any]) -> str:
         return f"fits: {speed:,.0f} tokens/s, and {others}"
     kept = [
         f"{name.replace('_', ' ')} {settings[name]}"
-        for name in ("strategy", "quantization", "recompute", "micro_batch_size")
+        for name in (
+            "strategy",
+            "quantization",
+            "recompute",
+            "micro_batch_size",
+            "recompute_layers",
+        )
         if settings[name] != fastest[name]
     ]
     gain = percent(fastest["tokens_per_second"] / speed - 1, 0)

@@ -66,6 +66,8 @@ class Case:
     num_gpus: int = 1
     """with several, weights and states are sharded: all of it fits, and messages are left out"""
     label: str = ""
+    recomputed: float = 1.0
+    """share of the layers, which stands in for `recomputed` in `words`"""
 
     @property
     def is_later(self) -> bool:
@@ -79,7 +81,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        recomputes = [word.replace("=", " ") for word in self.words if "recompute" in word]
+        recomputes = [word.replace("=", " ") for word in self.words if "recompute=" in word]
         labels = [self.label] if self.label else []
         return ", ".join([self.kind, *recomputes, *labels, self.system])
 
@@ -130,6 +132,13 @@ CASES = [
         for method in ("lora", "qlora")
     ),
     Case("full", [*words_of("full"), "recompute=selective"]),
+    Case(
+        "full",
+        [*words_of("full"), "recompute=selective", "recompute.num_layers={recomputed}"],
+        depths=(16, 32),  # of which 11 and 22 are recomputed, as many as recompute=auto chooses
+        recomputed=11 / 16,
+        label="22 of 32 layers",
+    ),
     Case(
         "full",
         [*words_of("full"), "recompute=none", "optimizer=adamw8bit"],
@@ -219,7 +228,10 @@ def trace_all(cases: Sequence[Case]) -> dict[str, Numbers]:
             name=case.name,
             model=case.model,
             num_layers=depth,
-            words=case.words,
+            words=[
+                word.replace("{recomputed}", f"{case.recomputed * depth:.0f}")
+                for word in case.words
+            ],
             lengths=lengths_of(case),
             system=case.system,
             is_later=case.is_later,

@@ -19,8 +19,8 @@ from app.config import TrainConfig, settings_of
 from app.model.description import BaseDescription
 from app.model.quantization import stored_quantization
 from app.planning.choose import (
-    Choice,
     MicroBatchChoice,
+    RecomputeChoice,
     StrategyChoice,
     choose_micro_batch,
     choose_recompute,
@@ -91,7 +91,8 @@ def resolve_auto(
     if plan is None:
         return config, env, None
     mode = config.recompute.mode
-    plan = replace(plan, recompute="none" if mode == "auto" else mode)
+    number = config.recompute.num_layers
+    plan = replace(plan, recompute="none" if mode == "auto" else mode, recompute_layers=number)
     if config.strategy.offload_optimizer == "disk":
         check_disk(plan, states_folder(config.strategy, run.folder))
     return config, env, check_plan(config, base, data, plan)
@@ -187,7 +188,8 @@ def resolve_micro_batch(
     else:
         is_tried = can_probe_micro_batch(plan.strategy)
         config = resolve_recompute(config, env, plan, has_micro_batch=False)
-        choice = choose_micro_batch(replace(plan, recompute=config.recompute.mode))
+        mode, number = config.recompute.mode, config.recompute.num_layers
+        choice = choose_micro_batch(replace(plan, recompute=mode, recompute_layers=number))
     if is_first_rank():
         log.log(logging.INFO if is_tried else logging.DEBUG, "micro-batch: %s", choice)
     data.set_micro_batch_size(choice.size)
@@ -204,13 +206,14 @@ def resolve_recompute(
     """
     if config.recompute.mode != "auto" or env.accelerator == "cpu":
         return config
-    choice = Choice("full", "the memory of this run cannot be planned")
+    choice = RecomputeChoice("full", "the memory of this run cannot be planned")
     if plan is not None:
         compiles = config.trainer.compile
         choice = choose_recompute(plan, compiles=compiles, has_micro_batch=has_micro_batch)
     if is_first_rank():
         log.info("recompute: %s", choice)
-    return replace(config, recompute=replace(config.recompute, mode=choice.name))
+    number = choice.num_layers or config.recompute.num_layers
+    return replace(config, recompute=replace(config.recompute, mode=choice.name, num_layers=number))
 
 
 def check_plan(

@@ -191,7 +191,7 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     attention = choose_backend(config.attention, architecture, env.accelerator, env.precision)
     if isinstance(config, TrainConfig):  # of a base on the hub, nothing was known before
         known = BaseDescription(name=str(model.path), config=architecture.to_dict())
-        problems = check_recompute(config.recompute.every, known)
+        problems = check_recompute(config.recompute, known)
         problems += check_split(config.strategy, known, attention.backend)
         if problems:
             raise UserError(problems)

@@ -26,10 +26,17 @@ class RecomputeConfig:
     save only layer inputs (slowest); offload: as full, with the inputs in host memory"""
     every: int = setting(1, ge=1, note="2 recomputes every other layer")
     """recompute every n-th layer only; the others save all activations (more memory, faster)"""
+    num_layers: int | None = setting(None, ge=1, aliases=("recompute_num_layers",))
+    """recompute the first N layers only (more memory, faster); null: all of them, with auto as many
+    as memory asks for"""
+
+    def recomputes(self, number: int) -> bool:
+        """Return whether a layer is recomputed; they are counted from 0."""
+        return number % self.every == 0 and (self.num_layers is None or number < self.num_layers)
 
 
 def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
-    """Enable non-reentrant checkpointing for every n-th layer of encoder and decoder.
+    """Enable non-reentrant checkpointing for the layers of encoder and decoder that `config` names.
 
     `auto` means none here: on a GPU the caller has resolved it before.
     """
@@ -50,7 +57,7 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
         if "_gradient_checkpointing_func" in vars(module):
             module._gradient_checkpointing_func = run_layer
         if isinstance(module, GradientCheckpointingLayer):
-            module.gradient_checkpointing = num_layers % config.every == 0
+            module.gradient_checkpointing = config.recomputes(num_layers)
             num_layers += 1
             for inner in module.modules():
                 if inner is not module and "gradient_checkpointing" in vars(inner):

@@ -276,33 +276,26 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     exchanged, of_keys, masks = _exchange_bytes(run, widths, execution)
     whole += exchanged
     own += exchanged * (run.recompute == "none")
-    chunk, of_feed_forward = run.feed_forward_share, _feed_forward_bytes(widths, execution)
-    whole -= (1 - chunk) * of_feed_forward
     if run.model.is_pair:  # a token passes through either the encoder or the decoder
         tokens //= 2
         whole = _encoder_decoder_layer_bytes(widths, execution)
         own = whole if run.recompute == "none" else own
-    recomputed = 0 if run.recompute == "none" else -(-widths.layers // run.recompute_every)
-    of_layers = recomputed * own + (widths.layers - recomputed) * (whole + share * gathered)
-    again = whole + gathered - own if recomputed else 0.0
-    if recomputed and norm_bytes != execution.residual_bytes:  # the norm saves another copy
-        again += stream
+    recomputed = run.recomputed_layers
+    saved = widths.layers - recomputed
+    of_layers = recomputed * own + saved * (whole + share * gathered)
+    working = at_last = _working(run, widths, execution, of_keys)
+    if recomputed:
+        chunk = run.feed_forward_share
+        whole -= (1 - chunk) * _feed_forward_bytes(widths, execution)
+        working = _working(run, widths, execution, of_keys, chunk)
+    if run.recomputes_last:
+        at_last = whole + gathered - own + working
+        if norm_bytes != execution.residual_bytes:  # the norm saves another copy
+            at_last += stream
     if not recomputed and not run.model.trains_embedding:
         of_layers -= norm_bytes * hidden  # the first norm's input needs no gradient
     # With offload, another input is on the GPU: that of the next layer, which the lowest has not.
     waiting = stream if run.recompute == "offload" else 0
-    working = _working(run, widths, execution)
-    if chunk < 1:
-        by_chunk = chunk * (working + value_bytes * hidden) + value_bytes * hidden
-        # The gradients of attention may take more: of its output, q, k and v. By then the
-        # feed-forward is finished, with its norm.
-        of_attention = 2 * value_bytes * (widths.query + widths.key_value - hidden)
-        working = stream + max(by_chunk, of_attention - chunk * of_feed_forward)
-    if execution.keeps_scores:
-        scores = _SCORE_TEMPORARIES * value_bytes * widths.heads * execution.sequence_len
-        # The backward pass of the feed-forward is finished by then.
-        working = max(working, scores - of_feed_forward)
-    working = max(working, of_keys - chunk * of_feed_forward)
     unpacked = _bytes_of_copy(run) * run.model.largest_matrix
     # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
     shared = (
@@ -313,7 +306,7 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     at_first = tokens * (whole + gathered + working) + unpacked + shared
     return Activations(
         all=tokens * (of_layers + (norm_bytes + value_bytes) * hidden + waiting) + shared,
-        at_last=tokens * (of_layers + again + working + waiting) + unpacked + shared,
+        at_last=tokens * (of_layers + at_last + waiting) + unpacked + shared,
         at_second=at_first + tokens * waiting,
         at_first=at_first,
         of_stream=float(tokens * stream),
@@ -364,11 +357,33 @@ def _bytes_of_copy(run: PlannedRun) -> int:
     return {"none": 0, "fp8": 1}.get(run.quantization.method, HALF)
 
 
-def _working(run: PlannedRun, widths: Widths, execution: LayerExecution) -> float:
+def _working(
+    run: PlannedRun, widths: Widths, execution: LayerExecution, of_keys: float, chunk: float = 1.0
+) -> float:
     """Return the peak temporary bytes per token in a layer's backward pass.
 
-    Counted on top of the activations that the layer has saved.
+    Counted on top of the activations that the layer has saved. `of_keys`: of gradients of gathered
+    keys. `chunk`: the share of the tokens whose feed-forward is in memory at once.
     """
+    value_bytes, hidden = execution.value_bytes, widths.hidden
+    stream = execution.residual_bytes * hidden
+    of_feed_forward = _feed_forward_bytes(widths, execution)
+    working = _working_of_feed_forward(run, widths, execution)
+    if chunk < 1:
+        by_chunk = chunk * (working + value_bytes * hidden) + value_bytes * hidden
+        # The gradients of attention may take more: of its output, q, k and v. By then the
+        # feed-forward is finished, with its norm.
+        of_attention = 2 * value_bytes * (widths.query + widths.key_value - hidden)
+        working = stream + max(by_chunk, of_attention - chunk * of_feed_forward)
+    if execution.keeps_scores:
+        scores = _SCORE_TEMPORARIES * value_bytes * widths.heads * execution.sequence_len
+        # The backward pass of the feed-forward is finished by then.
+        working = max(working, scores - of_feed_forward)
+    return max(working, of_keys - chunk * of_feed_forward)
+
+
+def _working_of_feed_forward(run: PlannedRun, widths: Widths, execution: LayerExecution) -> float:
+    """Return the peak temporary bytes per token in the backward pass of a feed-forward."""
     hidden, inner, width = widths.hidden, widths.feed_forward, execution.value_bytes
     stream = execution.residual_bytes * hidden
     if execution.scaled_inputs:

@@ -16,6 +16,7 @@ from app.planning.choose import (
     choose_micro_batch,
     is_clearly_faster,
     splits_of,
+    with_fewest_layers,
 )
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import (
@@ -100,7 +101,8 @@ def list_candidates(
         for mode in BY_SPEED:
             if config.trainer.compile and mode == "selective":
                 continue
-            found += _of_micro_batches(config, base, run, mode, overrides)
+            whole = _of_micro_batches(config, base, run, mode, overrides)
+            found += [*whole, *_with_fewest_layers(whole)]
     found = _worth_splitting(found, config.strategy)
     return sorted(
         found, key=lambda each: (not each.fits, -each.speed.tokens_per_second, len(each.overrides))
@@ -199,6 +201,25 @@ def _of_micro_batches(
     if best is not None and not any(best is each for each in as_typed):
         as_typed.append(best)
     return as_typed
+
+
+def _with_fewest_layers(candidates: list[Candidate]) -> Iterator[Candidate]:
+    """Yield those that fit with only as many layers recomputed as memory asks for, if that is less.
+
+    None of them fits without recompute.
+    """
+    for each in candidates:
+        run = with_fewest_layers(each.run) if each.fits else each.run
+        number = run.recompute_layers
+        if number != each.run.recompute_layers and not _fits_without_recompute(run):
+            recompute = replace(each.config.recompute, num_layers=number)
+            overrides = (*each.overrides, f"recompute.num_layers={number}")
+            yield _candidate(replace(each.config, recompute=recompute), run, overrides)
+
+
+def _fits_without_recompute(run: PlannedRun) -> bool:
+    run = replace(run, recompute="none")
+    return fits(run, estimate_gpu_memory(run))
 
 
 def _candidate(config: TrainConfig, run: PlannedRun, overrides: tuple[str, ...]) -> Candidate:

@@ -3,6 +3,7 @@ reason."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +38,9 @@ SPLITTING = ("ddp", "fsdp", "fsdp_hybrid", "fsdp_pp")
 _UNTRIED_SHARE = 0.8
 """share of the memory for activations that is used if no micro-batch is tried on the device"""
 
+_NEAR = 0.98
+"""share of the highest speed that is enough for a split over fewer ranks"""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -47,6 +51,18 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeChoice(Choice):
+    """A chosen mode, the number of layers that are recomputed, and the reason."""
+
+    num_layers: int | None = None
+    """None: all"""
+
+    def __str__(self) -> str:
+        number = "" if self.num_layers is None else f" recompute.num_layers={self.num_layers}"
+        return f"{self.name}{number} ({self.reason})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +135,8 @@ def choose_strategy(
         and allows(under := run.under(each))
         and (split := expected(under)) is not None
     ]
-    best = max(splits, key=_tokens_per_second, default=None)
+    most = max(map(_tokens_per_second, splits), default=0.0)
+    best = next((each for each in splits if _tokens_per_second(each) >= _NEAR * most), None)
     if not is_clearly_faster(_tokens_per_second(best), _tokens_per_second(without)):
         return whole
     assert best is not None
@@ -172,11 +189,32 @@ def is_clearly_faster(speed: float, other: float) -> bool:
     return speed > (1 + KERNEL_ERROR) * other
 
 
+def with_fewest_layers(run: PlannedRun) -> PlannedRun:
+    """Return the run with only as many layers recomputed as memory asks for.
+
+    Unchanged if their number is given, or if they do not fit even if all are recomputed.
+    """
+    layers, is_free = run.model.num_layers, run.recompute_layers is None
+    is_pipeline = pipeline_parallel_size(run.strategy) > 1
+    if run.recompute == "none" or run.recompute_every > 1 or not is_free or is_pipeline:
+        return run
+    share = _usable_share(run)
+
+    def is_enough(number: int) -> bool:
+        return _Need.of(replace(run, recompute_layers=number), share).fits
+
+    # Layers without a backward pass are the first ones, and need no recompute.
+    numbers = range(layers - run.model.trained_layers + 1, layers)
+    number = bisect_left(numbers, True, key=is_enough)
+    return replace(run, recompute_layers=numbers[number]) if number < len(numbers) else run
+
+
 def _expected(run: PlannedRun, modes: Sequence[str], has_micro_batch: bool) -> PlannedRun | None:
     """Return the run with the mode and the micro-batch that `auto` will take; None if none fits.
 
     The first mode that fits, or a later one if its larger micro-batches make it faster: weights are
-    then gathered less often.
+    then gathered less often. Of a mode, the micro-batch with which recomputing only as many layers
+    as memory asks for is the fastest.
     """
     best = None
     for mode in modes:
@@ -184,10 +222,14 @@ def _expected(run: PlannedRun, modes: Sequence[str], has_micro_batch: bool) -> P
         if not fits(each, estimate_gpu_memory(each)):
             continue
         if has_micro_batch:
-            return each
-        each = each.with_micro_batch(choose_micro_batch(each).size)
+            return with_fewest_layers(each)
+        largest = choose_micro_batch(each).size
         if not run.hardware.has_known_rates:
-            return each
+            return with_fewest_layers(each.with_micro_batch(largest))
+        packs = run.micro_batch_size * run.accumulation
+        sizes = [size for size in reversed(divisors(packs)) if size <= largest]
+        variants = (with_fewest_layers(each.with_micro_batch(size)) for size in sizes)
+        each = max(variants, key=_tokens_per_second)
         if best is None or is_clearly_faster(_tokens_per_second(each), _tokens_per_second(best)):
             best = each
     return best
@@ -271,8 +313,8 @@ def _describe_unsharded(run: PlannedRun) -> str:
 
 def choose_recompute(
     run: PlannedRun, *, compiles: bool = False, has_micro_batch: bool = True
-) -> Choice:
-    """Choose the fastest mode that fits, else the mode with the least memory.
+) -> RecomputeChoice:
+    """Choose the fastest mode and number of layers that fit, else the mode with the least memory.
 
     Without `has_micro_batch`, a mode's speed is that with the micro-batches it leaves room for.
     """
@@ -285,17 +327,20 @@ def choose_recompute(
         f"with {best.tokens:,} tokens per micro-batch; estimated"
     )
     if best.recompute == "none":
-        return Choice("none", f"all activations fit: {need.activations:.1f} GiB {rest}")
+        return RecomputeChoice("none", f"all activations fit: {need.activations:.1f} GiB {rest}")
     if first is None:
         why = f"no mode fits; this one takes the least: {need.activations:.1f} GiB activations"
-        return Choice(best.recompute, f"{why} {rest}")
+        return RecomputeChoice(best.recompute, f"{why} {rest}")
     why = "the fastest mode that fits"
+    if run.recompute_layers is None and best.recompute_layers is not None:
+        why = f"the other {run.model.num_layers - best.recompute_layers} layers fit without"
     if best.recompute != first.recompute:
         other = _expected(run, [first.recompute], has_micro_batch)
         factor = _tokens_per_second(best) / _tokens_per_second(other)
         why = f"its larger micro-batches make it {factor:.1f} x as fast as {first.recompute}"
     saved = f"{need.activations:.1f} GiB activations instead of {whole.activations:.1f}"
-    return Choice(best.recompute, f"{why}: {saved} {rest}")
+    number = best.recompute_layers if run.recompute_layers is None else None
+    return RecomputeChoice(best.recompute, f"{why}: {saved} {rest}", num_layers=number)
 
 
 def choose_micro_batch(run: PlannedRun) -> MicroBatchChoice:
@@ -305,7 +350,7 @@ def choose_micro_batch(run: PlannedRun) -> MicroBatchChoice:
     before the run, some memory is left free.
     """
     packs = run.micro_batch_size * run.accumulation
-    share = 1.0 if can_probe_micro_batch(run.strategy) else _UNTRIED_SHARE
+    share = _usable_share(run)
     needs: dict[int, _Need] = {}
     number = 1
     is_pipeline = pipeline_parallel_size(run.strategy) > 1
@@ -327,6 +372,11 @@ def choose_micro_batch(run: PlannedRun) -> MicroBatchChoice:
         other = larger[-1]
         reason += f"; {other}, the next divisor, would take {needs[other].activations:.1f}"
     return MicroBatchChoice(number, reason)
+
+
+def _usable_share(run: PlannedRun) -> float:
+    """Return the share of the memory for activations that may be used."""
+    return 1.0 if can_probe_micro_batch(run.strategy) else _UNTRIED_SHARE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

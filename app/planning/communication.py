@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass, replace
 
 from app.model.attention import gather_reason, key_repeats
-from app.model.recompute import WHOLE_LAYERS
 from app.planning.flops import stages_of
 from app.planning.memory import PlannedRun
 from app.planning.states import ZERO_BUCKET, WeightBytes, keeps_gradients_whole
@@ -397,7 +396,7 @@ def _of_tensor_parallel(run: PlannedRun) -> list[Collective]:
     """List two all-reduces per layer and pass; recomputing a layer repeats its forward ones."""
     if run.tensor_size == 1:
         return []
-    directions = 3 if run.recompute in WHOLE_LAYERS else 2
+    directions = 2 + run.share_computed_twice
     return [
         Collective(
             what="hidden states of split layers",
@@ -422,7 +421,7 @@ def _of_context_parallel(run: PlannedRun) -> list[Collective]:
         what, kind = "heads of split rows", ALL_TO_ALL
         repeats = key_repeats(widths.heads, widths.key_heads, ranks)
         features = 2 * (widths.query + repeats * widths.key_value)
-    directions, recurrent = 2 if run.recompute == "none" else 3, run.model.recurrent_share
+    directions, recurrent = 2 + run.recomputed_share, run.model.recurrent_share
     exchange = Collective(
         what=what,
         kind=kind,
@@ -448,7 +447,7 @@ def _of_expert_parallel(run: PlannedRun) -> list[Collective]:
     """List the hidden states that travel to experts and back; recomputing a layer repeats it."""
     if (ranks := run.expert_size) == 1:
         return []
-    directions, widths = 2 if run.recompute == "none" else 3, run.model.widths
+    directions, widths = 2 + run.recomputed_share, run.model.widths
     features = widths.hidden * widths.routed_copies // 2
     return [
         Collective(

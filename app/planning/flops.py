@@ -63,7 +63,7 @@ def estimate_flops(run: PlannedRun) -> Flops:
     reached = share * model.reached
     products = forward + head + reached * forward
     products += share * (2.0 * trained + (1 + model.trains_head) * head)
-    every = reached / run.recompute_every  # layers without a backward pass are not recomputed
+    every = reached * run.recomputed_share  # layers without a backward pass are not recomputed
     again = again_attention = 0.0
     if run.recompute in WHOLE_LAYERS:
         again, again_attention = forward * every, attention * every
@@ -72,7 +72,7 @@ def estimate_flops(run: PlannedRun) -> Flops:
         again = 2.0 * wide * every
     of_base = 2.0 * frozen if run.runs_base else 0.0
     # Of ranks that share rows, each computes the recurrences of whole ones.
-    passes = 1 + reached * (1 + (run.recompute in WHOLE_LAYERS))
+    passes = 1 + reached * (1 + run.share_computed_twice)
     again += 2.0 * (run.context_size - 1) * passes * model.recurrent_weights
     others, others_attention = of_base + head * run.runs_base, attention * run.runs_base
     others += share * head * run.recomputes_head

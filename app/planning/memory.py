@@ -67,6 +67,8 @@ class PlannedRun:
     quantization: QuantizationConfig
     recompute: str
     recompute_every: int = 1
+    recompute_layers: int | None = None
+    """the number of layers, counted from the first, that may be recomputed; None: all"""
     precision: str = "bf16"
     """fp32, bf16, bf16-pure or fp16"""
     trains_in_fp8: bool = False
@@ -165,6 +167,39 @@ class PlannedRun:
         return 0.5 if self.runs_others else 1.0
 
     @property
+    def recomputed_layers(self) -> int:
+        """Number of layers that are recomputed; only those with a backward pass are."""
+        if self.recompute == "none":
+            return 0
+        layers, every = self.model.num_layers, self.recompute_every
+        lowest, last = (
+            layers - self.model.trained_layers,
+            min(self.recompute_layers or layers, layers),
+        )
+        return max(0, -(-last // every) - -(-lowest // every))
+
+    @property
+    def recomputes_last(self) -> bool:
+        """Whether the last layer is recomputed."""
+        layers = self.model.num_layers
+        is_counted = (layers - 1) % self.recompute_every == 0
+        return (
+            self.recomputed_layers > 0
+            and is_counted
+            and (self.recompute_layers or layers) >= layers
+        )
+
+    @property
+    def recomputed_share(self) -> float:
+        """Share of the layers with a backward pass that are recomputed."""
+        return self.recomputed_layers / max(1, self.model.trained_layers)
+
+    @property
+    def share_computed_twice(self) -> float:
+        """Share of the layers with a backward pass whose products are computed again."""
+        return self.recomputed_share if self.recompute in WHOLE_LAYERS else 0.0
+
+    @property
     def num_forwards(self) -> int:
         """Forward passes of a micro-batch, without those of recompute and a teacher."""
         return (1 + self.runs_base) * (1 + self.runs_others)
@@ -226,8 +261,8 @@ class PlannedRun:
 
     @property
     def feed_forward_share(self) -> float:
-        """Share of a micro-batch whose feed-forward's activations a layer has in memory at once."""
-        is_chunked = self.recompute in WHOLE_LAYERS and self.recompute_every == 1
+        """Share of a micro-batch whose feed-forward a recomputed layer has in memory at once."""
+        is_chunked = self.recompute in WHOLE_LAYERS
         is_chunked &= self.fuses_layers and self.fuses_loss and not self.model.is_pair
         has_name = any("mlp." in name for weights, _ in self.model.layers for name in weights)
         if not (is_chunked and has_name) or self.model.widths.routed_copies:
@@ -556,7 +591,7 @@ def estimate_host_memory(run: PlannedRun) -> HostMemory:
     if run.recompute == "offload":
         widths = run.model.widths
         layer_input = run.execution.tokens * widths.hidden * run.execution.residual_bytes
-        offloaded += layer_input * widths.layers * per_node
+        offloaded += layer_input * run.recomputed_layers * per_node
     return HostMemory(loading=loading, offloaded=offloaded)
 
 

@@ -235,7 +235,8 @@ def plan_run(
             raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in problems])
     if mode == "auto":
         chosen = choose_recompute(run, compiles=compiles, has_micro_batch=has_micro_batch)
-        run = replace(run, recompute=chosen.name)
+        number = chosen.num_layers or run.recompute_layers
+        run = replace(run, recompute=chosen.name, recompute_layers=number)
         lines.append(f"recompute: {chosen}")
     if not has_micro_batch:
         packs = choose_micro_batch(run)
@@ -273,6 +274,7 @@ def build_planned_run(
         quantization=replace(quantization, method="nf4") if is_stored else quantization,
         recompute="full" if config.recompute.mode == "auto" else config.recompute.mode,
         recompute_every=config.recompute.every,
+        recompute_layers=config.recompute.num_layers,
         precision=precision,
         trains_in_fp8=trainer.precision == "fp8",
         optimizer=config.optimizer.name,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from app.model.attention import gather_reason
-from app.model.recompute import WHOLE_LAYERS
 from app.planning.communication import (
     ALL_GATHER,
     CONTENTION,
@@ -279,7 +278,7 @@ def _full_rate(run: PlannedRun) -> float:
 def _weight_reads(run: PlannedRun) -> float:
     """Return the bytes of weights that the products of a micro-batch must read."""
     number = run.model.multiplied(trained=False) + run.model.multiplied(trained=True)
-    passes = run.num_forwards + (2 if run.recompute in WHOLE_LAYERS else 1)
+    passes = run.num_forwards + 1 + run.share_computed_twice
     return passes * 2.0 * (number + run.model.head_weights)
 
 
@@ -297,10 +296,9 @@ def _traffic(run: PlannedRun) -> float:
     layer = layer / split + (rates["norm"] + rates["adds"]) * widths.hidden
     if run.context_size > 1 and gather_reason(widths.heads, widths.key_heads, run.context_size):
         layer += _GATHERED * widths.query * run.context_size * (1 - model.recurrent_share)
-    again = 0.0 if run.recompute == "none" else 1 / run.recompute_every
     # Layers below the lowest trainable one have a forward pass only.
     reached = run.trained_share * model.reached
-    forwards = 1 + run.runs_base + again * reached
+    forwards = 1 + run.runs_base + run.recomputed_share * reached
     layer *= _FORWARD_TRAFFIC * forwards + (1 - _FORWARD_TRAFFIC) * reached
     layers = model.num_layers / (2 if model.is_pair else 1)
     logit = _LOSS_TRAFFIC
@@ -320,13 +318,13 @@ def _dequantized(run: PlannedRun) -> float:
         # outputs of all matrices in the backward pass.
         widths, forwards = (
             run.model.widths,
-            1 + run.runs_base + (run.recompute in WHOLE_LAYERS),
+            1 + run.runs_base + run.share_computed_twice,
         )
         inputs = 2 * widths.hidden + widths.query + widths.feed_forward
         values = run.model.num_layers * (forwards * inputs + widths.outputs)
         transposed = _FP8_TRANSPOSED * run.model.multiplied(trained=False)
         return run.base_share_in_fp8 * (transposed + _FP8_INPUTS * values * run.tokens)
-    passes = run.num_forwards + (2 if run.recompute in WHOLE_LAYERS else 1)
+    passes = run.num_forwards + 1 + run.share_computed_twice
     return passes * _DEQUANTIZED[run.quantization.method] * run.model.multiplied(trained=False)
 
 
@@ -335,7 +333,7 @@ def _quantized_in_training(run: PlannedRun) -> float:
 
     Inputs and gradients of every matrix, and the matrices, are quantized by row and by column.
     """
-    by_row = _FP8_INPUTS * (2 if run.recompute in ("full", "offload") else 1)
+    by_row = _FP8_INPUTS * (1 + run.share_computed_twice)
     widths, matrices = run.model.widths, run.model.multiplied(trained=True)
     values = (by_row + _FP8_COLUMNS) * widths.inputs + (_FP8_INPUTS + _FP8_COLUMNS) * widths.outputs
     return values * run.model.num_layers * run.tokens + (by_row + _FP8_COLUMNS) * matrices
@@ -345,7 +343,7 @@ def _host_copies(run: PlannedRun) -> float:
     """Return the bytes per step that are copied between a GPU and its host during computation."""
     copied = 0.0
     if run.recompute == "offload":
-        of_layers = run.model.widths.hidden * run.execution.residual_bytes * run.model.num_layers
+        of_layers = run.model.widths.hidden * run.execution.residual_bytes * run.recomputed_layers
         copied += 2.0 * run.execution.tokens * of_layers * run.accumulation
     if _keeps_weights_on_host(run):
         shares, _, _ = num_shards(run.strategy, run.num_ranks, run.num_nodes)

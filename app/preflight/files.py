@@ -60,6 +60,7 @@ from data_modules import (
 
 if TYPE_CHECKING:
     from app.config.verbs import TrainConfig, TunedConfig
+    from app.model.recompute import RecomputeConfig
 
 
 _MAX_LABELS = 20
@@ -298,17 +299,22 @@ def _check_training(config: TrainConfig, base: BaseDescription) -> list[str]:
     if config.trainer.compile:
         problem = compile_error(base.config)
         problems += [problem] if problem else []
-    problems += check_recompute(config.recompute.every, base)
+    problems += check_recompute(config.recompute, base)
     size = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
     problems += check_split(config.strategy, base)
     return problems + (check_tensor_parallel(size, base) if size > 1 else [])
 
 
-def check_recompute(every: int, base: BaseDescription) -> list[str]:
-    """Check that recompute.every is at most the number of layers, encoder and decoder together."""
-    layers = base.num_layers
-    if layers is None or every <= layers:
+def check_recompute(config: RecomputeConfig, base: BaseDescription) -> list[str]:
+    """Check that there are as many layers, encoder and decoder together, as recompute counts."""
+    layers, every, number = base.num_layers, config.every, config.num_layers
+    if layers is None or max(every, number or 1) <= layers:
         return []
+    if every <= layers:
+        return [
+            f"recompute.num_layers={number}: {base.name} has {layers} layers; type a smaller "
+            "number, or leave it out for all of them"
+        ]
     return [
         f"recompute.every={every} has no effect: {base.name} has {layers} layers, of which every "
         f"n-th is recomputed; type a number up to {max(layers // 2, 1)}, or leave it out"

@@ -63,11 +63,14 @@ class Case:
     """tokens of each document of a pack"""
     micro_batch_size: int
     precision: str
+    num_layers: int | None = None
+    """recomputed layers; None: all"""
 
     def __str__(self) -> str:
         docs = "+".join(map(str, self.documents))
+        recompute = f"{self.recompute} {self.num_layers or ''}".strip()
         return (
-            f"{self.base} {self.adapter} {self.recompute} {self.micro_batch_size}x({docs}) "
+            f"{self.base} {self.adapter} {recompute} {self.micro_batch_size}x({docs}) "
             f"{self.precision}"
         )
 
@@ -82,6 +85,9 @@ HELD_OUT = (
     Case("llama", "lora", "selective", (512,), 1, "fp32"),
     Case("llama", "full", "selective", (512,), 2, "bf16-pure"),
     Case("qwen2", "freeze", "full", (512,), 4, "fp32"),
+    Case("llama", "full", "selective", (512,), 2, "fp32", num_layers=4),
+    Case("llama", "lora", "full", (512,), 2, "fp32", num_layers=3),
+    Case("wide", "full", "full", (384,), 1, "bf16-pure", num_layers=2),
 )
 """cases that were measured after the formulas were written"""
 
@@ -129,6 +135,7 @@ def settings_of_case(case: Case) -> Any:
             "model.from_scratch=true",
             f"adapter={case.adapter}",
             f"recompute={case.recompute}",
+            f"recompute.num_layers={'null' if case.num_layers is None else case.num_layers}",
             f"trainer.precision={case.precision}",
             f"trainer.micro_batch_size={case.micro_batch_size}",
             f"data.sequence_len={sum(case.documents)}",
@@ -162,10 +169,8 @@ def on_a_cpu(run: PlannedRun, documents: Sequence[int]) -> float:
     of_layer = (
         sum(map(_probabilities, documents)) * run.model.widths.heads * run.execution.value_bytes
     )
-    layers = run.model.trained_layers
-    keeping = {"loss": layers if run.recompute == "none" else 0, LAST: layers, FIRST: 1}
-    if run.recompute != "none":
-        keeping[LAST] = 1
+    saved = run.model.trained_layers - run.recomputed_layers
+    keeping = {"loss": saved, LAST: max(1, saved), FIRST: 1}
     return max(
         each.total + of_layer * keeping.get(each.moment, 0) for each in estimate_moments(run)
     )

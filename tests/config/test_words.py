@@ -54,6 +54,7 @@ ANSWERS = [
     ("sample_packing=true", "unknown key sample_packing=true; type packing=multipack"),
     ("packing=true", "packing=true: no such option"),
     ("gradient_checkpointing=false", "type recompute=none"),
+    ("recompute_num_layers=4", "recompute.num_layers=4"),
     ("logger=false", "type logger=csv"),
     ("report_to=none", "type logger=csv"),
     ("--config=mine.yaml", "type +experiment=mine.yaml"),

@@ -198,11 +198,19 @@ def test_half_precision_and_its_short_attention(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "every", "expected"), [("full", 1, [2, 2, 2, 2]), ("selective", 2, [2, 1, 2, 1])]
+    ("mode", "every", "num_layers", "expected"),
+    [
+        ("full", 1, None, [2, 2, 2, 2]),
+        ("selective", 2, None, [2, 1, 2, 1]),
+        ("full", 2, 2, [2, 1, 1, 1]),
+        ("selective", 1, 3, [2, 2, 2, 1]),
+    ],
 )
-def test_every_nth_layer_is_recomputed(mode: str, every: int, expected: list[int]) -> None:
+def test_layers_that_are_recomputed(
+    mode: str, every: int, num_layers: int | None, expected: list[int]
+) -> None:
     base = with_our_attention(tiny_llama(num_hidden_layers=4))
-    model = prepared(base, RecomputeConfig(mode=mode, every=every))
+    model = prepared(base, RecomputeConfig(mode=mode, every=every, num_layers=num_layers))
     calls = [0] * 4
     for number, layer in enumerate(base.model.layers):
 
@@ -214,10 +222,14 @@ def test_every_nth_layer_is_recomputed(mode: str, every: int, expected: list[int
     assert calls == expected
 
 
-def test_every_nth_layer_gives_the_same_gradients() -> None:
+@pytest.mark.parametrize(
+    ("mode", "which"),
+    [("full", {"every": 2}), ("selective", {"num_layers": 2}), ("offload", {"num_layers": 1})],
+)
+def test_some_recomputed_layers_give_the_same_gradients(mode: str, which: dict[str, int]) -> None:
     found = [
-        gradients(prepared(tiny_llama(num_hidden_layers=3), config))
-        for config in (RecomputeConfig(), RecomputeConfig(mode="full", every=2))
+        gradients(prepared(with_our_attention(tiny_llama(num_hidden_layers=3)), config))
+        for config in (RecomputeConfig(), RecomputeConfig(mode=mode, **which))
     ]
     assert_equal(found[1], found[0])
 

@@ -209,6 +209,30 @@ def test_the_fastest_recompute_that_fits(gib: float, packs: int, mode: str) -> N
         assert choose_recompute(run, compiles=True).name == "full"
 
 
+@pytest.mark.parametrize(("gib", "mode", "top"), [(66, "selective", 32), (26, "full", 20)])
+def test_only_as_many_layers_are_recomputed_as_memory_asks_for(
+    gib: float, mode: str, top: int
+) -> None:
+    """Of those with a backward pass, the top ones; the others come first and are not counted."""
+    trained = f"adapter.layers={[*range(32 - top, 32)]}".replace(" ", "")
+    run = replace(of_memory(gib, f"{LORA_8B} {trained}"), micro_batch_size=4)
+    choice = choose_recompute(run)
+    assert choice.name == mode and choice.num_layers is not None, choice
+    assert f"{mode} recompute.num_layers={choice.num_layers} (the other " in str(choice)
+
+    def needs(number: int) -> bool:
+        each = replace(run, recompute=mode, recompute_layers=number)
+        return not fits(each, estimate_gpu_memory(each))
+
+    assert [needs(number) for number in (choice.num_layers - 1, choice.num_layers)] == [True, False]
+    part = replace(run, recompute=mode, recompute_layers=choice.num_layers)
+    assert part.recomputed_layers == choice.num_layers - (32 - top)
+    whole = [estimate_speed(replace(part, recompute_layers=n)).step for n in (32, None)]
+    assert whole[0] == whole[1] > estimate_speed(part).step
+    given = replace(run, recompute_layers=31)
+    assert choose_recompute(given).num_layers is None  # stays as it is
+
+
 @pytest.mark.parametrize(
     ("words", "first", "mode", "packs"),
     [

@@ -14,6 +14,7 @@ from app.config import TrainConfig, load_config
 from app.model.base import ModelConfig, read_shapes, weight_files
 from app.model.description import BaseDescription, matrices_of
 from app.model.families import shapes_of_config
+from app.model.recompute import RecomputeConfig
 from app.preflight import base_model, describe_base
 from app.preflight.files import check_recompute
 from common.errors import UserError
@@ -401,10 +402,14 @@ def test_recomputing_every_nth_layer_of_fewer_is_refused(
 ) -> None:
     base = BaseDescription(name="base", config=numbers)
     assert (
-        check_recompute(layers, base) == check_recompute(99, BaseDescription(name="hub/id")) == []
+        check_recompute(RecomputeConfig(every=layers, num_layers=layers), base)
+        == check_recompute(RecomputeConfig(every=99), BaseDescription(name="hub/id"))
+        == []
     )
-    (problem,) = check_recompute(layers + 1, base)
+    (problem,) = check_recompute(RecomputeConfig(every=layers + 1), base)
     assert f"recompute.every={layers + 1} has no effect: base has {layers} layers" in problem
+    (problem,) = check_recompute(RecomputeConfig(num_layers=layers + 1), base)
+    assert f"recompute.num_layers={layers + 1}: base has {layers} layers; type a sma" in problem
 
 
 def test_a_base_on_the_hub_is_checked_for_its_layers_once_it_is_open() -> None:

@@ -121,6 +121,8 @@ IN_TRAINING = (
             "with quantization={c.quantization.method}", "quantization=nf4, too"),
     _Unused("recompute.every", lambda c: c.recompute.mode == "none",
             "with recompute=none", "recompute=full, too"),
+    _Unused("recompute.num_layers", lambda c: c.recompute.mode == "none",
+            "with recompute=none", "recompute=full, too"),
     _Unused("model.rope_scaling", lambda c: c.model.context_len is None,
             "without model.context_len", "model.context_len=N, too"),
     _Unused("data.roles_to_train", lambda c: c.data.train_on_inputs,

@@ -268,6 +268,10 @@ GROUPS = (
                  "strategy.offload_parameters, strategy.offload_optimizer, strategy.replicas and "
                  "strategy.shards_data_parallel are not built yet",
                  "strategy=fsdp_pp without them, or strategy=fsdp_hybrid"),
+        Conflict(lambda c, d: c.recompute.num_layers is not None,
+                 "recompute.num_layers={c.recompute.num_layers} counts from the first layer, and "
+                 "would slow down the first stages of {strategy}, for which all others wait",
+                 "recompute.num_layers=null, recompute.every=2, or strategy=fsdp"),
         Conflict(lambda c, d: c.adapter.neftune_alpha is not None,
                  "adapter.neftune_alpha={c.adapter.neftune_alpha:g} adds noise to an embedding, "
                  "which {strategy} computes on one rank of several; together they are not tested "
