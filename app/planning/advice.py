@@ -16,6 +16,7 @@ from app.planning.choose import (
     choose_micro_batch,
     is_clearly_faster,
     splits_of,
+    syncs_once,
     with_fewest_layers,
 )
 from app.planning.hardware import HardwareConfig
@@ -98,10 +99,14 @@ def list_candidates(
             run, _ = plan_run(typed, hardware, config_json, model=model, strategies=strategies)
         except UserError:
             continue
-        for mode in BY_SPEED:
+        variants = [(base, run, overrides)]
+        if once := syncs_once(run.strategy, run):
+            word, at_once = "strategy.sync_each_micro_batch=false", replace(base, strategy=once)
+            variants.append((at_once, run.under(once), (*overrides, word)))
+        for mode, (changed, each, words) in product(BY_SPEED, variants):
             if config.trainer.compile and mode == "selective":
                 continue
-            whole = _of_micro_batches(config, base, run, mode, overrides)
+            whole = _of_micro_batches(config, changed, each, mode, words)
             found += [*whole, *_with_fewest_layers(whole)]
     found = _worth_splitting(found, config.strategy)
     return sorted(

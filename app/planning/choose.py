@@ -41,6 +41,9 @@ _UNTRIED_SHARE = 0.8
 _NEAR = 0.98
 """share of the highest speed that is enough for a split over fewer ranks"""
 
+MIN_GAIN = 1.01
+"""factor by which gradients that are averaged once per step must be faster"""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -121,6 +124,12 @@ def choose_strategy(
         return whole
     expected = partial(_expected, modes=modes, has_micro_batch=has_micro_batch)
     without = expected(run.under(whole.strategy))
+    once = syncs_once(whole.strategy, run)
+    if once and without and (best := expected(run.under(once))) and run.hardware.has_known_rates:
+        factor = _tokens_per_second(best) / _tokens_per_second(without)
+        if factor > MIN_GAIN:
+            reason = f"gradients, averaged once per step, make it {factor:.2f} x as fast"
+            whole, without = StrategyChoice(once, f"{choice.reason}; {reason}"), best
     if without is not None and not run.hardware.has_known_rates:
         return whole  # nobody knows what would be faster
     # Sharing rows takes the place of computing layers twice; the others, of sending weights.
@@ -160,6 +169,16 @@ def _split_reason(split: PlannedRun, without: PlannedRun | None) -> str:
 
 def _tokens_per_second(run: PlannedRun | None) -> float:
     return 0.0 if run is None else estimate_speed(run).tokens_per_second
+
+
+def syncs_once(strategy: StrategyConfig, run: PlannedRun) -> FsdpConfig | None:
+    """Return FSDP with gradients that are averaged once per step; None if that changes nothing."""
+    if not isinstance(strategy, FsdpConfig) or strategy.sync_each_micro_batch is not None:
+        return None
+    under = run.under(strategy)
+    if under.keeps_gradients_whole or under.accumulation * under.micro_batch_size == 1:
+        return None
+    return replace(strategy, sync_each_micro_batch=False)
 
 
 def splits_of(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from app.model.attention import gather_reason, key_repeats
 from app.planning.flops import stages_of
 from app.planning.memory import PlannedRun
-from app.planning.states import ZERO_BUCKET, WeightBytes, keeps_gradients_whole
+from app.planning.states import ZERO_BUCKET, WeightBytes
 from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
@@ -265,7 +265,7 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig) -> list[Collective]:
     per_node = max(1, run.hardware.gpus_per_node // run.tensor_size)
     nodes = max(1, shards // per_node)
     units = run.model.num_layers + 2
-    reduced = 1 if keeps_gradients_whole(whole, strategy) else run.accumulation
+    reduced = 1 if run.keeps_gradients_whole else run.accumulation
     found: list[Collective] = []
     if shards > 1:
         found += _of_shards(run, strategy, reduced, (shards, nodes))

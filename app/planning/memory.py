@@ -30,6 +30,7 @@ from app.planning.states import (
     estimate_states,
     feedback_bytes,
     gathered_by_fsdp,
+    keeps_gradients_whole,
     num_shards,
     optimizer_state_bytes,
     outer_state_bytes,
@@ -258,6 +259,26 @@ class PlannedRun:
         """
         is_zero3 = isinstance(self.strategy, ZeroConfig) and self.strategy.stage == 3
         return self.tensor_size == 1 and not is_zero3
+
+    @property
+    def keeps_gradients_whole(self) -> bool:
+        """Whether a rank's gradients are whole between the micro-batches of a step."""
+        if isinstance(self.strategy, FsdpConfig):
+            return keeps_gradients_whole(self.size.whole, self.strategy)
+        return num_shards(self.strategy, self.num_ranks, self.num_nodes)[1] == 1
+
+    @property
+    def adds_in_products(self) -> bool:
+        """Whether products add gradients of the layers' matrices to those of earlier micro-batches.
+
+        Under autocast gradients have another dtype than the sums.
+        """
+        is_alone = self.strategy.name == "single"
+        is_whole = (
+            isinstance(self.strategy, FsdpConfig) and self.strategy.sync_each_micro_batch is False
+        )
+        is_autocast = self.precision in ("bf16", "fp16")
+        return self.trains_base and self.fuses_layers and (is_alone or is_whole) and not is_autocast
 
     @property
     def feed_forward_share(self) -> float:

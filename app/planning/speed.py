@@ -195,12 +195,20 @@ def _pass_seconds(run: PlannedRun, collectives: list[Collective]) -> tuple[float
     attention *= tokens / split
     attention /= min(ATTENTION * _full_rate(run), _FASTEST_ATTENTION)
     traffic = _traffic(run) * tokens + _dequantized(run) * run.accumulation / split
-    _, of_gradients, _ = num_shards(run.strategy, run.num_ranks, run.num_nodes)
-    summed = run.size.whole.trained / of_gradients * (run.accumulation - 1)
-    traffic += _ACCUMULATION_PASSES * summed
+    traffic += _ACCUMULATION_PASSES * _summed_bytes(run)
     copied = [c for c in collectives if c.overlaps and c.kind in (ALL_GATHER, REDUCE_SCATTER)]
     traffic += _COPIED * sum(each.num_bytes * each.times for each in copied)
     return products, attention, traffic / bandwidth
+
+
+def _summed_bytes(run: PlannedRun) -> float:
+    """Return the bytes of gradients that a step adds in passes of their own."""
+    _, shards, _ = num_shards(run.strategy, run.num_ranks, run.num_nodes)
+    size = run.size
+    trained = size.whole.trained / (1 if run.keeps_gradients_whole else shards)
+    if run.adds_in_products:
+        trained -= size.layer.trained * size.num_layers
+    return trained * (run.accumulation - 1)
 
 
 def _launch_seconds(run: PlannedRun) -> float:

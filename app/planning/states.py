@@ -267,9 +267,12 @@ def keeps_gradients_whole(part: WeightBytes, strategy: FsdpConfig) -> bool:
 
     FSDP counts packed weights as stored, of which this is approximately the number.
     """
+    if isinstance(strategy, PipelineConfig):
+        return True
+    if strategy.sync_each_micro_batch is not None:
+        return not strategy.sync_each_micro_batch
     num_weights = part.num_trained + part.frozen / 2
-    is_pipeline = isinstance(strategy, PipelineConfig)
-    return is_pipeline or part.num_trained <= MAX_UNSHARDED_SHARE * num_weights
+    return part.num_trained <= MAX_UNSHARDED_SHARE * num_weights
 
 
 def outer_state_bytes(strategy: StrategyConfig) -> int:

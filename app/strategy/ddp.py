@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-from app.model.accumulation import accumulating_in_products
 from app.model.adapter import trainable_weights
 from app.process.launch import is_first_rank
 from app.strategy.mixin import StrategyMixin
@@ -36,12 +35,7 @@ _UNSENT = "unsent/"
 class SingleDevice(StrategyMixin, SingleDeviceStrategy):
     """One process on one device."""
 
-    accumulates_in_products = True
-
-    def run_backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a micro-batch; nothing waits for the gradient of a weight."""
-        with accumulating_in_products():
-            super().run_backward(loss)
+    accumulates_in_products = True  # nothing waits for the gradient of a weight
 
 
 class Ddp(StrategyMixin, DDPStrategy):

@@ -66,6 +66,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         super().__init__(timeout=TIMEOUT)
         self.config = config
         self.fuses_adapters = config.tensor_parallel_size == 1
+        self.accumulates_in_products = config.sync_each_micro_batch is False
         self.model_root: Any = None
         self._accumulates_unsharded = False
         """whether gradients stay unsharded between the micro-batches of a step"""
@@ -167,7 +168,9 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         # every rank only after loading.
         num_trained = sum(w.numel() for w in model.parameters() if w.requires_grad)
         num_weights = sum(w.numel() for w in model.parameters())
-        self._accumulates_unsharded = num_trained <= MAX_UNSHARDED_SHARE * num_weights
+        each = self.config.sync_each_micro_batch
+        is_small = num_trained <= MAX_UNSHARDED_SHARE * num_weights
+        self._accumulates_unsharded = is_small if each is None else not each
         self.model_root = model
         return model
 

@@ -167,7 +167,10 @@ class Step(Placement):
 
     def run_backward(self, loss: Tensor) -> None:
         """Run the backward pass of a micro-batch."""
-        loss.backward()
+        from app.model.accumulation import accumulating_in_products
+
+        with accumulating_in_products(self.accumulates_in_products):
+            loss.backward()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Return the context of micro-batches that are not the last one of a step."""

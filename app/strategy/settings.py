@@ -100,6 +100,10 @@ class FsdpConfig(RanksConfig):
     reshard_after_forward: bool = True
     """free a layer's weights after its forward pass and gather them again for the backward pass;
     false, as in ZeRO-2: gather them once per optimizer step; more memory, less traffic"""
+    sync_each_micro_batch: bool | None = setting(None, aliases=("sync_each_batch",))
+    """average gradients over the ranks after each micro-batch, and shard them in between; false:
+    once per optimizer step, holding them whole (more memory, less traffic); null: false if at most
+    a tenth of the weights train, or with strategy=auto where that is planned to be faster"""
     replicas: int | None = setting(1, ge=1, note="null: one per node")
     """number of rank groups that each hold all weights (hybrid sharding); null = one per node"""
     offload_parameters: bool = False

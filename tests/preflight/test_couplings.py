@@ -376,6 +376,9 @@ UNUSED = [
     (f"{STAGED} strategy.stages_per_rank=4", "strategy.schedule=interleaved"),
     ("strategy=tp trainer.devices=2 strategy.reshard_after_forward=false",
      "strategy.shards_data_parallel=true"),
+    (f"{STAGED} strategy.sync_each_micro_batch=false", None),
+    ("strategy=tp trainer.devices=2 strategy.sync_each_micro_batch=false",
+     "strategy.shards_data_parallel=true strategy.tensor_parallel_size=1"),
     ("strategy=tp trainer.devices=2 strategy.replicas=2", "strategy.shards_data_parallel=true "
      "strategy.tensor_parallel_size=1"),
     ("logger.name=csv logger.details=true", "logger.name=tensorboard"),

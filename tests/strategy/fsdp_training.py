@@ -172,7 +172,8 @@ def train(
                 loss = compute_loss(model, ids[part], loss_weights[part])
                 if step == bad_step and place == 0:
                     loss = loss * float("nan")
-                (propagate_nonfinite(loss) * share).backward()
+                scaled = propagate_nonfinite(loss) * share
+                scaled.backward() if strategy is None else strategy.run_backward(scaled)
             total += loss.detach()
         if strategy is not None:
             total = strategy.reduce(total, reduce_op="sum") * share / strategy.world_size
@@ -226,7 +227,7 @@ def build_sharded_model(
     model = strategy.build_model(build)
     if strategy.fuses_adapters:
         with torch.autocast("cpu", torch.bfloat16, enabled="mixed" in precision):
-            fuse_layers(model, strategy.gathered)
+            fuse_layers(model, strategy.gathered, accumulates=strategy.accumulates_in_products)
     return strategy, model
 
 

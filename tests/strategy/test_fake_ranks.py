@@ -191,6 +191,7 @@ MORE_CASES = [
     Case(("llama70b",), 64, 4),
     Case(("llama70b", "adapter=full"), 64),
     Case(("llama70b", "strategy=fsdp_grad_op"), 64, 4),
+    Case(("llama70b", "adapter=full", "strategy.sync_each_micro_batch=false"), 64),
 ]
 
 

@@ -166,6 +166,9 @@ IN_TRAINING = (
             "with strategy.schedule={c.strategy.schedule}", "strategy.schedule=interleaved"),
     _Unused("strategy.reshard_after_forward", lambda c: not c.strategy.shards_data_parallel,
             "with strategy.shards_data_parallel=false", "strategy=fsdp_tp"),
+    _Unused("strategy.sync_each_micro_batch", lambda c: not c.strategy.shards_data_parallel
+            or c.strategy.name == "fsdp_pp",
+            "with strategy={c.strategy.name}", "strategy=fsdp"),
     _Unused("strategy.replicas", lambda c: not c.strategy.shards_data_parallel,
             "with strategy.shards_data_parallel=false", "strategy=fsdp_tp"),
     _Unused("logger.details", lambda c: {c.logger.name, *c.logger.also} == {"csv"},
