@@ -85,6 +85,13 @@ BUGS = [
         test=RESUMED_RUN,
     ),
     Bug(
+        name="products add a gradient twice to those of earlier micro-batches",
+        file="app/model/accumulation.py",
+        right="weight.grad.addmm_(grad.T, rows)\n",
+        wrong="weight.grad.addmm_(grad.T, rows, alpha=2)\n",
+        test="tests/strategy/test_sharded.py::test_two_ranks_train_as_one[once]",
+    ),
+    Bug(
         name="resumed data skips one micro-batch of an accumulation",
         file="data_modules/packing.py",
         right="self._plan.micro_batches(step, self._rank)\n",

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
+from app.model.accumulation import accumulated_linear
 from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
 from app.model.attention.inputs import attention_inputs
 from app.model.base import ModelConfig
@@ -227,8 +228,16 @@ def build_sharded_model(
     model = strategy.build_model(build)
     if strategy.fuses_adapters:
         with torch.autocast("cpu", torch.bfloat16, enabled="mixed" in precision):
-            fuse_layers(model, strategy.gathered, accumulates=strategy.accumulates_in_products)
+            fuse_layers(model, strategy.gathered)
+    if strategy.accumulates_in_products:  # as `fuse_layers` does on a GPU
+        for module in model.modules():
+            if type(module) is torch.nn.Linear:
+                module.forward = partial(_accumulated, module)
     return strategy, model
+
+
+def _accumulated(module: torch.nn.Linear, hidden: Tensor) -> Tensor:
+    return accumulated_linear(hidden, module.weight, module.bias)
 
 
 # Functions that each rank calls; `on_ranks` returns the results of all ranks.
