@@ -361,22 +361,17 @@ def _headline(facts: Mapping[str, Any]) -> str:
     if fastest is None or fastest["tokens_per_second"] < speed * _NOTABLE_GAIN:
         others = "none of the settings below that fit is notably faster"
         return f"fits: {speed:,.0f} tokens/s, and {others}"
+    names = ("strategy", "quantization", "recompute", "micro_batch_size", "recompute_layers")
     kept = [
         f"{name.replace('_', ' ')} {settings[name]}"
-        for name in (
-            "strategy",
-            "quantization",
-            "recompute",
-            "micro_batch_size",
-            "recompute_layers",
-        )
+        for name in names
         if settings[name] != fastest[name]
     ]
     gain = percent(fastest["tokens_per_second"] / speed - 1, 0)
+    by_itself = f" with {' and '.join(kept[:2])}, which a plan never changes by itself"
     return (
-        f"fits: {speed:,.0f} tokens/s with {' and '.join(kept[:2])}, which a plan never changes by "
-        f"itself; the fastest that fits is {gain} faster: type {fastest['type']}"
-        f"{f' ({ASSUMED})' * fastest['is_assumed']}"
+        f"fits: {speed:,.0f} tokens/s{by_itself * bool(kept)}; the fastest that fits is {gain} "
+        f"faster: type {fastest['type']}{f' ({ASSUMED})' * fastest['is_assumed']}"
     )
 
 

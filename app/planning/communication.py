@@ -286,7 +286,7 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig) -> list[Collective]:
             Collective(
                 what="gradients between replicas",
                 kind=ALL_REDUCE,
-                num_bytes=whole.trained / shards,
+                num_bytes=run.sent_share * whole.trained / shards,
                 times=reduced,
                 num_ranks=replicas,
                 num_nodes=min(replicas, run.num_nodes),
@@ -319,7 +319,7 @@ def _of_shards(
         in_forward=min(forwards, gathers) / gathers,
         exposed_share=(ends.gathered - ends.experts) / common,
     )
-    trained = whole.trained - whole.experts_trained
+    trained = run.sent_share * (whole.trained - whole.experts_trained)
     gradients = replace(
         weights,
         what="gradients",
@@ -327,7 +327,7 @@ def _of_shards(
         num_bytes=trained,
         times=reduced,
         in_forward=0.0,
-        exposed_share=(ends.trained - ends.experts_trained) / max(1.0, trained),
+        exposed_share=run.sent_share * (ends.trained - ends.experts_trained) / max(1.0, trained),
     )
     found = [weights, gradients, *_of_split_experts(run, whole, weights, gradients)]
     if run.teacher is not None:
@@ -368,7 +368,7 @@ def _of_split_experts(
         of_experts,
         what="gradients of experts",
         kind=REDUCE_SCATTER,
-        num_bytes=whole.experts_trained,
+        num_bytes=whole.experts_trained * run.sent_share,
         times=gradients.times,
         in_forward=0.0,
     )

@@ -268,6 +268,13 @@ class PlannedRun:
         return num_shards(self.strategy, self.num_ranks, self.num_nodes)[1] == 1
 
     @property
+    def sent_share(self) -> float:
+        """Bytes of gradients that FSDP sends, as a share of those of their own dtype."""
+        is_bf16 = isinstance(self.strategy, FsdpConfig) and self.strategy.reduce_dtype == "bf16"
+        is_half = is_bf16 and self.gathers_half
+        return HALF / dtype_bytes(self.precision, trains=True) if is_half else 1.0
+
+    @property
     def adds_in_products(self) -> bool:
         """Whether products add gradients of the layers' matrices to those of earlier micro-batches.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from app.model.attention import gather_reason
+from app.planning.activations import HALF
 from app.planning.communication import (
     ALL_GATHER,
     CONTENTION,
@@ -20,6 +21,7 @@ from app.planning.communication import (
 from app.planning.flops import Flops, estimate_flops, stages_of
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import STREAMED_LAYERS, PlannedRun
+from app.planning.planned_model import dtype_bytes
 from app.planning.states import num_shards
 from app.strategy.settings import FsdpConfig, PipelineConfig, ZeroConfig
 from common.text import percent
@@ -38,9 +40,6 @@ LAUNCHES, LORA_LAUNCHES, PLAIN_LAUNCHES = 42, 49, 2.5
 (results/2026-11-26_gpu-modelled.md)"""
 _LAUNCH = 5e-6
 """seconds of the host per kernel (assumed)"""
-_COPIED = 2
-"""bytes read and written per byte gathered or reduced: sharded weights and gradients are copied
-out of and into one buffer per message"""
 _FASTEST_ATTENTION = 443e12
 """FLOP/s of cuDNN's attention on an H100, same source; on newer cards none was measured. It runs
 for documents of equal lengths, which estimate_flops assumes. Others get FlashAttention 2, which
@@ -196,8 +195,7 @@ def _pass_seconds(run: PlannedRun, collectives: list[Collective]) -> tuple[float
     attention /= min(ATTENTION * _full_rate(run), _FASTEST_ATTENTION)
     traffic = _traffic(run) * tokens + _dequantized(run) * run.accumulation / split
     traffic += _ACCUMULATION_PASSES * _summed_bytes(run)
-    copied = [c for c in collectives if c.overlaps and c.kind in (ALL_GATHER, REDUCE_SCATTER)]
-    traffic += _COPIED * sum(each.num_bytes * each.times for each in copied)
+    traffic += _copied_bytes(run, collectives)
     return products, attention, traffic / bandwidth
 
 
@@ -209,6 +207,19 @@ def _summed_bytes(run: PlannedRun) -> float:
     if run.adds_in_products:
         trained -= size.layer.trained * size.num_layers
     return trained * (run.accumulation - 1)
+
+
+def _copied_bytes(run: PlannedRun, collectives: list[Collective]) -> float:
+    """Return the bytes read and written to copy weights and gradients out of and into messages."""
+    copied = 0.0
+    # Gradients in half precision are read as such, and written in the dtype of their sums.
+    casts = run.gathers_half and not run.keeps_gradients_whole
+    read = HALF / dtype_bytes(run.precision, trains=True) / run.sent_share if casts else 1.0
+    for each in collectives:
+        if each.overlaps and each.kind in (ALL_GATHER, REDUCE_SCATTER):
+            passes = 1 + (read if each.kind == REDUCE_SCATTER else 1.0)
+            copied += passes * each.num_bytes * each.times
+    return copied
 
 
 def _launch_seconds(run: PlannedRun) -> float:

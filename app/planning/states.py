@@ -238,6 +238,8 @@ def estimate_states(
     elif isinstance(strategy, FsdpConfig) and (weight_shards > 1 or strategy.offload_parameters):
         if accumulation > 1 and keeps_gradients_whole(whole, strategy):
             gradients = whole.trained
+            if strategy.reduce_dtype == "bf16":
+                gradients = min(gradients, 2.0 * whole.num_trained)
         else:
             gradients = whole.held_trained
         held = whole.held

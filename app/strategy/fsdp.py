@@ -50,6 +50,7 @@ from app.strategy.tensor_parallel import ExpertParallel, Split, TensorParallel, 
 
 log = logging.getLogger(__name__)
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _COUNTS = "counts below are per rank"
 
 
@@ -252,7 +253,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         if self._computes_in_bf16(module):
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16,
-                reduce_dtype=torch.float32,
+                reduce_dtype=_DTYPES[self.config.reduce_dtype],
                 cast_forward_inputs=False,
             )
         fully_shard(module, mesh=mesh, **options)

@@ -104,6 +104,9 @@ class FsdpConfig(RanksConfig):
     """average gradients over the ranks after each micro-batch, and shard them in between; false:
     once per optimizer step, holding them whole (more memory, less traffic); null: false if at most
     a tenth of the weights train, or with strategy=auto where that is planned to be faster"""
+    reduce_dtype: str = setting("fp32", choices=("fp32", "bf16"), resume="precision")
+    """dtype in which ranks sum gradients of fp32 weights that train with trainer.precision=bf16 or
+    fp8: fp32, or bf16 (half the traffic; sums over the ranks are rounded)"""
     replicas: int | None = setting(1, ge=1, note="null: one per node")
     """number of rank groups that each hold all weights (hybrid sharding); null = one per node"""
     offload_parameters: bool = False

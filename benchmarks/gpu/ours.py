@@ -69,7 +69,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
         metrics=metrics,
         uses_fused_kernels=not part.is_compiled,
         trains_in_fp8=part.trains_in_fp8,
-        recomputes_layers=recompute in WHOLE_LAYERS,
+        recomputes_layers=recompute.split()[0] in WHOLE_LAYERS,
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = build_lightning_trainer(
@@ -122,7 +122,8 @@ def resolve_recompute(task: Task, part: Part, adapter: AdapterConfig, env: Envir
         drops_inputs=getattr(adapter, "dropout", 0.0) > 0,
         fuses_norm_and_gate=part.is_compiled or find_spec("liger_kernel") is not None,
     )
-    return choose_recompute(run, compiles=part.is_compiled).name
+    choice = choose_recompute(run, compiles=part.is_compiled)
+    return f"{choice.name} {choice.num_layers or ''}".strip()
 
 
 def build(
@@ -137,6 +138,7 @@ def build(
 ) -> torch.nn.Module:
     """Build base and adapter in the order of `app.model.build`, all of it on the task's device.
 
+    `recompute`: a mode, and the number of layers if not all are recomputed.
     `device`, which a strategy passes, is that of the task.
     """
     import torch
@@ -147,7 +149,10 @@ def build(
 
     implementation = attention_implementation(backend)
     model = make_base(task, implementation, torch.bfloat16, part.quantization)
-    apply_recompute(model, RecomputeConfig(mode=recompute))
+    mode, *number = recompute.split()
+    apply_recompute(
+        model, RecomputeConfig(mode=mode, num_layers=int(number[0]) if number else None)
+    )
     with torch.device(task.device):
         adapted = apply_adapter(model, adapter, half_precision=precision == "bf16-pure")
     skip_redundant_casts(adapted)

@@ -377,6 +377,8 @@ UNUSED = [
     ("strategy=tp trainer.devices=2 strategy.reshard_after_forward=false",
      "strategy.shards_data_parallel=true"),
     (f"{STAGED} strategy.sync_each_micro_batch=false", None),
+    ("strategy=fsdp trainer.devices=2 strategy.reduce_dtype=bf16",
+     "adapter=full trainer.precision=bf16"),
     ("strategy=tp trainer.devices=2 strategy.sync_each_micro_batch=false",
      "strategy.shards_data_parallel=true strategy.tensor_parallel_size=1"),
     ("strategy=tp trainer.devices=2 strategy.replicas=2", "strategy.shards_data_parallel=true "

@@ -169,6 +169,10 @@ IN_TRAINING = (
     _Unused("strategy.sync_each_micro_batch", lambda c: not c.strategy.shards_data_parallel
             or c.strategy.name == "fsdp_pp",
             "with strategy={c.strategy.name}", "strategy=fsdp"),
+    _Unused("strategy.reduce_dtype", lambda c: not saves_whole_model(c.adapter)
+            or c.trainer.precision in ("bf16-pure", "fp32"),
+            "with adapter={c.adapter.name} and trainer.precision={c.trainer.precision}",
+            "adapter=full trainer.precision=bf16"),
     _Unused("strategy.replicas", lambda c: not c.strategy.shards_data_parallel,
             "with strategy.shards_data_parallel=false", "strategy=fsdp_tp"),
     _Unused("logger.details", lambda c: {c.logger.name, *c.logger.also} == {"csv"},
