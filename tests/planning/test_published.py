@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.planning.memory import GIB, estimate_gpu_memory
-from app.planning.speed import estimate_speed
+from app.planning.speed import BANDWIDTH, estimate_speed
 from benchmarks.planning.published import compare
 from tests.planning.test_planned import run_of
 
@@ -29,7 +29,11 @@ def test_an_h100_is_planned_as_it_was_measured(name: str) -> None:
     run, _ = run_of(*words, "hardware=h100")
     assert estimate_gpu_memory(run).total / GIB - CUDA_GIB == pytest.approx(gib, rel=0.01)
     if speed is not None:
-        assert estimate_speed(run).tokens_per_second == pytest.approx(speed, rel=0.05)
+        # Products did not yet add gradients to those of earlier micro-batches.
+        added = 3 * run.size.layer.trained * run.size.num_layers * (run.accumulation - 1)
+        rate = BANDWIDTH * run.hardware.memory_gb_per_second * 1e9
+        step = estimate_speed(run).step + run.adds_in_products * added / rate
+        assert run.tokens_per_step / step == pytest.approx(speed, rel=0.05)
 
 
 def test_published_rows() -> None:

@@ -89,7 +89,7 @@ BUGS = [
         file="app/model/accumulation.py",
         right="weight.grad.addmm_(grad.T, rows)\n",
         wrong="weight.grad.addmm_(grad.T, rows, alpha=2)\n",
-        test="tests/strategy/test_sharded.py::test_two_ranks_train_as_one[once]",
+        test="tests/strategy/test_sharded.py::test_ranks_train_as_one[once]",
     ),
     Bug(
         name="resumed data skips one micro-batch of an accumulation",

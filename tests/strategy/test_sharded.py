@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 FSDP = FsdpConfig()
 GRAD_OP = FsdpConfig(name="fsdp_grad_op", reshard_after_forward=False)
+ONCE, ONCE_KEPT = (replace(each, sync_each_micro_batch=False) for each in (FSDP, GRAD_OP))
 COPIES = FsdpConfig(name="fsdp_hybrid", replicas=2)
 TP = FsdpConfig(name="tp", tensor_parallel_size=2, shards_data_parallel=False)
 FSDP_TP = FsdpConfig(name="fsdp_tp", tensor_parallel_size=2)
@@ -36,6 +38,10 @@ OF_FSDP: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "top layer", "recompute": "full"}, {}),
     ({"kind": "full", "recompute": "selective"}, {}),
 ]
+OF_ONCE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"kind": "full", "recompute": "selective"}, {"accumulation": 4}),
+    ({"kind": "full", **UNTIED}, {"bad_step": 1, "accumulation": 4}),
+]
 OF_TP: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # Norms of single heads, biases of split matrices, and a bias after an all-reduce.
     ({"kind": "full", "model_type": "qwen3", "head_dim": 8}, {}),
@@ -48,6 +54,7 @@ OF_TP: list[tuple[dict[str, Any], dict[str, Any]]] = [
 LAYERS = 3
 BF16, FP32 = "torch.bfloat16", "torch.float32"
 IN_BF16 = [({"kind": kind, "precision": "bf16"}, {"autocast": True}) for kind in ("lora", "full")]
+SUMS_IN_BF16 = replace(FSDP, reduce_dtype="bf16")
 REFUSED: list[tuple[FsdpConfig, dict[str, Any], str]] = [
     (TP, {"num_key_value_heads": 1}, "does not divide the 1 key heads"),
     (TP, {"kind": "dora"}, "adapter.use_dora=true"),
@@ -59,6 +66,7 @@ QUESTIONS: dict[str, tuple[Any, ...]] = {
     "continued": (fsdp.train_under_two_strategies, FSDP, TP, "lora"),
     "few gradients": (fsdp.has_gradients_by_micro_batch, FSDP, "lora"),
     "many gradients": (fsdp.has_gradients_by_micro_batch, FSDP, "full"),
+    "whole gradients": (fsdp.has_gradients_by_micro_batch, ONCE, "full"),
     "gathers of grad_op": (fsdp.gathers_by_micro_batch, GRAD_OP),
     "gathers": (fsdp.gathers_by_micro_batch, FSDP),
     "unsharded": (fsdp.unsharded_weights_after_forward, FSDP),
@@ -70,6 +78,7 @@ QUESTIONS: dict[str, tuple[Any, ...]] = {
     "frozen ends": (fsdp.gathered_ends_in_step, FSDP, "lora"),
     "trained ends": (fsdp.gathered_ends_in_step, FSDP, "full"),
     "bf16": (fsdp.train_cases, [(FSDP, *case) for case in IN_BF16]),
+    "sums": (fsdp.train_cases, [(each, *IN_BF16[1]) for each in (FSDP, SUMS_IN_BF16)]),
     "4 bits": (fsdp.quantized_losses,),
     "scales": (fsdp.shards_of_scales,),
     "devices of scales": (fsdp.devices_of_scales,),
@@ -115,11 +124,13 @@ def assert_same_results(found: dict[str, Any], alone: dict[str, Any], which: str
     [
         (2, FSDP, CASES + OF_FSDP),
         (2, GRAD_OP, CASES[:2]),
+        (2, ONCE, [*OF_ONCE, CASES[4]]),
+        (2, ONCE_KEPT, OF_ONCE),
         (2, TP, CASES + OF_TP),
         (4, COPIES, [*CASES[:2], OF_TP[0]]),
         (4, FSDP_TP, [*CASES[:2], OF_TP[0]]),
     ],
-    ids=["fsdp", "grad_op", "tp", "2x2", "fsdp_tp"],
+    ids=["fsdp", "grad_op", "once", "once, kept", "tp", "2x2", "fsdp_tp"],
 )
 def test_ranks_train_as_one(num_ranks: int, config: FsdpConfig, cases: list[Any]) -> None:
     """Shards, replicated shards, split matrices, and shards of these."""
@@ -160,6 +171,7 @@ def test_few_gradients_are_reduced_once_per_step(answers: Answers) -> None:
     """Many gradients are sharded after every micro-batch, since unsharded ones might not fit."""
     assert answers["few gradients"] == [(False, True)] * 2
     assert answers["many gradients"] == [(True, True)] * 2
+    assert answers["whole gradients"] == [(False, True)] * 2
 
 
 def test_weights_that_stay_gathered_are_gathered_once_per_step(answers: Answers) -> None:
@@ -191,6 +203,11 @@ def test_bf16_is_close_to_one_process(answers: Answers) -> None:
         assert found["losses"] == pytest.approx(alone["losses"], abs=0.05)
         for name, value in alone["gradients"].items():
             assert (found["gradients"][name] - value).norm() < 0.1 * value.norm() + 1e-3, name
+
+
+def test_gradients_may_be_summed_in_bf16(answers: Answers) -> None:
+    exact, rounded = answers["sums"][0]
+    assert 0 < fsdp.difference(rounded["gradients"], exact["gradients"]) < 2**-8
 
 
 def test_4bit_weights_and_their_scales_are_sharded(answers: Answers) -> None:
