@@ -337,7 +337,7 @@ def describe_split(config: StrategyConfig, ranks_per_node: int) -> str:
 
 
 def words_of(config: StrategyConfig) -> str:
-    """Return what to type after `strategy=`: the name, and the sizes by which ranks split work."""
+    """Return what to type after `strategy=`: the name, and what `auto` chooses under it."""
     sizes = {
         "context_parallel_size": context_parallel_size(config),
         "pipeline_parallel_size": pipeline_parallel_size(config),
@@ -346,6 +346,8 @@ def words_of(config: StrategyConfig) -> str:
     if isinstance(config, PipelineConfig):
         sizes["tensor_parallel_size"] = config.tensor_parallel_size or 1
     split = [f"strategy.{name}={size}" for name, size in sizes.items() if size > 1]
+    if isinstance(config, FsdpConfig) and config.sync_each_micro_batch is False:
+        split.append("strategy.sync_each_micro_batch=false")
     return " ".join((config.name, *split))
 
 

@@ -209,6 +209,25 @@ def test_the_fastest_recompute_that_fits(gib: float, packs: int, mode: str) -> N
         assert choose_recompute(run, compiles=True).name == "full"
 
 
+def test_gradients_are_averaged_once_per_step_where_that_is_faster() -> None:
+    run = planned(f"{LORA_8B} adapter=full trainer.precision=bf16-pure hardware=8xh100")
+    run, modes = replace(run, sequence_len=4096), recompute_modes("auto", compiles=False)
+    choice = choose_strategy(run, STRATEGIES, modes)
+    assert words_of(choice.strategy) == "fsdp_grad_op strategy.sync_each_micro_batch=false"
+    assert "gradients, averaged once per step, make it 1.0" in choice.reason
+    under = run.under(choice.strategy)
+    assert estimate_gpu_memory(under).gradients == 2 * run.model.count(trained=True)  # in bf16
+    # Twice the activations leave no room for whole gradients.
+    larger = run.with_micro_batch(2)
+    choice = choose_strategy(larger, STRATEGIES, modes, has_micro_batch=True)
+    assert words_of(choice.strategy) == "fsdp_grad_op"
+    rounded = replace(choice.strategy, reduce_dtype="bf16")
+    sums = [larger.under(each) for each in (choice.strategy, rounded)]
+    assert estimate_speed(sums[0]) == estimate_speed(sums[1])  # they are in bf16 anyway
+    sums = [replace(each, precision="bf16") for each in sums]
+    assert estimate_speed(sums[0]).messages > estimate_speed(sums[1]).messages
+
+
 @pytest.mark.parametrize(("gib", "mode", "top"), [(66, "selective", 32), (26, "full", 20)])
 def test_only_as_many_layers_are_recomputed_as_memory_asks_for(
     gib: float, mode: str, top: int
