@@ -126,6 +126,8 @@ class Session:
         from rich.table import Table
         from rich.text import Text
 
+        from app.model.adapter import is_adapter
+
         if self._tuned.folder is None:
             raise UserError("/compare: there is no tuned model, only a base")
         if question:
@@ -134,10 +136,11 @@ class Session:
             turns = self.turns[:-1]
         else:
             raise UserError("/compare: no question has been asked; type /compare TEXT")
-        answers = {
-            "base": self._answer_of_base(turns),
-            "tuned": self._answer_of(self._responder, turns),
-        }
+        model: Any = self._responder.model
+        is_adapted = is_adapter(self._tuned.folder)
+        with model.disable_adapter() if is_adapted else nullcontext():
+            base = self._answer_of(self._responder if is_adapted else self._base, turns)
+        answers = {"base": base, "tuned": self._answer_of(self._responder, turns)}
         table = Table(*answers, show_lines=False, expand=True)
         table.add_row(*(Text(printable(text, keep="\n\t")) for text in answers.values()))
         print_table(table)
@@ -145,14 +148,6 @@ class Session:
 
     def _answer_of(self, responder: Responder, turns: list[Turn]) -> str:
         return "".join(responder.stream(turns, self.config.chat))
-
-    def _answer_of_base(self, turns: list[Turn]) -> str:
-        from app.model.adapter import is_adapter
-
-        model: Any = self._responder.model
-        is_adapted = is_adapter(self._tuned.folder or Path())
-        with model.disable_adapter() if is_adapted else nullcontext():
-            return self._answer_of(self._responder if is_adapted else self._base, turns)
 
     @cached_property
     def _base(self) -> Responder:

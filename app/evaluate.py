@@ -184,13 +184,8 @@ def _verdicts_page(bench: Bench, judged: Judgement) -> str:
                 texts.append((f"{variant}{f', {grade}' if grade else ''}", answer))
                 if verdict is not None and verdict.text:
                     texts.append((f"judge of {variant}", verdict.text))
-            shown.append(
-                {
-                    "source": f"{question.category}: {question.id}, turn {turn + 1}",
-                    "prompt": text,
-                    "texts": texts,
-                }
-            )
+            source = f"{question.category}: {question.id}, turn {turn + 1}"
+            shown.append({"source": source, "prompt": text, "texts": texts})
     facts = [judged.state(), *([judged.cost(bench.config)] if judged.is_graded else [])]
     sections = [
         Section(title="Grades", tables=[judge_table(judged)]),
@@ -204,10 +199,9 @@ def _describe_tuned(config: EvaluateConfig) -> list[Any]:
     if config.tuned_path is None:
         return []
     files = sorted(file for file in Path(config.tuned_path).glob("*") if file.is_file())
-    return [
-        str(config.tuned_path),
-        *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files),
-    ]
+    entries = ((file, file.stat()) for file in files)
+    known = [(file.name, entry.st_size, entry.st_mtime_ns) for file, entry in entries]
+    return [str(config.tuned_path), *known]
 
 
 def start(config: EvaluateConfig) -> None:

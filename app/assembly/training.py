@@ -379,12 +379,11 @@ def build_training_evaluation(
     if settings.every_steps is not None:
         most = settings.during_rows  # only the first rows
         tasks = [
-            replace(task, max_rows=min(task.max_rows or most, most))
-            for task in build_tasks(settings)
+            replace(each, max_rows=min(each.max_rows or most, most)) for each in settings.tasks
         ]
-        fewer = replace(settings, max_rows=min(settings.max_rows, most), harness=[])
+        fewer = replace(settings, max_rows=min(settings.max_rows, most), tasks=tasks, harness=[])
         evaluation = TrainingEvaluation(
-            Evaluator(fewer, base, data, tasks, objective),
+            Evaluator(fewer, base, data, build_tasks(fewer), objective),
             folder,
             every_steps=settings.every_steps,
             interval=validation_interval(config.trainer, data.total_steps),

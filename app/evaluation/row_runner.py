@@ -12,10 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -177,24 +176,18 @@ def build_row_runner(
     folder: Path, identity: Any, show: Callable[[str, int, int], None], *, on_gpu: bool
 ) -> RowRunner:
     """Build the runner of this rank; with several ranks, initialize the process group."""
-    num_ranks = read_launch().num_ranks or 1
-    identity_text = json.dumps(identity, sort_keys=True, default=str)
+    num_ranks, rank = read_launch().num_ranks or 1, local_rank()
+    text = json.dumps(identity, sort_keys=True, default=str)
+    runner = RowRunner(folder=folder, identity=text, show=show)
     if num_ranks == 1:
-        return RowRunner(folder=folder, identity=identity_text, show=show)
+        return runner
     import torch
     import torch.distributed as dist
 
     if on_gpu:
-        torch.cuda.set_device(local_rank())
-    dist.init_process_group("gloo", rank=local_rank(), world_size=num_ranks, timeout=_RANK_TIMEOUT)
-    return RowRunner(
-        folder=folder,
-        identity=identity_text,
-        rank=local_rank(),
-        num_ranks=num_ranks,
-        gather=all_gather,
-        show=show,
-    )
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=_RANK_TIMEOUT)
+    return replace(runner, rank=rank, num_ranks=num_ranks, gather=all_gather)
 
 
 def build_sum_over_ranks(runner: RowRunner) -> Callable[[Tensor], Tensor] | None:
@@ -235,12 +228,7 @@ class Progress:
             self.bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
 

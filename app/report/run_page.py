@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, zip_longest
@@ -451,7 +451,8 @@ def _charts(runs: Mapping[str, RunFiles], *, of_machine: bool = False) -> list[C
     """
     groups: dict[str, list[Series]] = {}
     for number, (run_name, run) in enumerate(runs.items()):
-        datasets = sorted(_datasets_of(run.curves)) if len(runs) == 1 else []
+        losses = (name.partition("val/loss/")[2] for name in run.curves)
+        datasets = sorted(filter(None, losses)) if len(runs) == 1 else []
         for column, points in run.curves.items():
             match = _BY_PHASE.fullmatch(column)
             phase, name = match.groups() if match else ("", column)
@@ -498,10 +499,6 @@ def _title_of_column(name: str) -> str:
         measure, _, dataset = name.partition("/")
     heading = MEASURES[measure].heading if measure in MEASURES else measure
     return f"{heading}: {dataset}" if dataset else heading
-
-
-def _datasets_of(names: Iterable[str]) -> set[str]:
-    return {name.removeprefix("val/loss/") for name in names if name.startswith("val/loss/")}
 
 
 def speed_lines(metrics: Mapping[str, float]) -> list[str]:
@@ -608,9 +605,8 @@ def _listed(values: Mapping[str, Any], key: str) -> list[Any]:
 def _data_notes(run: RunFiles) -> list[str]:
     """Return the problems and warnings of the audit, and what nothing reads in the data."""
     notes = [*_listed(run.audit, "problems"), *_listed(run.audit, "warnings")]
-    unread = [printable(str(line)) for line in _listed(run.audit, "unread")]
-    lines = [*(printable(f"warning: {note}") for note in notes), *unread]
-    return list(map(_without_folders, lines))
+    lines = [*(f"warning: {note}" for note in notes), *map(str, _listed(run.audit, "unread"))]
+    return [_without_folders(printable(line)) for line in lines]
 
 
 def _without_folders(text: str) -> str:

@@ -322,7 +322,11 @@ class _TrialRunner:
 
     def run(self) -> int:
         """Run all trials; return 0, or the exit code of the signal that interrupted them."""
-        handlers = {signum: signal.signal(signum, self._record_signal) for signum in _EXIT_CODES}
+
+        def record(signum: int, _: FrameType | None) -> None:
+            self._signal = signal.Signals(signum)
+
+        handlers = {signum: signal.signal(signum, record) for signum in _EXIT_CODES}
         try:
             while self._start_trials() or self._running:
                 time.sleep(self._launcher.poll_seconds)
@@ -351,9 +355,6 @@ class _TrialRunner:
             print(f"  scancel {ids}   # ends the jobs, which otherwise continue", file=sys.stderr)
         resume = f"{verb_command('train')} -m {self._resume}"
         print(f"  {resume}   # resumes the sweep", file=sys.stderr)
-
-    def _record_signal(self, signum: int, _: FrameType | None) -> None:
-        self._signal = signal.Signals(signum)
 
     def _start_trials(self) -> bool:
         started = False
@@ -388,11 +389,8 @@ class _TrialRunner:
         self._search.tell(trial.number, trial.objective, was_pruned=was_pruned)
         self.finished.append(trial)
         save_results(self.finished, self._folder)
-        print(printable(self._format_progress(trial)), flush=True)
-
-    def _format_progress(self, trial: Trial) -> str:
         shared = redacted(format_overrides(self._shared))
         own = " ".join(override for override in trial.overrides if override not in shared)
         count = f"{len(self.finished)}/{self._search.num_trials}"
-        outcome = describe_outcome(trial)
-        return f"[{count}] trial {trial.number}: {own}: {outcome}, {duration(trial.seconds)}"
+        outcome = f"{describe_outcome(trial)}, {duration(trial.seconds)}"
+        print(printable(f"[{count}] trial {trial.number}: {own}: {outcome}"), flush=True)

@@ -96,14 +96,12 @@ def test_two_ranks_measure_the_same_as_one(tmp_path: Path, shell: Shell) -> None
         values = [[float(value) for _, value in run[name]] for run in (alone, together)]
         assert values[1] == pytest.approx(values[0], rel=1e-5), name
     for step in (0, 2, 4):
-        asked = [
-            [
-                {key: line[key] for key in ("data_set", "source", "prompt", "val")}
-                for line in map(json.loads, (run / "samples" / f"step-{step}.jsonl").open())
+        files = ((run / "samples" / f"step-{step}.jsonl").open() for run in (one, two))
+        for lines in zip(*(map(json.loads, file) for file in files), strict=True):
+            asked = [
+                [line[key] for key in ("data_set", "source", "prompt", "val")] for line in lines
             ]
-            for run in (one, two)
-        ]
-        assert asked[0] == asked[1]
+            assert asked[0] == asked[1]
 
 
 Measure = Callable[[Any, dict[str, bool], Any], dict[str, float]]

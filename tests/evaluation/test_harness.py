@@ -76,30 +76,29 @@ def test_scores_of_the_library_equal_those_of_the_built_in_task(
     assert ours == theirs and len(ours) == 6
 
 
-def test_an_unknown_task_is_named_with_the_nearest(folder: Path) -> None:
-    config = EvaluationConfig(harness=["own_arcs"], harness_dir=str(folder))
-    harness = Harness(config=config, tokenizer=None, stop_ids=set(), max_len=1)  # type: ignore
-    with pytest.raises(UserError, match="unknown task own_arcs; did you mean own_arc"):
-        harness.load_tasks()
+def load_tasks(names: list[str], folder: Path | None = None) -> None:
+    config = EvaluationConfig(harness=names, harness_dir=folder and str(folder))
+    Harness(config=config, tokenizer=None, stop_ids=set(), max_len=1).load_tasks()  # type: ignore
 
 
 def test_a_folder_of_tasks_needs_allow_code(folder: Path) -> None:
     config = EvaluationConfig(harness=["own_arc"], harness_dir=str(folder))
-    assert (
-        "can run code with your permissions" in check_harness(config)[0]
-    )  # by !function, without a .py file
+    # By !function, without a .py file.
+    assert "can run code with your permissions" in check_harness(config)[0]
     config.allow_code = True
     assert check_harness(config) == []
     config.harness_dir = "not_there"
     assert "there is no such folder" in check_harness(config)[0]
 
 
-def test_unreadable_rows_are_reported_before_a_model_is_loaded(folder: Path) -> None:
+def test_unknown_tasks_and_unreadable_rows_are_reported_before_a_model_is_loaded(
+    folder: Path,
+) -> None:
+    with pytest.raises(UserError, match="unknown task own_arcs; did you mean own_arc"):
+        load_tasks(["own_arcs"], folder)
     (folder / "own_lost.yaml").write_text(HEAD.format(name="own_lost", file="/nope.jsonl") + WORDS)
-    config = EvaluationConfig(harness=["own_arc", "own_lost"], harness_dir=str(folder))
-    harness = Harness(config=config, tokenizer=None, stop_ids=set(), max_len=1)  # type: ignore
     with pytest.raises(OSError, match=r"harness=\[own_lost\]: its rows cannot be read .*_dir=FOLD"):
-        harness.load_tasks()
+        load_tasks(["own_arc", "own_lost"], folder)
 
 
 @pytest.mark.slow
@@ -111,8 +110,6 @@ def test_without_network_a_hub_task_fails_without_retries(
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    config = EvaluationConfig(harness=["arc_easy"])
-    harness = Harness(config=config, tokenizer=None, stop_ids=set(), max_len=1)  # type: ignore
     with pytest.raises(OSError, match=r"harness=\[arc_easy\]: its rows cannot be read"):
-        harness.load_tasks()
+        load_tasks(["arc_easy"])
     assert constants.HF_HUB_OFFLINE  # its client asks no more

@@ -140,14 +140,6 @@ def test_a_custom_metric_is_a_function_of_answer_and_reference(tmp_path: Path) -
     assert (one.name, one.score(answer("ab"), "abcd", "")) == ("half", 0.25)
 
 
-def test_a_custom_metric_needs_allow_code(tmp_path: Path) -> None:
-    config = custom_metric(tmp_path, "raise SystemExit('it ran')")
-    config.allow_code = False
-    (problem,) = check_metrics(config)
-    assert "is code that runs with your permissions" in problem
-    assert "evaluation.allow_code=true" in problem
-
-
 @pytest.mark.parametrize(
     ("code", "function", "words"),
     [
@@ -166,7 +158,12 @@ def test_errors_of_a_custom_metric_name_their_cause(
     assert words in str(refused.value)
 
 
-def test_a_metric_is_named_by_file_and_function() -> None:
+def test_a_metric_is_named_by_file_and_function_and_needs_allow_code(tmp_path: Path) -> None:
+    config = custom_metric(tmp_path, "raise SystemExit('it ran')")
+    config.allow_code = False
+    (problem,) = check_metrics(config)
+    assert "is code that runs with your permissions" in problem
+    assert "evaluation.allow_code=true" in problem
     config = EvaluationConfig(metric="mine.py", allow_code=True)
     assert check_metrics(config) == ["evaluation.metric=mine.py: expected FILE.py:function"]
     config.metric = "not_there.py:f"

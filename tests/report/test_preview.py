@@ -274,23 +274,6 @@ def test_max_steps_limits_the_steps_shown(run_preview: Callable[..., Any], tmp_p
         assert row[3:5] == [epochs, str(5 * steps)]
 
 
-def test_repeated_data_sets_cause_a_warning(
-    run_preview: Callable[..., Any], tmp_path: Path
-) -> None:
-    files = [
-        write_rows(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(size)])
-        for name, size in (("small", 8), ("large", 48))
-    ]
-    words = [f"model.path={TINY_BASE}", f"data.datasets=[{', '.join(files)}]"]
-    words += ["data.val_set_size=0", "data.sequence_len=32", "data.mixture.weights=rows"]
-    folder, page, printed = run_preview(*words)
-    for shown in (printed, page.shown):
-        assert "small 6 times; data.mixture.stop=first" in shown
-    html = (folder / "preview.html").read_text(encoding="utf-8")
-    warned, first = html.rindex('<li class="warning"'), html.index("<h2")
-    assert warned < first and html.index('<li class="warning"') < html.index("tokenizer: ")
-
-
 @pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is absent")
 def test_real_tokens_render_as_the_real_text() -> None:
     loaded = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "gpt2")

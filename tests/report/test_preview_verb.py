@@ -105,7 +105,6 @@ def test_a_preview_needs_only_a_tokenizer(tokenizer_only: Path, data: str) -> No
 def test_tokenizer_problems_are_named(tokenizer_only: Path, data: str) -> None:
     for words, problem in (
         ([], "no tokenizer: type model.path=FOLDER_OR_HUB_ID"),
-        ([f"model.path={tokenizer_only}x"], f"did you mean {tokenizer_only}?"),
         ([f"model.tokenizer_path={tokenizer_only}x"], f"did you mean {tokenizer_only}?"),
         ([f"model.path={tokenizer_only.parent / 'd.jsonl'}"], "this is a file"),
     ):

@@ -75,15 +75,14 @@ def store_of(run: Path, metrics: dict[int, float | None]) -> CheckpointStore:
     return store
 
 
-@pytest.mark.parametrize(
-    ("wanted", "step"), [("best", 2), ("newest", 9), ("step-5", 5), ("step-2", 2)]
-)
-def test_a_checkpoint_is_selected_by_name(
-    wanted: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_selected_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.run.find.check_documents", lambda checkpoint: None)
     store_of(tmp_path, {2: 0.5, 5: 0.7, 9: None})
-    assert select_checkpoint(tmp_path, wanted).step == step
+    for wanted, step in {"best": 2, "newest": 9, "step-5": 5}.items():
+        assert select_checkpoint(tmp_path, wanted).step == step
+    (tmp_path / "checkpoints" / "step-2" / "training.json").write_text("[]")
+    with pytest.raises(UserError, match="damaged"):
+        select_checkpoint(tmp_path, "step-2")
 
 
 @pytest.mark.parametrize(
@@ -103,25 +102,11 @@ def test_a_checkpoint_that_is_not_there_is_named(
         select_checkpoint(tmp_path, wanted)
 
 
-def test_a_damaged_step_is_not_opened(tmp_path: Path) -> None:
-    store_of(tmp_path, {2: 0.1})
-    (tmp_path / "checkpoints" / "step-2" / "training.json").write_text("[]")
-    for wanted in ("step-2", "best", "newest"):
-        with pytest.raises(UserError, match=r"damaged"):
-            select_checkpoint(tmp_path, wanted)
-
-
-@pytest.mark.parametrize("wanted", ["nwest", "step-x", "step-2/.."])
-def test_an_unknown_checkpoint_is_refused(wanted: str) -> None:
-    (problem,) = check_selected(wanted, "run", None)
-    assert "expected final, best, newest or step-N" in problem
-
-
-@pytest.mark.parametrize(
-    ("verb", "word"), [("chat", "checkpoint=best"), ("merge", "merge.checkpoint=best")]
-)
-def test_a_checkpoint_is_one_of_a_run(verb: str, word: str) -> None:
-    """Also by the earlier name of the setting."""
-    result = run_command("model=tiny", word, verb=verb)
-    assert result.code == 2
-    assert "checkpoint=best: type run=FOLDER, and leave out adapter_path" in result.stderr
+def test_a_checkpoint_has_a_known_name_and_is_one_of_a_run() -> None:
+    for wanted in ("nwest", "step-x", "step-2/.."):
+        (problem,) = check_selected(wanted, "run", None)
+        assert "expected final, best, newest or step-N" in problem
+    for verb, word in (("chat", "checkpoint"), ("merge", "merge.checkpoint")):  # the earlier name
+        result = run_command("model=tiny", f"{word}=best", verb=verb)
+        assert result.code == 2
+        assert "checkpoint=best: type run=FOLDER, and leave out adapter_path" in result.stderr

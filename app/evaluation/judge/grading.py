@@ -135,11 +135,11 @@ class Judgement:
 
     def scores(self, variant: str) -> dict[str, dict[str, float]]:
         """Return category -> question id -> mean grade, for questions with a grade in each turn."""
-        return self._by_question(
-            verdict
-            for verdict in self.verdicts
-            if verdict.request.variant == variant and not verdict.request.is_pairwise
-        )
+        return self._by_question(self._graded(variant))
+
+    def _graded(self, variant: str) -> list[Verdict]:
+        graded = (each for each in self.verdicts if not each.request.is_pairwise)
+        return [each for each in graded if each.request.variant == variant]
 
     def wins(self) -> dict[str, dict[str, float]]:
         """Return category -> question id -> share of turns that tuned wins; a tie counts 0.5."""
@@ -176,17 +176,14 @@ class Judgement:
         """Return the mean grades by their names in metrics.json: overall, by category and turn."""
         metrics: dict[str, float] = {}
         for variant in VARIANTS:
-            metrics |= _means(f"{variant}/{self.measure}", self.scores(variant))
-            for turn in sorted({verdict.request.turn for verdict in self.verdicts}):
-                graded = [
-                    verdict.score
-                    for verdict in self.verdicts
-                    if (verdict.request.variant, verdict.request.turn) == (variant, turn)
-                    and not verdict.request.is_pairwise
-                    and verdict.score is not None
-                ]
-                if graded:
-                    metrics[f"{variant}/{self.measure}/turn_{turn + 1}"] = fmean(graded)
+            key = f"{variant}/{self.measure}"
+            metrics |= _means(key, self.scores(variant))
+            by_turn: dict[int, list[float]] = defaultdict(list)
+            for verdict in self._graded(variant):
+                if verdict.score is not None:
+                    by_turn[verdict.request.turn].append(verdict.score)
+            for turn, graded in sorted(by_turn.items()):
+                metrics[f"{key}/turn_{turn + 1}"] = fmean(graded)
         return metrics | _means(f"tuned/{self.measure}_wins", self.wins()) | self.further
 
     def row_scores(self, name: str) -> dict[str, dict[str, dict[str, RowScores]]]:

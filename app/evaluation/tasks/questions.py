@@ -89,17 +89,17 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    name: str
+    config: TaskConfig
     form: Form
     path: str
     few_shot: int
     few_shot_path: str | None
-    columns: dict[str, str]
-    max_rows: int | None
     is_sample: bool
     """whether the rows are those that ship with loft, whose scores mean nothing"""
-    lengths: list[int]
-    depths: list[float]
+
+    @property
+    def name(self) -> str:
+        return self.config.name
 
     def questions(self) -> list[Question]:
         """Read all questions; raise UserError or DataError if a row is invalid."""
@@ -108,7 +108,7 @@ class Task:
             examples, rows = rows[: self.few_shot], rows[self.few_shot :]
         else:
             examples = self._read(self.few_shot_path)
-        evaluated = rows[: self.max_rows]
+        evaluated = rows[: self.config.max_rows]
         if not evaluated:
             raise UserError(
                 f"{self.path}: task {self.name} uses all rows as its {self.few_shot} few-shot "
@@ -155,8 +155,8 @@ class Task:
     def _read(self, path: str, max_rows: int | None = None) -> list[tuple[Item, Origin]]:
         items = []
         for values, origin in read_rows(path, max_rows):
-            row = {field: _value_at(values, column) for field, column in self.columns.items()}
-            row = values | row
+            columns = self.config.columns.items()
+            row = values | {field: _value_at(values, column) for field, column in columns}
             missing = [field for field in self.form.fields if row.get(field) is None]
             if missing:
                 raise UserError(self._describe_missing(missing[0], values, origin))
@@ -168,7 +168,7 @@ class Task:
         return items
 
     def _describe_missing(self, field: str, values: dict[str, Any], origin: Origin) -> str:
-        column = self.columns.get(field, field)
+        column = self.config.columns.get(field, field)
         what = "reference" if field in ("answer", "solution", "answerKey") else "column"
         existing = ", ".join(printable(str(name))[:40] for name in list(values)[:12])
         return (
@@ -185,12 +185,12 @@ def hide_needles(
 
     `max_len`: tokens of the model's context. UserError if a text cannot be that long.
     """
-    if too_long := [length for length in task.lengths if length > max_len]:
+    if too_long := [length for length in task.config.lengths if length > max_len]:
         raise UserError(
             f"{task.path}: task {task.name}: a text of {too_long[0]} tokens exceeds the context of "
             f"{max_len}; type lengths: [{max_len}] in evaluation.tasks"
         )
-    lengths = task.lengths or [max_len // 4, max_len // 2, max_len]
+    lengths = task.config.lengths or [max_len // 4, max_len // 2, max_len]
     hidden = []
     for number, question in enumerate(questions):
         item, others = question.item, [*questions[number + 1 :], *questions[:number]]
@@ -205,7 +205,7 @@ def hide_needles(
         for length in lengths:
             num_tokens = length - (task.form.max_new_tokens or 0)
             count = _count_that_fit(item, sentences, num_tokens, count_tokens)
-            for depth in task.depths:
+            for depth in task.config.depths:
                 text = _with_needle(item, sentences, count, depth) + item.contexts[0]
                 placed = replace(item, contexts=(text,), group=f"{length} at {depth:g}")
                 hidden.append(replace(question, item=placed))
@@ -310,16 +310,12 @@ def _build(config: TaskConfig, key: str, evaluation: EvaluationConfig) -> Task:
     if is_sample and not Path(path).is_file() and Path(path.removesuffix(".gz")).is_file():
         path = path.removesuffix(".gz")
     return Task(
-        name=config.name,
+        config=config,
         form=form,
         path=path,
         few_shot=few_shot,
         few_shot_path=few_shot_path,
-        columns=dict(config.columns),
-        max_rows=config.max_rows,
         is_sample=is_sample,
-        lengths=list(config.lengths),
-        depths=list(config.depths),
     )
 
 
