@@ -53,23 +53,29 @@ def checkpoint_at(run: Path, step: int) -> dict[str, torch.Tensor]:
     return found.tensors("model")
 
 
-def test_a_small_change_of_all_weights_is_not_rounded_away(tmp_path: Path) -> None:
+def test_a_small_change_of_all_weights_is_rounded_only_within_noise_or_if_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = train_into(tmp_path / "run", *FULL)
     assert "rounding to bf16 changes val/loss" in said(run)
     assert "saved in fp32; output.dtype=bf16 would save half the bytes" in said(run)
     assert "model verified: reloaded logits match (max difference 0)" in said(run)
-    assert figures(run)["tuned/val/loss"] == read_column(run, "val/loss")[4]
+    validated = read_column(run, "val/loss")[4]
+    assert figures(run)["tuned/val/loss"] == validated
     assert json.loads((run / "model" / "config.json").read_text())["dtype"] == "float32"
     trained, saved = checkpoint_at(run, 4), saved_weights(run)
     assert all(torch.equal(saved[name], tensor) for name, tensor in trained.items())
 
-
-def test_rounding_that_was_asked_for_is_measured_and_told(tmp_path: Path) -> None:
-    run = train_into(tmp_path / "run", *FULL, "output.dtype=bf16")
-    assert "rounding to bf16 changes val/loss" in said(run)
-    assert "saved in bf16" in said(run)
+    (run / "metrics.json").unlink()
+    go_on(run, "output.dtype=bf16")
     assert "model verified: reloaded as written in bf16, which moves the logits" in said(run)
-    assert figures(run)["tuned/val/loss"] > read_column(run, "val/loss")[4]
+    assert figures(run)["tuned/val/loss"] > validated
+    assert {tensor.dtype for tensor in saved_weights(run).values()} == {torch.bfloat16}
+
+    (run / "metrics.json").unlink()
+    monkeypatch.setattr("app.assembly.finish._compare_losses", lambda *rows: (1e-3, -1e-3))
+    go_on(run, "output.dtype=auto")
+    assert ", within noise): saved in bf16" in said(run)
     assert {tensor.dtype for tensor in saved_weights(run).values()} == {torch.bfloat16}
 
 
@@ -78,15 +84,6 @@ def test_without_validation_rows_nothing_is_rounded(tmp_path: Path) -> None:
     run = train_into(tmp_path / "run", *words, "data.val_set_size=0", "trainer.max_steps=1")
     assert "there are no validation rows to measure what rounding to bf16 costs" in said(run)
     assert {tensor.dtype for tensor in saved_weights(run).values()} == {torch.float32}
-
-
-def test_rounding_within_noise_keeps_the_dtype_of_the_base(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.assembly.finish._compare_losses", lambda *rows: (1e-3, -1e-3))
-    run = train_into(tmp_path / "run", *FULL, "trainer.max_steps=1")
-    assert ", within noise): saved in bf16" in said(run)
-    assert {tensor.dtype for tensor in saved_weights(run).values()} == {torch.bfloat16}
 
 
 def test_a_run_that_ends_before_its_last_file_is_not_done_and_one_after_it_is(
