@@ -28,8 +28,7 @@ WORDS = (
     "one two three ### User: Assistant: what is it called thinking about numbers 1 2 3 "
 ) * 4
 _WITH_TEST_CHATS = {
-    f"test_{name}.py"
-    for name in ("datamodule", "template", "template_limits", "template_proof", "template_syntax")
+    f"test_{name}.py" for name in ("datamodule", "template", "template_limits", "template_proof")
 }
 SHARED = Path(__file__).parents[2] / ".." / "shared" / "data"
 

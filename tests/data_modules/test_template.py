@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from common.errors import DataError, Origin
+from data_modules import TEMPLATE_NAMES, find_syntax_error
 from data_modules.template import ChatTemplate, MaskConfig, RowProblem
-from data_modules.template.named_templates import named_template
+from data_modules.template.named_templates import named_template, syntax_error
 from data_modules.types import Conversation, Document, Encoded, Item, Segment, Turn
 from tests.data_modules.conftest import build_tokenizer
+from tests.data_modules.published import published_templates, tokenizer_for
 
 ORIGIN = Origin("rows.json", 7)
 IM = ("<|im_start|>", "<|im_end|>")
@@ -184,19 +189,26 @@ def test_tokens_after_the_last_trained_one_are_removed() -> None:
     assert text_of(template, item) == "### User:\nq\n\n### Assistant:\ntwo</s>"
 
 
-def test_document_ends_with_eos_once(tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("segments", "trained"),
+    [
+        ((("one two", 1.0),), ["one two</s>"]),
+        ((("one two</s>", 1.0),), ["one two</s>"]),
+        ((("what is it:", 0.0), ("", 1.0)), []),
+        # A token across a border belongs to the later segment.
+        ((("one ", 0.0), ("two", 1.0)), [" two</s>"]),
+        # A character of three tokens.
+        ((("a \u2603", 1.0), ("b", 0.0), ("\u2603", 1.0)), ["a \u2603", "\u2603</s>"]),
+    ],
+)
+def test_what_is_trained_on_of_a_document(
+    segments: tuple[tuple[str, float], ...], trained: list[str], tokenizer: Any
+) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
-    item = Document((Segment("one two", 1.0),), ORIGIN)
-    assert text_of(template, item) == "one two</s>"
-    assert runs(template, item) == ["one two</s>"]
-    item = Document((Segment("one two</s>", 1.0),), ORIGIN)
-    assert text_of(template, item) == "one two</s>"
-
-
-def test_blank_completion_is_masked(tokenizer: Any) -> None:
-    template = ChatTemplate.resolve(tokenizer, None)
-    item = Document((Segment("what is it:", 0.0), Segment("", 1.0)), ORIGIN)
-    assert runs(template, item) == []
+    item = Document(tuple(Segment(*segment) for segment in segments), ORIGIN)
+    assert runs(template, item) == trained
+    if len(segments) == 1:
+        assert text_of(template, item) == "one two</s>"
 
 
 def test_stop_token_need_not_be_marked_as_special(tokenizer: Any) -> None:
@@ -228,21 +240,6 @@ def test_document_segments_keep_their_weights(tokenizer: Any) -> None:
         for weight in (0.25, 1.0, 0.0)
     }
     assert by_weight == {0.25: "what is it:", 1.0: " two</s>", 0.0: "?"}
-
-
-def test_token_across_a_border_belongs_to_the_later_segment(tokenizer: Any) -> None:
-    whole = tokenizer(" two", add_special_tokens=False)["input_ids"]
-    assert len(whole) == 1
-    template = ChatTemplate.resolve(tokenizer, None)
-    item = Document((Segment("one ", 0.0), Segment("two", 1.0)), ORIGIN)
-    assert runs(template, item) == [" two</s>"]
-
-
-def test_all_tokens_of_a_character_are_trained_on(tokenizer: Any) -> None:
-    assert len(tokenizer("\u2603", add_special_tokens=False)["input_ids"]) == 3
-    template = ChatTemplate.resolve(tokenizer, None)
-    item = Document((Segment("a \u2603", 1.0), Segment("b", 0.0), Segment("\u2603", 1.0)), ORIGIN)
-    assert runs(template, item) == ["a \u2603", "\u2603</s>"]
 
 
 def test_prompt_of_a_document_ends_where_training_starts(tokenizer: Any) -> None:
@@ -326,3 +323,47 @@ def test_answer_is_quoted_without_control_characters(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     message = problem(template, chat("q", "\x1b[2J" + "two " * 99))
     assert r"`\x1b[2Jtwo two" in message and message.isprintable() and len(message) < 300
+
+
+ALL_TEMPLATES = {name: named_template(name) for name in TEMPLATE_NAMES} | published_templates()
+DAMAGES = 1
+
+
+def parsed(text: str) -> str | None:
+    """Return what transformers says of a template's syntax, in our words."""
+    try:
+        _compile_jinja_template(text)
+    except jinja2.TemplateAssertionError:
+        return None  # an unknown filter or test, which only compiling finds
+    except jinja2.TemplateSyntaxError as error:
+        return syntax_error("it", error)
+    return None
+
+
+@pytest.mark.parametrize("name", [*TEMPLATE_NAMES, *list(published_templates())[::4]])
+def test_a_template_is_valid_or_damaged_as_transformers_says(name: str) -> None:
+    text, numbers = ALL_TEMPLATES[name], random.Random(name)
+    assert find_syntax_error("it", text) is None
+    for _ in range(DAMAGES):
+        start = numbers.randrange(len(text))
+        damaged = text[:start] + text[start + numbers.randint(1, 40) :]
+        assert find_syntax_error("it", damaged) == parsed(damaged)
+
+
+def test_tags_of_templates() -> None:
+    for text in ("{% generation %}{% endgeneration %}", "{% generation %}", "{% unheard %}"):
+        assert find_syntax_error("it", text) == parsed(text), text
+
+
+def test_nothing_is_computed() -> None:
+    for text in ("{{ 9 ** 9 ** 9 }}", "{{ 'a' * 10 ** 12 }}", "{" * 40_000):
+        assert find_syntax_error("it", text) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["{% break %}", "{{ a | unheard }}", "{% for a in b %}" * 30 + "{% endfor %}" * 30]
+)
+def test_code_that_cannot_be_compiled(text: str) -> None:
+    tokenizer = tokenizer_for(text)
+    with pytest.raises(DataError, match="own chat template is not a valid template: "):
+        ChatTemplate.resolve(tokenizer, None)

@@ -218,19 +218,11 @@ def test_all_of_a_tool_call_is_trained_on(content: str) -> None:
     text = text_of(template, item)
     assert '"description": "Tell the weather."' in text
     assert "<tool_response>\nsun\n</tool_response>" in text
+    call = {"name": "weather", "arguments": {"city": "<b>\u00e9"}}
+    calls = [{"type": "function", "id": "call_1", "function": call}]
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "what is it?"},
-        {
-            "role": "assistant",
-            "content": content,
-            "tool_calls": [
-                {
-                    "type": "function",
-                    "id": "call_1",
-                    "function": {"name": "weather", "arguments": {"city": "<b>\u00e9"}},
-                }
-            ],
-        },
+        {"role": "assistant", "content": content, "tool_calls": calls},
         {"role": "tool", "content": "sun", "name": "weather", "tool_call_id": "call_1"},
         {"role": "assistant", "content": "it is sun"},
     ]
