@@ -106,6 +106,7 @@ def measure() -> list[Figure]:
 
 def make_plan(lengths: Any, accumulation_steps: int) -> Any:
     """Plan one epoch of one data set for RANKS ranks."""
+    from data_modules import BatchSpec
     from data_modules.packing import StepPlan
 
     rows = np.arange(len(lengths))
@@ -113,12 +114,10 @@ def make_plan(lengths: Any, accumulation_steps: int) -> Any:
         lengths,
         lengths.astype(np.float64),
         lambda epoch: rows,
+        BatchSpec(accumulation_steps=accumulation_steps, num_ranks=RANKS),
         capacity=CAPACITY,
         method="multipack",
         seed=0,
-        micro_batch_size=1,
-        accumulation_steps=accumulation_steps,
-        world_size=RANKS,
     )
 
 
@@ -127,6 +126,7 @@ def plan_seconds(lengths: Any) -> float:
 
     Shares are those of the data sets' sizes, so that an epoch has each document once.
     """
+    from data_modules import BatchSpec
     from data_modules.packing import Mixture, StepPlan
     from data_modules.settings import MixtureConfig
 
@@ -140,12 +140,10 @@ def plan_seconds(lengths: Any) -> float:
         lengths,
         label_weights,
         mixture.epoch,
+        BatchSpec(accumulation_steps=4, num_ranks=RANKS),
         capacity=CAPACITY,
         method="multipack",
         seed=0,
-        micro_batch_size=1,
-        accumulation_steps=4,
-        world_size=RANKS,
         datasets=datasets,
     )
     plan.micro_batches(0, 0)

@@ -346,16 +346,12 @@ class FinetuneDataModule(lightning.LightningDataModule):
             examples.lengths,
             examples.label_weights,
             self.mixture.epoch,
+            batching,
             datasets=examples.datasets,
             window=self._spec.packing.window,
             capacity=self.sequence_len,
             method=self._spec.packing.method,
             seed=self._spec.seed,
-            micro_batch_size=batching.micro_batch_size,
-            accumulation_steps=batching.accumulation_steps,
-            world_size=batching.num_ranks,
-            num_epochs=batching.num_epochs,
-            max_steps=batching.max_steps,
         )
 
     def train_dataloader(self) -> PlannedSteps | StreamedSteps:

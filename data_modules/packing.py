@@ -23,6 +23,7 @@ from common.text import aligned, counted, percent
 
 if TYPE_CHECKING:
     from data_modules.settings import MixtureConfig
+    from data_modules.types import BatchSpec
 
 Indices = npt.NDArray[np.int64]
 _MIN_STEPS = 10
@@ -228,7 +229,7 @@ class _EpochPlan:
 class StepPlan:
     """The plan of all global steps of a run, over all its epochs.
 
-    A global step has `micro_batch_size * accumulation_steps * world_size` packs; its documents
+    A global step has `micro_batch_size * accumulation_steps * num_ranks` packs; its documents
     depend only on that product. The last step of an epoch is filled up with empty packs, so every
     rank has the same number of micro-batches and every accumulation window is full. Ranks get
     similar shares of sum(length^2), the cost of attention: packs processed at the same time on
@@ -245,15 +246,11 @@ class StepPlan:
         lengths: Indices,
         label_weights: npt.NDArray[np.float64],
         epoch_rows: Callable[[int], Indices],
+        batching: BatchSpec,
         *,
         capacity: int,
         method: str,
         seed: int,
-        micro_batch_size: int,
-        accumulation_steps: int,
-        world_size: int,
-        num_epochs: int = 1,
-        max_steps: int | None = None,
         window: int | None = None,
         datasets: Indices | None = None,
     ) -> None:
@@ -263,16 +260,17 @@ class StepPlan:
         self._epoch_rows, self._datasets = epoch_rows, datasets
         self._capacity, self._method, self._seed = capacity, method, seed
         self._window = window
-        self.micro_batch_size = micro_batch_size
-        self.accumulation_steps = accumulation_steps
-        self.world_size = world_size
-        self.packs_per_step = micro_batch_size * accumulation_steps * world_size
+        self.micro_batch_size = batching.micro_batch_size
+        self.accumulation_steps = batching.accumulation_steps
+        self.world_size = batching.num_ranks
+        self.packs_per_step = self.micro_batch_size * self.accumulation_steps * self.world_size
         self._epoch = lru_cache(maxsize=2)(self._plan_epoch)
         self._first_steps = [0]
-        if max_steps is None:
-            while len(self._first_steps) <= num_epochs:
+        if batching.max_steps is None:
+            while len(self._first_steps) <= batching.num_epochs:
                 self._count_another_epoch()
-        self.num_steps = self._first_steps[-1] if max_steps is None else max_steps
+        most = batching.max_steps
+        self.num_steps = self._first_steps[-1] if most is None else most
 
     def line(self) -> str:
         """Describe the packs and steps of the first epoch, and the number of steps."""

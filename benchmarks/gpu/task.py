@@ -72,7 +72,7 @@ def batches_of(task: Task, part: Part) -> list[Batch]:
     import numpy as np
 
     from common.errors import Origin
-    from data_modules import Example
+    from data_modules import BatchSpec, Example
     from data_modules.collator import Collator
     from data_modules.packing import StepPlan
 
@@ -90,13 +90,14 @@ def batches_of(task: Task, part: Part) -> list[Batch]:
         lengths,
         lengths - 1.0,
         lambda epoch: np.arange(len(lengths)),
+        BatchSpec(
+            micro_batch_size=part.packs,
+            accumulation_steps=packs // part.packs,
+            max_steps=num_steps,
+        ),
         capacity=task.sequence_len,
         method="multipack",
         seed=0,
-        micro_batch_size=part.packs,
-        accumulation_steps=packs // part.packs,
-        world_size=1,
-        max_steps=num_steps,
     )
     # All rows have one size for the compiler, as in the data module.
     row_len = part.packs * task.sequence_len if part.is_compiled else None

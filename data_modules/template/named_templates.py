@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from common.errors import DataError, Origin
 from common.text import shown
 from data_modules.template.rendering import (
+    LATER_SYSTEM_TURNS,
     OUT_OF_MEMORY,
+    SYSTEM_TURNS,
+    UNSUPPORTED_BY,
     Chat,
     Renderer,
     RowRefusedError,
-    UnsupportedTurns,
     render_errors,
 )
 from data_modules.types import Conversation, ToolCall, Turn
@@ -369,8 +371,8 @@ def _build_tool() -> dict[str, object]:
 _TOOLS: tuple[dict[str, object], ...] = (_build_tool(),)
 
 
-def find_unsupported_turns(renderer: Renderer) -> UnsupportedTurns:
-    """Return the turns that the template of `renderer` rejects.
+def find_unsupported_turns(renderer: Renderer) -> tuple[str, ...]:
+    """Return the names, of UNSUPPORTED_BY, of the turns that the template of `renderer` rejects.
 
     Nothing is unsupported if it rejects even the smallest chat: each row then gets its own error.
     """
@@ -384,11 +386,6 @@ def find_unsupported_turns(renderer: Renderer) -> UnsupportedTurns:
         return False
 
     if rejects("u a"):
-        return UnsupportedTurns()
-    return UnsupportedTurns(
-        tools=rejects("T u c t a") and rejects("T u ac t a"),
-        system=rejects("s u a"),
-        later_system=rejects("u a s u a"),
-        questions=rejects("u u a"),
-        answers=rejects("u a a u a"),
-    )
+        return ()
+    found = [name for name, patterns in UNSUPPORTED_BY.items() if all(map(rejects, patterns))]
+    return tuple(n for n in found if n != LATER_SYSTEM_TURNS or SYSTEM_TURNS not in found)

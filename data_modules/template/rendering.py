@@ -39,6 +39,17 @@ if TYPE_CHECKING:
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _INPUT_HEADER = "\n\n### Input:\n"
 """separates instruction and input in Alpaca's prompt; its preamble depends on whether it occurs"""
+TOOL_TURNS, SYSTEM_TURNS = "tool turns", "system turns"
+LATER_SYSTEM_TURNS = "later system turns"
+_JOINED = {"user": "user after user", "assistant": "answer after answer"}
+UNSUPPORTED_BY = {
+    TOOL_TURNS: ("T u c t a", "T u ac t a"),
+    SYSTEM_TURNS: ("s u a",),
+    LATER_SYSTEM_TURNS: ("u a s u a",),
+    _JOINED["user"]: ("u u a",),
+    _JOINED["assistant"]: ("u a a u a",),
+}
+"""turns that a template may reject -> the patterns of test chats that it then rejects all"""
 _CALL_ID_STYLES = ("given", "nine", "named")
 # Private-use characters, which neither rows nor templates contain.
 _PROBE, _PROBE_ARGUMENT = "\ue0f1probe\ue0f2", "\ue0f1argument\ue0f2"
@@ -405,57 +416,32 @@ def _with_call_ids(turns: Sequence[Turn], style: str) -> list[Turn]:
     return renamed
 
 
-@dataclass(frozen=True, slots=True)
-class UnsupportedTurns:
-    """The turns that a template rejects.
-
-    Tool turns, system turns at all or after the first turn (`later_system`), and two user turns
-    (`questions`) or two assistant turns (`answers`) in a row.
-    """
-
-    tools: bool = False
-    system: bool = False
-    later_system: bool = False
-    questions: bool = False
-    answers: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the turns that are rejected."""
-        names = {
-            "tool turns": self.tools,
-            "system turns": self.system,
-            "later system turns": self.later_system and not self.system,
-            "user after user": self.questions,
-            "answer after answer": self.answers,
-        }
-        return [name for name, is_rejected in names.items() if is_rejected]
-
-
 def rewrite_turns(
     chat: Conversation,
-    unsupported: UnsupportedTurns,
+    unsupported: Collection[str],
     roles_to_train: Collection[str] = ("assistant",),
 ) -> Conversation:
-    """Return `chat` without `unsupported` turns; `chat` itself if it has none.
+    """Return `chat` without turns that are `unsupported`, of UNSUPPORTED_BY; itself if it has none.
 
     Turns of one role are not joined if that would lose the weight or the reasoning of the second.
     A turn that becomes a user turn keeps the weight that its role has by `roles_to_train`.
     """
     turns, tools = chat.turns, chat.tools
-    if unsupported.tools and (
+    rejects_system = SYSTEM_TURNS in unsupported
+    if TOOL_TURNS in unsupported and (
         tools or any(turn.role == "tool" or turn.tool_calls for turn in turns)
     ):
         is_tool_trained = "tool" in roles_to_train
         weight = None if is_tool_trained == ("user" in roles_to_train) else float(is_tool_trained)
         turns = tuple(_without_tool_turns(turns, weight))
         if tools:
-            turns, tools = _with_declared_tools(turns, tools, unsupported.system), ()
+            turns, tools = _with_declared_tools(turns, tools, rejects_system), ()
     same_weight = ("system" in roles_to_train) == ("user" in roles_to_train)
-    if same_weight and (unsupported.system or unsupported.later_system):
-        turns = tuple(_without_system_turns(turns, keep_first=not unsupported.system))
-    if unsupported.questions or unsupported.answers:
-        turns = tuple(_join_turns(turns, unsupported))
+    if same_weight and (rejects_system or LATER_SYSTEM_TURNS in unsupported):
+        turns = tuple(_without_system_turns(turns, keep_first=not rejects_system))
+    joined = {role for role, name in _JOINED.items() if name in unsupported}
+    if joined:
+        turns = tuple(_join_turns(turns, joined))
     is_same = len(turns) == len(chat.turns) and all(map(operator.is_, turns, chat.turns))
     return chat if is_same else replace(chat, turns=turns, tools=tools)
 
@@ -523,15 +509,14 @@ def _without_system_turns(turns: Iterable[Turn], keep_first: bool) -> Iterable[T
     yield from pending
 
 
-def _join_turns(turns: Iterable[Turn], unsupported: UnsupportedTurns) -> Iterable[Turn]:
-    """Join consecutive turns of a role that must not follow itself."""
-    is_joined = {"user": unsupported.questions, "assistant": unsupported.answers}
+def _join_turns(turns: Iterable[Turn], roles: Collection[str]) -> Iterable[Turn]:
+    """Join consecutive turns of each of these roles."""
     last: Turn | None = None
     for turn in turns:
         if last is None:
             last = turn
         elif (
-            is_joined.get(turn.role)
+            turn.role in roles
             and last.role == turn.role
             and last.weight == turn.weight
             and turn.reasoning is None

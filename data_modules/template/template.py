@@ -45,7 +45,6 @@ from data_modules.template.rendering import (
     MessageFormat,
     Renderer,
     RowRefusedError,
-    UnsupportedTurns,
     UnusableTemplateError,
     render_errors,
     rewrite_turns,
@@ -237,7 +236,7 @@ class ChatTemplate:
                 elif new_item is item:
                     yield result
                 else:
-                    note = Note("rewritten_turns", ", ".join(self._unsupported.names))
+                    note = Note("rewritten_turns", ", ".join(self._unsupported))
                     yield replace(result, notes=(*result.notes, note))
 
     def prompt(self, item: Item) -> Prompt | None:
@@ -318,9 +317,9 @@ class ChatTemplate:
         )
 
     @cached_property
-    def _unsupported(self) -> UnsupportedTurns:
+    def _unsupported(self) -> tuple[str, ...]:
         if self._pairs or self._mask.unsupported_turns == "refuse":
-            return UnsupportedTurns()
+            return ()
         return find_unsupported_turns(self._renderer)
 
     def _rewrite(self, chat: Conversation) -> Conversation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,10 @@ from data_modules.packing import (
     sort_order,
 )
 from data_modules.settings import MixtureConfig
+from data_modules.types import BatchSpec
 
 CAPACITY = 64
+BATCHING = [field.name for field in fields(BatchSpec)]
 GLOBAL_BATCH = 24
 WORLD_SIZES = (1, 2, 3, 8)
 METHODS = st.sampled_from(["multipack", "like_length", "none"])
@@ -37,15 +40,10 @@ def make_plan(lengths: Any, **options: Any) -> StepPlan:
     """Plan steps over `lengths`, each document once an epoch, weight = 0.3 of its length."""
     array = np.asarray(lengths)
     rows = np.arange(len(array))
-    settings_ = {
-        "capacity": CAPACITY,
-        "method": "multipack",
-        "seed": 0,
-        "micro_batch_size": 2,
-        "accumulation_steps": 2,
-        "world_size": 1,
-    } | options
-    return StepPlan(array, array * 0.3, lambda epoch: rows, **settings_)
+    given = {"micro_batch_size": 2, "accumulation_steps": 2} | options
+    batching = BatchSpec(**{name: given.pop(name) for name in BATCHING if name in given})
+    packing = {"capacity": CAPACITY, "method": "multipack", "seed": 0} | given
+    return StepPlan(array, array * 0.3, lambda epoch: rows, batching, **packing)
 
 
 def lognormal(count: int, median: float = 20.0, most: int = CAPACITY) -> Any:
@@ -187,7 +185,7 @@ def test_the_summary_has_documents_packs_steps_and_epochs() -> None:
     )
     assert make_plan([48] * 10, max_steps=6).summary().startswith("6 steps of 4 packs, 2 epochs, ")
     assert make_plan([48] * 10, num_epochs=1).summary().startswith("3 steps of 4 packs, 1 epoch, ")
-    few = make_plan([48] * 3, micro_batch_size=1, world_size=4, num_epochs=1).line()
+    few = make_plan([48] * 3, micro_batch_size=1, num_ranks=4, num_epochs=1).line()
     assert few.endswith(
         "3 packs for a global batch of 8: type trainer.gradient_accumulation_steps=1; "
         "1 rank of 4 will have nothing to do"
@@ -232,7 +230,7 @@ def plan_of(lengths: Any, world_size: int, micro: int = 1, **options: Any) -> St
     """Plan steps of GLOBAL_BATCH packs over `lengths`, each document once an epoch."""
     accumulation = GLOBAL_BATCH // world_size // micro
     batching = {"micro_batch_size": micro, "accumulation_steps": accumulation, "num_epochs": 2}
-    return make_plan(lengths, world_size=world_size, **batching | options)
+    return make_plan(lengths, num_ranks=world_size, **batching | options)
 
 
 def step_packs(plan: StepPlan, step: int) -> list[tuple[int, ...]]:
@@ -304,13 +302,10 @@ def test_max_steps_plans_only_the_epochs_that_are_used() -> None:
         lengths,
         lengths * 1.0,
         rows,
+        BatchSpec(micro_batch_size=4, max_steps=10_000),
         capacity=CAPACITY,
         method="multipack",
         seed=0,
-        micro_batch_size=4,
-        accumulation_steps=1,
-        world_size=1,
-        max_steps=10_000,
     )
     assert plan.num_steps == 10_000 and not requested
     plan.micro_batches(0, 0)
@@ -432,12 +427,10 @@ def test_shares_of_tokens_hold_over_ten_thousand_packs(window: int | None) -> No
         lengths,
         lengths * 1.0,
         mixture.epoch,
+        BatchSpec(micro_batch_size=8),
         capacity=256,
         method="multipack",
         seed=0,
-        micro_batch_size=8,
-        accumulation_steps=1,
-        world_size=1,
         window=window,
         datasets=datasets,
     )

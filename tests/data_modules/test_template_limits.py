@@ -55,19 +55,9 @@ def test_time_and_memory_limits(work: Callable[[], object], expected: str) -> No
     assert time.perf_counter() - started < 50
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{{ 9**99999999 }}",
-        "{% if messages | length > 4 %}{{ 'a' * 10**12 }}{% endif %}" + CHATML,
-        "{% set n = namespace(x='a') %}{% for i in range(64) %}{% set n.x = n.x + n.x %}"
-        "{% endfor %}{{ n.x }}",
-    ],
-)
-def test_a_template_beyond_the_limits_is_an_error(
-    text: str, make_tokenizer: Callable[..., Any]
-) -> None:
+def test_a_template_beyond_the_memory_is_an_error(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
+    text = "{% if messages | length > 4 %}{{ 'a' * 10**12 }}{% endif %}" + CHATML
     tokenizer.chat_template = text
     with pytest.raises(DataError, match="the tokenizer's own chat template does not render 28"):
         ChatTemplate.resolve(tokenizer, None, limits=SMALL)

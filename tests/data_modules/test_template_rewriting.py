@@ -12,12 +12,12 @@ import pytest
 from common.errors import Origin
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.template.named_templates import TEST_CHATS, build_test_chat
-from data_modules.template.rendering import UnsupportedTurns, rewrite_turns
+from data_modules.template.rendering import UNSUPPORTED_BY, rewrite_turns
 from data_modules.template.template import RowProblem
 from data_modules.types import Conversation, Encoded, ToolCall, Turn
 from tests.data_modules.conftest import build_tokenizer
 
-ALL = UnsupportedTurns(tools=True, system=True, later_system=True, questions=True, answers=True)
+ALL = tuple(UNSUPPORTED_BY)
 WORD = re.compile(r"[a-z]\d+vq\d")
 STRICT = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -78,7 +78,7 @@ def test_every_test_chat_keeps_its_words_in_turns_of_the_same_side(name: str) ->
 @pytest.mark.parametrize("name", TEST_CHATS)
 def test_a_supported_chat_is_not_changed(name: str) -> None:
     chat = build_test_chat(TEST_CHATS[name])
-    assert rewrite_turns(chat, UnsupportedTurns()) is chat
+    assert rewrite_turns(chat, ()) is chat
     if TEST_CHATS[name] in ("u a", "u a u a", "u ra"):
         assert rewrite_turns(chat, ALL) is chat
 
