@@ -155,7 +155,6 @@ def _architecture_from_scratch(config: ModelConfig) -> PretrainedConfig:
 
 
 def _check_version(config: ModelConfig, architecture: PretrainedConfig) -> None:
-    """Raise UserError if the installed transformers has incorrect layers for this architecture."""
     import transformers
     from packaging.version import Version
 

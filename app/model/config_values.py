@@ -117,7 +117,6 @@ def check_keys(where: str, values: Mapping[str, Any], config_class: type) -> lis
 
 
 def _method_error(where: str, key: str, value: Any, class_name: str) -> str:
-    """Say that a key of a file has the name of a method of its class."""
     return (
         f"{where}: {key[:80]}={shortened(value)}: this is the name of a method or an internal "
         f"part of {class_name}, not a value of a model; remove the key, or download the file again"
@@ -125,7 +124,6 @@ def _method_error(where: str, key: str, value: Any, class_name: str) -> str:
 
 
 def _part_error(where: str, key: str, value: Any, class_name: str) -> str:
-    """Say that a file has the config of a part, which its class has not."""
     return (
         f"{where}: {key}={shortened(value)}: {class_name} describes a single model without "
         "parts; remove the key, or download the file again"
@@ -133,7 +131,6 @@ def _part_error(where: str, key: str, value: Any, class_name: str) -> str:
 
 
 def _expected(path: str, key: str, value: float) -> str | None:
-    """Return what is expected of a number; None if it is valid."""
     if value != value:
         return "a number"
     is_bound = _UNLIMITED.fullmatch(key) is not None

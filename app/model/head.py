@@ -285,7 +285,6 @@ def cross_entropy_(
 
 
 def _cast(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
-    """Return a gradient in the dtype of its weight; None if it has none."""
     return None if grad is None or weight is None else grad.to(weight.dtype)
 
 

@@ -232,7 +232,6 @@ def _is_changed_equally(names: Sequence[str], changes: Mapping[str, WeightChange
 def _check_shared(
     aliases: Mapping[str, Sequence[str]], changes: Mapping[str, WeightChange]
 ) -> None:
-    """UserError if an adapter changes a weight that layers share differently in each layer."""
     for names in aliases.values():
         if not _is_changed_equally(names, changes):
             raise UserError(
@@ -335,7 +334,6 @@ class _Merger:
         return self._round(in_model, weight) if in_model in self.rounded else weight
 
     def read(self, name: str) -> Tensor:
-        """Return the merged weight with this name on disk."""
         weight, dtype = self._read_unchanged(name), self.files.on_disk[name].dtype
         in_model = self.names.get(name, "")
         if in_model in self.changes:

@@ -105,7 +105,6 @@ def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _drop_towers(model: Any) -> None:
-    """Remove all modules and parameters outside the language model and its head."""
     import torch
 
     language_model = _find_language_model(model)

@@ -492,7 +492,6 @@ class ModelFolder:
 
 
 def _shape_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a model of the same config on `meta`."""
     import torch
     from torch.distributed.fsdp import FSDPModule
 

@@ -209,7 +209,6 @@ def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _find_file(path: str, revision: str | None) -> Path | None:
-    """Return the tokenizer.json of a folder or hub id; None if it has none."""
     from transformers.utils import cached_file
 
     if Path(path).is_dir():

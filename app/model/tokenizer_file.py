@@ -53,17 +53,9 @@ _PROBE = (
 """a text whose ids show how a tokenizer normalizes and splits"""
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _MADE_ANEW = (
-    "added_tokens_decoder",
-    "add_prefix_space",
-    "backend",
-    "fix_mistral_regex",
-    "merges",
-    "merges_file",
-    "split_special_tokens",
-    "tokenizer_file",
-    "tokenizer_object",
-    "vocab",
-    "vocab_file",
+    *("added_tokens_decoder", "add_prefix_space", "backend", "fix_mistral_regex", "merges"),
+    *("merges_file", "split_special_tokens", "tokenizer_file", "tokenizer_object"),
+    *("vocab", "vocab_file"),
 )
 """arguments of a tokenizer's class that tokenizer.json stands for"""
 _SIDES = ("padding_side", "truncation_side", "model_input_names", "clean_up_tokenization_spaces")
@@ -259,7 +251,6 @@ def remember_verified(file: Path) -> None:
 
 
 def _note(file: Path) -> Path:
-    """Return the empty file that says that a tokenizer.json is verified."""
     from importlib.metadata import version
 
     from data_modules import DataConfig
@@ -425,7 +416,6 @@ def _try_expression(expression: str) -> str:
 
 
 def _expressions_in(value: Any) -> Iterator[str]:
-    """Yield the regular expressions of the steps of a tokenizer.json."""
     pending = [value]
     while pending:
         part = pending.pop()
@@ -438,7 +428,6 @@ def _expressions_in(value: Any) -> Iterator[str]:
 
 
 def _steps(value: Any, key: str) -> list[Any]:
-    """Return the steps of a normalizer or decoder, those of sequences in its place."""
     steps, pending = [], [value]
     while pending:
         step = pending.pop()
@@ -450,7 +439,6 @@ def _steps(value: Any, key: str) -> list[Any]:
 
 
 def _texts_of(step: dict[str, Any]) -> list[str]:
-    """Return the texts that a step looks for or writes."""
     pattern = step.get("pattern")
     texts = [step.get("content"), step.get("prepend")]
     texts += pattern.values() if isinstance(pattern, dict) else []
@@ -458,7 +446,6 @@ def _texts_of(step: dict[str, Any]) -> list[str]:
 
 
 def _tokenizer_with(**sections: Any) -> tokenizers.Tokenizer:
-    """Build a tokenizer without vocabulary of these sections of a tokenizer.json."""
     import tokenizers
 
     described = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel()).to_str())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from app.model.attention import gather_reason, key_repeats
 from app.model.chunks import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
-from app.planning.widths import Widths
+from app.planning.planned_model import Widths
 
 if TYPE_CHECKING:
     from app.planning.memory import PlannedRun

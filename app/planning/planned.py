@@ -122,7 +122,6 @@ def read_config_json(model: ModelConfig) -> Mapping[str, Any]:
 
 
 def _read_folder(model: ModelConfig, folder: Path) -> Mapping[str, Any]:
-    """Return the config.json of a base's folder; weights may be missing, but not broken."""
     has_weights = any(folder.glob("*.safetensors*"))
     base, problems = inspect_base(model)
     if not has_weights and (folder / "config.json").is_file():
@@ -305,7 +304,6 @@ def build_planned_run(
 def _check_precision(
     precision: str, quantization: str, model: PlannedModel, hardware: HardwareConfig | None
 ) -> None:
-    """Raise UserError if a GPU, or the model's experts, have no such products."""
     if hardware and "fp8" in (quantization, precision) and not hardware.fp8_tflops:
         key, instead = (
             ("quantization=fp8", "quantization=nf4 or quantization=none")
@@ -416,7 +414,6 @@ def estimate_tokens(config: TrainConfig, sequence_len: int) -> tuple[int, str]:
 
 
 def _find_tokenizer(model: ModelConfig) -> Path | None:
-    """Return the base's tokenizer.json if it is on this machine."""
     path = model.tokenizer_path or model.path
     if path is None:
         return None

@@ -271,7 +271,6 @@ def _planned_losses(run: PlannedRun) -> dict[str, float]:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Return the peak bytes allocated by PyTorch on a GPU; on a CPU those of this process."""
     if device.type == "cpu":
         return host_bytes("VmHWM")
     import torch

@@ -167,7 +167,6 @@ class Zero(StrategyMixin, DDPStrategy):
                 deepspeed.zero.register_external_parameter(layer, weight)
 
     def _shard_weights(self, module: torch.nn.Module, config: dict[str, Any]) -> None:
-        """Shard the weights, which rank 0 has read, one at a time."""
         import deepspeed
 
         broadcaster = Broadcaster(self.root_device, self.world_size, self.world_size)
@@ -259,7 +258,6 @@ class Zero(StrategyMixin, DDPStrategy):
         return squares.sqrt().to("cpu" if self._steps_in_host_memory else self.root_device)
 
     def _gradients(self) -> Iterator[Tensor]:
-        """Yield the gradients of this rank's shards, averaged over the ranks."""
         if self._steps_in_host_memory:
             yield from (flat.grad for flat in self._flats if flat.grad is not None)
         else:
@@ -312,7 +310,6 @@ class Zero(StrategyMixin, DDPStrategy):
 
     @torch.no_grad()
     def _gather(self, weight: torch.nn.Parameter, flat: Callable[[], Tensor]) -> Tensor:
-        """Gather a full tensor from the shards of all ranks, bit for bit."""
         shard, local = self._shard_of(weight), flat()
         full = torch.zeros(_shape(weight), dtype=local.dtype, device=self.root_device)
         shard.of(full).copy_(local[shard.at : shard.at + shard.length])
@@ -360,7 +357,6 @@ class Zero(StrategyMixin, DDPStrategy):
             return weight.detach().clone()
 
     def _shard_of(self, weight: torch.nn.Parameter) -> _Shard:
-        """Find this rank's shard of a trainable weight."""
         zero, rank = self._zero, self.global_rank
         if self.shards_weights:
             group, at, size = zero.grad_position[zero.get_param_id(weight)]
@@ -389,8 +385,6 @@ class Zero(StrategyMixin, DDPStrategy):
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """The position of a rank's shard of a weight."""
-
     flat: Tensor
     """tensor that the optimizer steps"""
     at: int
@@ -407,7 +401,6 @@ class _Shard:
         return max(0, min(self.capacity, self.numel - self.start))
 
     def of(self, full: Tensor) -> Tensor:
-        """Return the shard of a full weight or state, as a view."""
         return full.view(-1)[self.start : self.start + self.length]
 
 

@@ -52,15 +52,9 @@ DEEPSPEED_KEYS = {
 }
 """keys of a DeepSpeed config (with all nested keys) that one of our settings decides"""
 _STAGE_3_KEYS = (
-    "allgather_sequential",
-    "gather_16bit_weights_on_model_save",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "model_persistence_threshold",
-    "module_granularity_threshold",
-    "param_persistence_threshold",
-    "prefetch_bucket_size",
-    "use_all_reduce_for_fetch_params",
+    *("allgather_sequential", "gather_16bit_weights_on_model_save", "max_live_parameters"),
+    *("max_reuse_distance", "model_persistence_threshold", "module_granularity_threshold"),
+    *("param_persistence_threshold", "prefetch_bucket_size", "use_all_reduce_for_fetch_params"),
 )
 """keys of zero_optimization that DeepSpeed accepts with and without the prefix `stage3_`"""
 _ALLOWED = {

@@ -117,7 +117,6 @@ class AdamWOnDisk(torch.optim.AdamW):
         self._describe(folder)
 
     def _describe(self, folder: Path) -> None:
-        """Log the size of the states and the time that their disk takes in a step."""
         written, read = self._file.mb_per_second
         seconds = self.num_bytes / 1e6 / written + self.num_bytes / 1e6 / read
         if is_first_rank():
@@ -196,7 +195,6 @@ def block_size(dtype: torch.dtype) -> int:
 
 
 def _padded(num_bytes: int) -> int:
-    """Return the bytes of whole pages."""
     return math.ceil(num_bytes / mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 

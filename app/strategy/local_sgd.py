@@ -258,7 +258,6 @@ class LocalSgd(Fsdp):
 
 
 def _split_into_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors, in their order, into buckets of at least _BUCKET_SIZE elements."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)
@@ -314,7 +313,6 @@ class SiteSgd(LocalSgd):
         return super().clip(optimizer, max_norm)
 
     def _compare_sites(self) -> None:
-        """Raise UserError unless all sites have the same settings, shards and first weights."""
         config, step, digest = self.local_config, self._num_steps(), hashlib.sha256()
         weights = [local(each.parameter.detach()) for each in trainable_weights(self.model_root)]
         for weight in weights:

@@ -402,7 +402,6 @@ class Pipeline(Fsdp):
         return sum((each.detach().squeeze() for each in losses), total)
 
     def _schedule(self, num_batches: int, shape: torch.Size) -> Any:
-        """Return the schedule of steps of `num_batches` micro-batches of token ids `shape`."""
         key = num_batches, shape
         if key not in self._schedules:
             stages = [self._stage(section, shape) for section in self.stages.own]
@@ -554,7 +553,6 @@ class Pipeline(Fsdp):
         return ShardedTensor(value.shape, value.dtype, gather)
 
     def _gather(self, source: int, value: StateTensor) -> Tensor:
-        """Return the full tensor that the rank `source` of each pipeline holds."""
         if self._group.rank() == source:
             full = value.gather() if isinstance(value, ShardedTensor) else value
             full = full.detach().to(self.root_device).contiguous()

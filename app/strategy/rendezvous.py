@@ -232,7 +232,6 @@ def use_separate_store() -> None:
 
 
 def _request_endpoint(shared: TCPStore, rank: str) -> str:
-    """Return rank 0's answer: address, port and id of this rendezvous."""
     request = uuid.uuid4().hex
     shared.set(f"loft/request/{rank}", request)
     endpoint: str = shared.get(f"loft/answer/{request}").decode()

@@ -201,25 +201,13 @@ PIPELINED = (
 )
 """model types whose stages are tested against one process"""
 FAMILIES: dict[str, type[StrategyConfig]] = {
-    "auto": StrategyConfig,
-    "single": StrategyConfig,
-    "ddp": DdpConfig,
-    "ddp_compressed": DdpConfig,
-    "zero1": ZeroConfig,
-    "zero2": ZeroConfig,
-    "zero3": ZeroConfig,
-    "zero2_offload": ZeroConfig,
-    "zero3_offload": ZeroConfig,
-    "zero3_nvme": ZeroConfig,
-    "zero3_hpz": ZeroConfig,
-    "zeropp": ZeroConfig,
-    "fsdp": FsdpConfig,
-    "fsdp_grad_op": FsdpConfig,
-    "fsdp_hybrid": FsdpConfig,
-    "fsdp_offload": FsdpConfig,
+    **dict.fromkeys(("auto", "single"), StrategyConfig),
+    **dict.fromkeys(("ddp", "ddp_compressed"), DdpConfig),
+    **dict.fromkeys(("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"), ZeroConfig),
+    **dict.fromkeys(("zero3_nvme", "zero3_hpz", "zeropp"), ZeroConfig),
+    **dict.fromkeys(("fsdp", "fsdp_grad_op", "fsdp_hybrid", "fsdp_offload"), FsdpConfig),
     "hsdp_local_sgd": LocalSgdConfig,
-    "tp": FsdpConfig,
-    "fsdp_tp": FsdpConfig,
+    **dict.fromkeys(("tp", "fsdp_tp"), FsdpConfig),
     "fsdp_pp": PipelineConfig,
 }
 """settings class of each strategy name; the values are in conf/strategy"""

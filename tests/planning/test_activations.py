@@ -20,7 +20,7 @@ from transformers import (
 from app.config import load_config
 from app.model.adapter import LoraConfig, apply_adapter
 from app.planning.activations import LayerExecution, layer_bytes
-from app.planning.widths import Widths, config_getter, widths_of
+from app.planning.planned_model import Widths, config_getter, widths_of
 from tests.tiny import random_ids, tiny_llama
 
 LLAMA_8B = Widths(

@@ -225,7 +225,6 @@ INITIAL_A, INITIAL_B = "lora_A_at_start", "lora_B_at_start"
 
 
 def _record_initial_weights(model: peft.PeftModel) -> None:
-    """Copy the initial A and B of each LoRA layer to non-persistent buffers."""
     for _, layer in _lora_layers(model):
         layer.register_buffer(INITIAL_A, layer.lora_A["default"].weight.detach().clone(), False)
         layer.register_buffer(INITIAL_B, layer.lora_B["default"].weight.detach().clone(), False)
@@ -427,7 +426,6 @@ def _peft_config(
 
 
 def _log_skipped(config: LoraConfig, found: targets.Targets) -> None:
-    """Log which matrices target_modules=all-linear skips."""
     if found.thin:
         log.info("lora: skipped, too thin for rank %d: %s", config.r, ", ".join(found.thin))
     if found.own_adapters:

@@ -203,19 +203,6 @@ def matrix_onto_lora(
     return output.addmm_(x, dequantize(weight).T)
 
 
-def _lora_onto_matrix(
-    product: Linear,
-    x: Tensor,
-    matrix: Any,
-    bias: Tensor | None,
-    low: Tensor,
-    b: Tensor,
-    scale: float,
-) -> Tensor:
-    """Return W x + bias + scale B low; B low is added to the rest."""
-    return product(x, matrix, bias).addmm_(low, b.T, alpha=scale)
-
-
 def lora_onto_fp8(
     quantized: fp8.Rows,
     x: Tensor,
@@ -229,19 +216,6 @@ def lora_onto_fp8(
     """Return W x + bias + scale B low, for x that is already quantized."""
     output = fp8.product(quantized, dequantize(weight), bias, x.dtype)
     return output.addmm_(low, b.T, alpha=scale)
-
-
-def _merged_matrix(
-    linear: Linear,
-    x: Tensor,
-    matrix: Tensor,
-    bias: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    scale: float,
-) -> Tensor:
-    """Return (W + scale B A) x + bias."""
-    return linear(x, torch.addmm(matrix, b, a, alpha=scale), bias)
 
 
 def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
@@ -278,7 +252,10 @@ class _LoraLinear(torch.autograd.Function):
         sizes = len(b), x.shape[1]
         if ctx.is_merged:
             ctx.save_for_backward(x, None, weight, a, b)
-            return product_once(*sizes, _merged_matrix, linear, x, weight, bias, a, b, scale)
+            # (W + scale B A) x + bias
+            return product_once(
+                *sizes, lambda: linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
+            )
         if lora_comes_first(x) and product is linear:
             low = product_once(*a.shape, torch.nn.functional.linear, dropped, a)
             output = product_once(
@@ -288,7 +265,7 @@ class _LoraLinear(torch.autograd.Function):
             low = product_once(*a.shape, linear, dropped, a)
             matrix = dequantize(weight)
             output = product_once(
-                *sizes, _lora_onto_matrix, product, x, matrix, bias, low, b, scale
+                *sizes, lambda: product(x, matrix, bias).addmm_(low, b.T, alpha=scale)
             )
         ctx.save_for_backward(dropped, low, weight, a, b)
         return output

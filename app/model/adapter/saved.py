@@ -119,7 +119,6 @@ def _check_can_continue(config: Any, model: PreTrainedModel, folder: Path) -> No
 
 
 def _check_targets_train(model: peft.PeftModel, model_type: str, folder: Path) -> None:
-    """Raise UserError for an adapter on a module that its layer never calls."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     endings = tuple(f".{ending}" for ending in find_bypassed_linears(model_type))
@@ -134,7 +133,6 @@ def _check_targets_train(model: peft.PeftModel, model_type: str, folder: Path) -
 
 
 def _check_patterns(config: peft.PeftConfig, model: PreTrainedModel, folder: Path) -> None:
-    """Raise UserError for regular expressions that are invalid or may never end."""
     settings = config.to_dict()
     expressions: dict[str, list[str]] = {}
     for key in ("target_modules", "exclude_modules", "feedforward_modules"):
@@ -335,7 +333,6 @@ def _add_empty(model: peft.PeftModel, folder: Path, name: str) -> None:
 
 
 def _read_into(model: peft.PeftModel, folder: Path, adapter_name: str, *, in_fp32: bool) -> None:
-    """Check the weights in a file, and load them into the adapter `adapter_name` of a model."""
     import peft
     import torch
     from safetensors.torch import load_file

@@ -335,7 +335,6 @@ def read_adapter_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _find_edits(folder: Path, content: Mapping[str, Any]) -> list[str]:
-    """List the settings that differ from those with which the adapter was saved by us."""
     file = folder / ORIGIN_FILE
     if not file.exists():
         return []

@@ -95,7 +95,6 @@ def find_targets(config: AdapterConfig, base: BaseDescription) -> Targets:
 
 
 def _check_form(config: AdapterConfig) -> list[str]:
-    """List the values that are invalid on every base."""
     problems: list[str] = []
     if isinstance(config, LoraConfig):
         targets = config.target_modules
@@ -134,7 +133,6 @@ def _is_names(value: Any) -> bool:
 
 
 def _check_expressions(config: AdapterConfig, base: BaseDescription) -> list[str]:
-    """List the regular expressions that are invalid, or take too long on the base's names."""
     expressions: dict[str, list[str]] = {}
     if isinstance(config, LoraConfig):
         if isinstance(targets := config.target_modules, str):
@@ -327,7 +325,6 @@ def _find_ia3(config: Ia3Config, base: BaseDescription, found: Targets) -> None:
 
 
 def _ia3_targets_of(base: BaseDescription, names: Sequence[str], found: Targets) -> list[str]:
-    """Return the name endings of keys, values and feed-forward in this architecture."""
 
     def exists(ending: str) -> bool:
         return bool(by_ending(ending, names))
@@ -348,7 +345,6 @@ def _ia3_targets_of(base: BaseDescription, names: Sequence[str], found: Targets)
 
 
 def _chosen_layers(setting: Any, base: BaseDescription, found: Targets) -> list[str] | None:
-    """Return the names of the layers that `adapter.layers` selects; None if they are not known."""
     if base.layers is not None and not base.layers:
         found.problems.append(unknown_layers_problem(base.model_type, "adapter.layers=all"))
         return None
@@ -369,7 +365,6 @@ def _linear_in_layers(setting: Any, base: BaseDescription, found: Targets) -> li
 def _find_linear(
     patterns: str | list[str], key: str, names: list[str], base: BaseDescription, found: Targets
 ) -> list[str]:
-    """Return the linear modules that a list of endings, or one regular expression, matches."""
     if isinstance(patterns, str):
         patterns, rule = [patterns], by_expression
     else:

@@ -117,7 +117,6 @@ def skip_redundant_casts(model: torch.nn.Module) -> None:
 
 
 def _fuse_lora(model: torch.nn.Module) -> None:
-    """Give every plain LoRA layer on an unquantized, 4-bit or FP8 matrix its fused forward."""
     import peft
 
     from app.model.adapter.fused import FusedLoraFp8, FusedLoraLinear, lora_4bit_class

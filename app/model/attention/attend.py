@@ -416,7 +416,6 @@ class _SinkAttention(torch.autograd.Function):
 
 
 def _by_token(values: Tensor, query: Tensor) -> Tensor:
-    """Exchange heads and tokens if they are packed."""
     return values.T if query.ndim == 3 else values
 
 

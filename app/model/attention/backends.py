@@ -52,29 +52,10 @@ IN_TRANSFORMERS = {
 # Properties of model types that config.json does not contain (transformers 5.23). The lists give an
 # early message; the probes at the start of training refuse the models that are missing here.
 _COUNTS_POSITIONS = (
-    "bart",
-    "bigbird_pegasus",
-    "blenderbot",
-    "blenderbot-small",
-    "camembert",
-    "data2vec-text",
-    "fsmt",
-    "led",
-    "m2m_100",
-    "marian",
-    "mbart",
-    "mvp",
-    "nllb-moe",
-    "pegasus",
-    "pegasus_x",
-    "plbart",
-    "prophetnet",
-    "roberta",
-    "roberta-prelayernorm",
-    "trocr",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert", "data2vec-text"),
+    *("fsmt", "led", "m2m_100", "marian", "mbart", "mvp", "nllb-moe", "pegasus", "pegasus_x"),
+    *("plbart", "prophetnet", "roberta", "roberta-prelayernorm", "trocr", "xlm-roberta"),
+    *("xlm-roberta-xl", "xmod"),
 )
 """model types that compute positions themselves, counted from the start of the row"""
 _WITHOUT_MASK = ("deepseek_v4", "openai-gpt", "xlm")
@@ -267,7 +248,6 @@ def batching_error(config: Mapping[str, Any], longest: int | None = None) -> str
 
 
 def _length_error(config: Mapping[str, Any], longest: int | None) -> str | None:
-    """Return why documents up to `longest` tokens are too long for a model that selects keys."""
     text = _nested_config(config, "text_config")
     model_type = str(text.get("model_type"))
     keys = next((text[name] for name in SELECTED_TOKENS if text.get(name)), None)
@@ -289,7 +269,6 @@ def _starts_with_padding(config: Mapping[str, Any]) -> bool:
 
 
 def _nested_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a nested config of a composite model, or `config` itself if it has none."""
     nested = config.get(name)
     return nested if isinstance(nested, Mapping) else config
 
@@ -414,7 +393,6 @@ def _choose_fastest(model: ModelOnDevice) -> AttentionChoice:
 
 
 def _suggest_backend(model: ModelOnDevice) -> str:
-    """Return the override to type instead of a backend that cannot run."""
     backend = _choose_fastest(model).backend
     cannot_pack = backend == "eager" and model.architecture.is_encoder_decoder
     return f"attention={backend}{' packing=none' if cannot_pack else ''}"
@@ -515,7 +493,6 @@ def _required_transformers(model_type: str) -> str | None:
 
 
 def _supports(backend: str, architecture: PretrainedConfig) -> bool:
-    """Return whether the model's class in transformers supports this attention."""
     model_class = _model_class(architecture)
     if model_class is None:
         return True
@@ -550,7 +527,6 @@ def _find_tower_without(backend: str, architecture: PretrainedConfig) -> str | N
 
 
 def _model_class(architecture: PretrainedConfig) -> Any:
-    """Return the model class of an architecture in transformers; None for remote code."""
     from transformers.models.auto import modeling_auto
 
     if (language_model := language_model_class(architecture)) is not None:

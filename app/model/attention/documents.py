@@ -192,7 +192,6 @@ def stack_documents(documents: Sequence[DocumentSpan]) -> list[list[DocumentSpan
 def _group_by_length(
     documents: Sequence[DocumentSpan], max_tokens: float = math.inf
 ) -> list[list[DocumentSpan]]:
-    """Group documents of similar length, longest first, so that padding costs little."""
     groups: list[list[DocumentSpan]] = []
     real = 0
     for document in sorted(documents, key=lambda document: -document.length):

@@ -170,7 +170,6 @@ def _dense_masks(model: PreTrainedModel, document_lengths: Lengths, ids: torch.T
 
 
 def _by_layer(model: PreTrainedModel, backend: str, build: Callable[..., Any]) -> Any:
-    """Return one mask, or a mask by layer type if these differ."""
     config = model.config.get_text_config().to_dict()
     window, layer_types = config.get("sliding_window"), config.get("layer_types")
     if layer_types is None:

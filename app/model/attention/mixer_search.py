@@ -264,7 +264,6 @@ def _gradients(module: torch.nn.Module, forward: MixerForward, inputs: Any) -> l
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    """Return whether a module calls the attention function that its model is configured with."""
     forward = inspect.unwrap(type(module).forward)
     return _ATTENTION_REGISTRY in getattr(forward, "__code__", forward).co_names
 
@@ -300,7 +299,6 @@ def _edit_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] 
 
 
 def _is_activation(value: Any) -> bool:
-    """Return whether an argument is a floating-point tensor [1, tokens, features]."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return is_float and value.ndim == 3 and tuple(value.shape[:2]) == (1, sum(_PROBE))
 

@@ -299,7 +299,6 @@ def _gather_documents(
 
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a value is a tensor whose first two dimensions are `shape`."""
     return isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == tuple(shape)
 
 
@@ -464,7 +463,6 @@ class _Chunks:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of all documents."""
         return int(self.steps[-1].stop)
 
 

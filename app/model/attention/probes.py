@@ -171,7 +171,6 @@ def _measure_leak(model: PreTrainedModel, backend: str, device: torch.device) ->
 
 
 def _eager_isolates(model: PreTrainedModel, backend: str, device: torch.device) -> bool:
-    """Return whether eager attention keeps documents apart in this model."""
     if backend == "eager" or not model._can_set_attn_implementation():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Attention by matrix products equals causal attention, in outputs and gradients."""
+"""On a CPU: attention by matrix products equals causal attention, and oneDNN's products PyTorch's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from app.model import cpu
+from app.model.activation_checkpointing import is_expensive
 from app.model.attention import attend
 from app.model.attention.documents import (
     MAX_PADDED_RATIO,
@@ -17,6 +18,7 @@ from app.model.attention.documents import (
     place_documents,
     stack_documents,
 )
+from tests.operators import Operators
 
 
 def parts(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:
@@ -146,3 +148,43 @@ def test_short_documents_are_stacked_and_long_ones_are_not() -> None:
         longest, real = max(one.length for one in stack), sum(one.length for one in stack)
         assert len(stack) == 1 or longest <= SHORT_TOKENS
         assert longest * len(stack) <= min(MAX_PADDED_RATIO * real, STACK_TOKENS) or len(stack) == 1
+
+
+@pytest.mark.parametrize("width", [64, 30])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_it_is_the_product_also_with_a_transposed_matrix(width: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    rows, weight = torch.randn(128, width), torch.randn(40, width)
+    bias = torch.randn(40) if has_bias else None
+    expected = torch.nn.functional.linear(
+        rows.double(), weight.double(), None if bias is None else bias.double()
+    )
+    for matrix in (weight, weight.T.contiguous().T):
+        assert torch.allclose(cpu.linear(rows, matrix, bias).double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_taken"),
+    [
+        (torch.zeros(64, 8), True),
+        (torch.zeros(128, 8), True),
+        (torch.zeros(65, 8), False),
+        (torch.zeros(64, 8, dtype=torch.bfloat16), False),
+        (torch.zeros(64, 8, device="meta"), False),
+    ],
+)
+def test_it_is_taken_for_full_tiles_in_fp32_on_the_cpu(rows: Tensor, is_taken: bool) -> None:
+    weight = torch.zeros(4, 8, dtype=rows.dtype, device=rows.device)
+    with Operators() as operators:
+        cpu.linear(rows, weight)
+    assert ("mkldnn::_linear_pointwise" in operators.counts) is is_taken
+
+
+@pytest.mark.parametrize(("features", "is_kept"), [(8, True), (4, True), (9, False)])
+def test_selective_recompute_keeps_its_products_that_do_not_widen(
+    features: int, is_kept: bool
+) -> None:
+    kept: list[bool] = []
+    with Operators(lambda func, args, *_: kept.append(is_expensive(func, args))):
+        cpu.linear(torch.zeros(64, 8), torch.zeros(features, 8))
+    assert any(kept) is is_kept
