@@ -1,4 +1,4 @@
-"""On a CPU: attention by matrix products equals causal attention, and oneDNN's products PyTorch's."""
+"""On a CPU, attention by matrix products and products of oneDNN are those of PyTorch."""
 
 from __future__ import annotations
 

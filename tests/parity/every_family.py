@@ -85,129 +85,67 @@ PER_LAYER = {
     "no_rope_layers",
 }
 NUM_LAYERS = {"n_layer", "n_layers", "num_hidden_layers", "num_layers"}
-SMALL: dict[str, Any] = {
-    # sizes
-    "d_ff": 48,
-    "d_inner": 48,
-    "d_kv": 8,
-    "d_model": 32,
-    "decoder_ffn_dim": 48,
-    "dff": 48,
-    "dim_ff": 48,
-    "dim_model": 32,
-    "emb_dim": 32,
-    "embedding_size": 32,
-    "encoder_ffn_dim": 48,
-    "expert_ffn_hidden_size": 24,
-    "ffn_dim": 48,
-    "ffn_hidden_size": 48,
-    "head_dim": 8,
-    "global_head_dim": 8,
-    "adapter_in_dim": 32,
-    "adapter_input_size": 32,
-    "adapter_out_dim": 32,
-    "adapter_output_size": 32,
-    "hidden_size": 32,
-    "hidden_size_global": 32,
-    "hidden_size_per_layer_input": 8,
-    "index_head_dim": 16,
-    "intermediate_size": 48,
-    "intermediate_size_mlp": 48,
-    "kv_lora_rank": 16,
-    "laurel_rank": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "moe_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 24,
-    "n_embd": 32,
-    "n_inner": 48,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "query_pre_attn_scalar": 8,
-    "rotary_dim": 4,
-    "shared_expert_intermediate_size": 24,
-    "shared_experts_intermediate_size": 24,
-    "shared_intermediate_size": 24,
-    "v_head_dim": 8,
-    "word_embed_proj_dim": 32,
-    # counts
-    "attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "encoder_layers": 2,
-    "index_n_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "n_group": 1,
-    "n_head": 4,
-    "n_heads": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_attention_heads": 4,
-    "num_decoder_attention_heads": 4,
-    "num_decoder_layers": 2,
-    "num_encoder_attention_heads": 4,
-    "num_encoder_layers": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "num_filters": 4,
-    "num_global_key_value_heads": 2,
-    "num_heads": 4,
-    "num_key_value_heads": 2,
-    "num_kv_heads": 2,
-    "num_kv_shared_layers": 0,
-    "num_local_experts": 4,
-    "num_mtp_layers": 0,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_topk": 2,
-    "moe_num_experts": 4,
-    "moe_k": 2,
-    # states
-    "chunk_size": 16,
-    "mamba_chunk_size": 16,
-    "mamba_d_head": 16,
-    "mamba_d_ssm": 64,
-    "mamba_d_state": 8,
-    "mamba_dt_rank": 4,
-    "mamba_expand": 2,
-    "mamba_n_groups": 1,
-    "mamba_n_heads": 4,
-    "state_size": 8,
-    "time_step_rank": 4,
-    # rows
-    "attention_window": 8,
-    "attention_window_size": 8,
-    "index_topk": 64,
-    "keep_window_size": 64,
-    "max_position_embeddings": 128,
-    "max_seq_len": 128,
-    "max_source_positions": 128,
-    "max_target_positions": 128,
-    "n_ctx": 128,
-    "n_positions": 128,
-    "sliding_window": 8,
-    "sliding_window_size": 8,
-    # tokens
-    "bos_token_id": 1,
-    "decoder_start_token_id": 2,
-    "encoder_hash_byte_group_vocab": 64,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "type_vocab_size": 2,
-    "vocab_size": 64,
-    "vocab_size_per_layer_input": 64,
-    # settings of a trainable text model
-    "activation_sparsity_pattern": None,
-    "add_cross_attention": False,
-    "image_size": 28,
-    "initializer_range": 0.2,
-    "is_decoder": True,
-    "patch_size": 14,
-}
+_SMALL: list[tuple[Any, str]] = [
+    (0, "num_kv_shared_layers num_mtp_layers pad_token_id"),
+    (0.2, "initializer_range"),
+    (1, "n_group n_shared_experts topk_group first_k_dense_replace mamba_n_groups bos_token_id"),
+    (
+        2,
+        "decoder_layers encoder_layers linear_num_key_heads num_decoder_layers "
+        "num_encoder_layers num_experts_per_tok num_experts_per_token "
+        "num_global_key_value_heads num_key_value_heads num_kv_heads moe_topk moe_k "
+        "mamba_expand decoder_start_token_id eos_token_id type_vocab_size",
+    ),
+    (
+        4,
+        "rotary_dim attention_heads decoder_attention_heads encoder_attention_heads "
+        "index_n_heads linear_num_value_heads n_head n_heads n_routed_experts "
+        "num_attention_heads num_decoder_attention_heads num_encoder_attention_heads "
+        "num_experts num_filters num_heads num_local_experts moe_num_experts mamba_dt_rank "
+        "mamba_n_heads time_step_rank",
+    ),
+    (
+        8,
+        "d_kv head_dim global_head_dim hidden_size_per_layer_input laurel_rank "
+        "linear_key_head_dim linear_value_head_dim qk_nope_head_dim qk_rope_head_dim "
+        "query_pre_attn_scalar v_head_dim mamba_d_state state_size attention_window "
+        "attention_window_size sliding_window sliding_window_size",
+    ),
+    (14, "patch_size"),
+    (16, "index_head_dim kv_lora_rank q_lora_rank chunk_size mamba_chunk_size mamba_d_head"),
+    (
+        24,
+        "expert_ffn_hidden_size moe_intermediate_size moe_shared_expert_intermediate_size "
+        "shared_expert_intermediate_size shared_experts_intermediate_size "
+        "shared_intermediate_size",
+    ),
+    (28, "image_size"),
+    (
+        32,
+        "d_model dim_model emb_dim embedding_size adapter_in_dim adapter_input_size "
+        "adapter_out_dim adapter_output_size hidden_size hidden_size_global n_embd "
+        "word_embed_proj_dim",
+    ),
+    (
+        48,
+        "d_ff d_inner decoder_ffn_dim dff dim_ff encoder_ffn_dim ffn_dim ffn_hidden_size "
+        "intermediate_size intermediate_size_mlp n_inner",
+    ),
+    (
+        64,
+        "mamba_d_ssm index_topk keep_window_size encoder_hash_byte_group_vocab vocab_size "
+        "vocab_size_per_layer_input",
+    ),
+    (
+        128,
+        "max_position_embeddings max_seq_len max_source_positions max_target_positions n_ctx "
+        "n_positions",
+    ),
+    (None, "activation_sparsity_pattern"),
+    (False, "add_cross_attention"),
+    (True, "is_decoder"),
+]
+SMALL = {name: value for value, names in _SMALL for name in names.split()}
 """keys of config.json that make a model small, applied to every config that has them"""
 LATENT = {"num_key_value_heads": 4}
 WIDER_LAYER = LATENT | {

@@ -325,7 +325,6 @@ def _find_ia3(config: Ia3Config, base: BaseDescription, found: Targets) -> None:
 
 
 def _ia3_targets_of(base: BaseDescription, names: Sequence[str], found: Targets) -> list[str]:
-
     def exists(ending: str) -> bool:
         return bool(by_ending(ending, names))
 
