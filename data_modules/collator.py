@@ -304,10 +304,7 @@ class _TokenRows:
     """
 
     def __init__(
-        self,
-        documents: list[list[npt.NDArray[np.int32]]],
-        row_len: int = 1,
-        multiple: int = 1,
+        self, documents: list[list[npt.NDArray[np.int32]]], row_len: int = 1, multiple: int = 1
     ) -> None:
         self._documents = documents
         self.lengths = [[len(document) for document in row] for row in documents]

@@ -236,11 +236,9 @@ class MeaningError(RowError):
 @functools.lru_cache(maxsize=1024)
 def may_mean_more(columns: tuple[str, ...]) -> bool:
     """Return whether a row of these columns may be one that `check_meaning` refuses."""
-    return any(map(_REJECTED.match, columns)) or not {
-        *VERDICTS,
-        *_CLASSES,
-        *_CHOICES,
-    }.isdisjoint(columns)
+    return any(map(_REJECTED.match, columns)) or not {*VERDICTS, *_CLASSES, *_CHOICES}.isdisjoint(
+        columns
+    )
 
 
 def check_meaning(

@@ -371,11 +371,7 @@ def _load(path: str, part: Part, rows: Any, max_row_bytes: int, limits: Limits) 
 
 
 def _stream(
-    path: str,
-    part: Part,
-    rows: Any,
-    shard: tuple[int, int],
-    max_row_bytes: int,
+    path: str, part: Part, rows: Any, shard: tuple[int, int], max_row_bytes: int
 ) -> Iterator[Chunk]:
     index, count = shard
     name = f"{path} ({part.name})"

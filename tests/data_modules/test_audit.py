@@ -233,12 +233,7 @@ def with_words(words: Sequence[int], at: int = 5) -> Doc:
 
 THRESHOLDS: list[tuple[str, float, float, dict[str, Any]]] = [
     # setting, a value that stops the run, a value that does not, the data
-    (
-        "max_truncated_share",
-        0.3,
-        0.5,
-        {"datasets": [facts(truncated=4)], "train": [chat()]},
-    ),
+    ("max_truncated_share", 0.3, 0.5, {"datasets": [facts(truncated=4)], "train": [chat()]}),
     ("max_duplicate_share", 0.2, 0.25, {"train": [chat(), *([chat()] * 2), chat()]}),
     (
         "max_overlap_share",

@@ -42,11 +42,7 @@ def answer(*turns: Any) -> Turn:
 
 def call(number: str | None = None, arguments: Any = None) -> dict[str, Any]:
     arguments = '{"a": 1}' if arguments is None else arguments
-    return {
-        "id": number,
-        "type": "function",
-        "function": {"name": "add", "arguments": arguments},
-    }
+    return {"id": number, "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
@@ -270,11 +266,7 @@ def texts_and_weights(items: list[Conversation]) -> list[list[tuple[str, float |
 
 
 def test_each_path_is_a_conversation_and_each_turn_has_its_weight_once() -> None:
-    tree = asks(
-        "q",
-        says("a", asks("r", says("b"), says("c"))),
-        says("d", asks("s")),
-    )
+    tree = asks("q", says("a", asks("r", says("b"), says("c"))), says("d", asks("s")))
     assert texts_and_weights(paths_of(tree)) == [
         [("q", 0.0), ("a", None), ("r", None), ("b", None)],
         [("q", 0.0), ("a", 0.0), ("r", 0.0), ("c", None)],
@@ -349,10 +341,7 @@ def test_every_answer_is_trained_on_exactly_once(tree: dict[str, Any], sizes: li
         ("text", "prompt is str text; a message is"),
         ({"role": "prompter", "txt": "q"}, r"prompt has no 'text'; found .*did you mean 'text'"),
         (asks("q", {"text": "a"}), r"prompt.replies\[0\] has no 'role'"),
-        (
-            asks("q", {"text": "a", "role": "ai"}),
-            r"replies\[0\] has role 'ai'; use prompter or",
-        ),
+        (asks("q", {"text": "a", "role": "ai"}), r"replies\[0\] has role 'ai'; use prompter or"),
         (
             asks("q", says("a", asks("r", says("\x00")))),
             r"s\[0\].replies\[0\].replies\[0\].text has a",

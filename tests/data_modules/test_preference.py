@@ -13,13 +13,7 @@ import pytest
 from app.model.base import ModelConfig
 from app.model.tokenizer import build_tokenizer
 from common.errors import Origin
-from data_modules import (
-    DataConfig,
-    DatasetConfig,
-    FinetuneDataModule,
-    check_datasets,
-    with_format,
-)
+from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, check_datasets, with_format
 from data_modules.collator import Collator
 from data_modules.format import PREFERENCE, RowError, convert_row
 from data_modules.tokens.encode import Counts
@@ -147,9 +141,7 @@ def test_a_pair_is_stored_and_collated_as_one_example_of_two_documents(tmp_path:
     assert padded.unit_weights is not None and padded.unit_weights.tolist() == [0.5, 1.0]
 
 
-def test_stored_references_stay_with_their_pairs_whatever_is_held_out(
-    tmp_path: Path,
-) -> None:
+def test_stored_references_stay_with_their_pairs_whatever_is_held_out(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(ModelConfig(path=str(TINY_BASE)))
 
     def made(seed: int, **dataset: Any) -> FinetuneDataModule:

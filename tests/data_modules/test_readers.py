@@ -236,11 +236,7 @@ def test_bad_row_keeps_the_beginning_of_its_text(tmp_path: Path) -> None:
 
 def test_reading_continues_after_a_duplicate_key_but_not_after_broken_json(tmp_path: Path) -> None:
     problems = problems_of(tmp_path / "d.json", b'[{"a": 1, "a": 2},\n3,\n{"a": 3},\n{"a": }, 5]')
-    assert [problem.split(" ")[0] for problem in problems] == [
-        "d.json:1",
-        "d.json:2",
-        "d.json:4:7",
-    ]
+    assert [problem.split(" ")[0] for problem in problems] == ["d.json:1", "d.json:2", "d.json:4:7"]
 
 
 BLANK_LINES = st.sampled_from(["", " ", "\t", "\r"])

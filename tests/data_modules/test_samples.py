@@ -15,14 +15,7 @@ from data_modules import source
 from tests.composing import CONF
 from tests.tiny import SAMPLES
 from tools.tiny_base import write
-from tools.tiny_base.corpus import (
-    ANSWER_WEIGHT,
-    CORPORA,
-    TEXT_WEIGHT,
-    Document,
-    read_corpus,
-    words,
-)
+from tools.tiny_base.corpus import ANSWER_WEIGHT, CORPORA, TEXT_WEIGHT, Document, read_corpus, words
 from tools.tiny_base.probes import GATE, probe_rows
 from tools.tiny_base.tokenizer import skills_corpus
 

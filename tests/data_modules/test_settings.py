@@ -20,14 +20,7 @@ NAN = float("nan")
 
 
 def test_names_are_derived_from_paths_and_unique() -> None:
-    paths = [
-        "a/x.json",
-        "b/x.jsonl.gz",
-        "owner/set",
-        "sample:lists.json",
-        "data/v1.5",
-        "in/*.csv",
-    ]
+    paths = ["a/x.json", "b/x.jsonl.gz", "owner/set", "sample:lists.json", "data/v1.5", "in/*.csv"]
     configs = [DatasetConfig(path=path) for path in paths]
     configs.append(DatasetConfig(path="y.json", name="mine"))
     assert dataset_names(configs) == ["x", "x-2", "set", "lists", "v1.5", "in", "mine"]

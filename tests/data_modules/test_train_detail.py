@@ -85,10 +85,7 @@ def test_characters_without_an_entry_are_not_trained_and_the_turn_keeps_its_weig
         ([entry(0, 37)], r"\[0\] is characters 0 to 37; expected offsets from 0 to 36"),
         ([entry(3, 2)], r"\[0\] is characters 3 to 2; .*end_offset the last character"),
         ([entry(0, 4), entry(4, 9)], r"\[1\] is characters 4 to 9; expected offsets from 5 to"),
-        (
-            [entry(5, 9), entry(0, 4)],
-            r"\[1\] is characters 0 to 4; expected offsets from 10 to",
-        ),
+        ([entry(5, 9), entry(0, 4)], r"\[1\] is characters 0 to 4; expected offsets from 10 to"),
     ],
 )
 def test_an_entry_that_cannot_be_followed_is_refused(details: Any, said: str) -> None:
