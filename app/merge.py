@@ -20,13 +20,7 @@ from app.process.launch import quote_words
 from app.process.logs import print_loading
 from app.report.model_card import CARD_FILE, render_merged_card
 from app.run.find import FINAL, has_checkpoints
-from app.run.folder import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    decide_run_dir,
-    move_finished,
-    open_unfinished,
-)
+from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir, move_finished, open_unfinished
 from app.run.manifest import MANIFEST_FILE
 from app.training.run_documents import METRICS, SHOWN_MANIFEST, read_document
 from common.errors import UserError
@@ -54,13 +48,7 @@ def merge(config: MergeConfig) -> Difference | None:
     print_loading()
     # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.base import open_tuned, with_checkpoint
-    from app.evaluation.merged import (
-        CHECKED,
-        check_gguf,
-        check_tokens,
-        render_ollama_file,
-        verify,
-    )
+    from app.evaluation.merged import CHECKED, check_gguf, check_tokens, render_ollama_file, verify
     from app.model.merging import merge_weights, plan_merge
     from app.model.tokenizer import set_ends
     from app.model.tokenizer_file import save_tokenizer

@@ -22,12 +22,7 @@ from app.planning.advice import (
 )
 from app.planning.communication import list_collectives
 from app.planning.flops import estimate_flops
-from app.planning.hardware import (
-    HardwareConfig,
-    check_hardware,
-    detect_card,
-    with_local_host,
-)
+from app.planning.hardware import HardwareConfig, check_hardware, detect_card, with_local_host
 from app.planning.memory import (
     GIB,
     PlannedRun,

@@ -192,10 +192,7 @@ def _files_read(model: ModelConfig) -> ModelConfig:
 
 
 def _find_architecture(model: ModelConfig) -> PretrainedConfig | None:
-    """Return the config of the base, None if there is only a tokenizer.
-
-    Nothing is downloaded if `model.architecture` is set.
-    """
+    """Return the config of the base, None if there is only a tokenizer."""
     from app.model.architecture import load_architecture
 
     folder = None if model.path is None else Path(model.path)

@@ -18,15 +18,7 @@ from typing import Any
 
 from app.config.dispatch import run_plain_verb
 from app.process.environment import run_program
-from app.process.status import (
-    FAILED,
-    FINISHED,
-    NO_NEWS,
-    RUNNING,
-    STATUS_FILE,
-    STOPPED,
-    TRAINING,
-)
+from app.process.status import FAILED, FINISHED, NO_NEWS, RUNNING, STATUS_FILE, STOPPED, TRAINING
 from app.run.folder import OUTPUTS, expand_home, refuse_special_entries
 from app.run.remote import is_url, open_store, working_folder
 from app.training.run_documents import STATUS, read_document

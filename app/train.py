@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: TrainConfig,
-    existing: ExistingRun | None = None,
-    callbacks: Sequence[L.Callback] = (),
+    config: TrainConfig, existing: ExistingRun | None = None, callbacks: Sequence[L.Callback] = ()
 ) -> float | None:
     """Fine-tune as `config` says, on this rank; return the validation loss, None on ranks above 0.
 

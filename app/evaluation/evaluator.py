@@ -317,10 +317,7 @@ class Evaluator:
         return metrics
 
     def prefixed(self, variant: str, losses: dict[str, float]) -> dict[str, float]:
-        """Return the losses of a variant as metrics, with the perplexity of likelihoods.
-
-        An accuracy has an interval if its rows are known.
-        """
+        """Return losses as metrics of a variant, with perplexities and intervals of accuracies."""
         losses = losses | self._accuracy_intervals(variant, losses)
         return prefix_metrics(variant, losses, has_perplexity=self.objective.is_likelihood)
 
@@ -549,10 +546,7 @@ def report_confusion(evaluator: Evaluator, folder: Path) -> None:
 
 
 def print_samples(evaluator: Evaluator, count: int = 3) -> None:
-    """Print `count` lines of predictions.jsonl, taken from the data sets and tasks in turn.
-
-    Each text is shortened to one line.
-    """
+    """Print `count` lines of predictions.jsonl, shortened, from data sets and tasks in turn."""
     by_dataset: dict[str, list[dict[str, Any]]] = {}
     for line in evaluator.prediction_lines():
         if len(lines := by_dataset.setdefault(line["data_set"], [])) < count:

@@ -186,10 +186,7 @@ def _generate(
     seconds: float,
     temperature: float,
 ) -> Iterator[list[tuple[int, list[int]]]]:
-    """Yield batches of (index, generated tokens) from `model.generate`, for any architecture.
-
-    Each batch is cut off after `seconds`.
-    """
+    """Yield batches of (index, generated tokens) from `model.generate`, for any architecture."""
     import torch
     from transformers import StoppingCriteriaList
 

@@ -223,10 +223,7 @@ def _group_by_context(rows: Sequence[Row]) -> list[PrefixGroup]:
 
 
 def _num_shared(rows: Sequence[Row]) -> int:
-    """Return the length of the common prefix of rows, 0 if it is too short to be worth sharing.
-
-    Positions that predict a target are never shared.
-    """
+    """Return the length of the rows' common prefix before all targets; 0 if too short to share."""
     first, last = min(row.ids for row in rows), max(row.ids for row in rows)
     longest = min(len(row.ids) - row.num_targets for row in rows)
     same = next((n for n in range(min(longest, len(first))) if first[n] != last[n]), longest)

@@ -171,10 +171,7 @@ def check_metrics(config: EvaluationConfig) -> list[str]:
 
 
 def _load_metric(path: str) -> Metric:
-    """Run the file of `FILE.py:function` and return the function as a metric.
-
-    Raises UserError if the file cannot be run or has no such function.
-    """
+    """Run the file of `FILE.py:function`; return the function as a metric, or raise UserError."""
     file, _, function = path.rpartition(":")
     spec = importlib.util.spec_from_file_location("evaluation_metric", Path(file).expanduser())
     if spec is None or spec.loader is None:

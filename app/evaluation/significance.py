@@ -330,10 +330,7 @@ def check_regression(changes: Iterable[Change], max_regression: float | None) ->
 
 
 def report_comparison(
-    metrics: Mapping[str, float],
-    changes: Sequence[Change],
-    groups: Sequence[Change],
-    folder: Path,
+    metrics: Mapping[str, float], changes: Sequence[Change], groups: Sequence[Change], folder: Path
 ) -> None:
     """Print base and tuned with the verdict, and write them to `verdict.json`; or say why not.
 

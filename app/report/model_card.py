@@ -128,10 +128,7 @@ def render_merged_card(
     *,
     objective: Mapping[str, Any] | None,
 ) -> str:
-    """Return the card of a merged model as Markdown, with the hub's metadata in front.
-
-    `objective`: that of the run, None without one.
-    """
+    """Return the card of a merged model as Markdown; `objective`: that of the run, if any."""
     task = _task(tuned.base.architecture.is_encoder_decoder, len(config.model.labels))
     front = {"library_name": "transformers", "pipeline_tag": task}
     base = str(config.model.path)

@@ -201,10 +201,7 @@ def refuse_damaged(run: RunFiles) -> None:
 
 
 def choose_predictions(lines: Iterator[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return `_MAX_PREDICTIONS` lines, taken from the data sets in turn.
-
-    Lines whose answers differ between base and tuned come first.
-    """
+    """Return a few lines from the data sets in turn, those with changed answers first."""
     by_dataset: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
         by_dataset[str(line.get("data_set", ""))].append(line)

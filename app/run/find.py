@@ -161,10 +161,7 @@ def _newest_unfinished(name: str | None) -> Path | None:
 
 
 def _started(run: Path) -> tuple[str, int] | tuple[()]:
-    """Return a run's start time and number from its folder's name; empty if the name has none.
-
-    Modification times would not do, since copying changes them.
-    """
+    """Return start time and number in a folder's name, which copying keeps; empty without them."""
     match = _STARTED.fullmatch(run.name)
     return (match[1], int(match[2] or 0)) if match else ()
 

@@ -21,13 +21,7 @@ from typing import IO
 
 import yaml  # type: ignore[import-untyped]
 
-from app.process.launch import (
-    is_child,
-    is_first_rank,
-    read_launch,
-    run_dir,
-    set_run_dir,
-)
+from app.process.launch import is_child, is_first_rank, read_launch, run_dir, set_run_dir
 from app.process.logs import LOG_FILE
 from app.process.reporting import REASON_FILE, is_reason
 from app.process.status import STATUS_FILE
@@ -91,12 +85,7 @@ class OutputConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainOutputConfig(OutputConfig):
-    weights: str = setting(
-        "auto",
-        choices=("auto", "best", "last"),
-        typed="from",
-        resume="free",
-    )
+    weights: str = setting("auto", choices=("auto", "best", "last"), typed="from", resume="free")
     """whose weights are the result: of the best step by trainer.checkpoint.monitor, or of the last;
     auto = best with early stopping, keep_best or a monitor other than val/loss"""
     dtype: str = setting("auto", choices=("auto", "fp32", "bf16"), resume="free")
@@ -106,10 +95,7 @@ class TrainOutputConfig(OutputConfig):
 
 
 def check_output(config: OutputConfig, *, resumes: bool = False) -> list[str]:
-    """List the problems of `output`: an invalid name, or a folder that holds other files.
-
-    `resumes`: whether the folder may hold a run to resume.
-    """
+    """List the problems of `output`; with `resumes` its folder may hold a run."""
     problems = []
     if config.name is not None and not NAME_PATTERN.fullmatch(config.name):
         problems.append(

@@ -25,12 +25,7 @@ from app.process.launch import (
 from app.process.peers import Peers
 from app.process.reporting import save_reason, write_error_file
 from app.process.signals import wait_for_termination
-from app.process.supervisor import (
-    SIGNAL_EXIT_CODES,
-    SuperviseConfig,
-    Supervisor,
-    print_to_stderr,
-)
+from app.process.supervisor import SIGNAL_EXIT_CODES, SuperviseConfig, Supervisor, print_to_stderr
 from app.run import NEVER, Run, checkpoints_of, find_newest_good, typed_step
 from common.errors import DONE
 from common.installation import child_command, module_words, verb_command
@@ -109,10 +104,7 @@ def starts_ranks(config: TrainConfig) -> bool:
 
 
 def run_ranks(config: TrainConfig, run: Run, words: Sequence[str]) -> int:
-    """Start and supervise the ranks of this machine; return the exit code.
-
-    `words`: the overrides of this command line, which the ranks get too.
-    """
+    """Start and supervise this machine's ranks, which get `words` too; return the exit code."""
     devices = requested_devices(config)
     superseded = run.superseded_checkpoints()
 
@@ -141,11 +133,7 @@ def run_ranks(config: TrainConfig, run: Run, words: Sequence[str]) -> int:
 
 def _rank_variables(devices: Devices) -> list[dict[str, str]]:
     return [
-        {
-            "LOCAL_RANK": str(rank),
-            "NODE_RANK": "0",
-            "WORLD_SIZE": str(devices.num_ranks),
-        }
+        {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(devices.num_ranks)}
         for rank in range(devices.ranks_per_node)
     ]
 

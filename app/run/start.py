@@ -120,12 +120,10 @@ class Run:
         log.info("RESUME: %d of %d steps are done", self.step, total)
 
     def global_batch(self, num_data_ranks: int) -> dict[str, int] | None:
-        """Return the packs per step with which a run resumes, and factors; None for a new run.
-
-        The manifest is read here, since only the first rank has it.
-        """
+        """Return the packs per step with which a run resumes, and factors; None for a new run."""
         if self.checkpoint is None:
             return None
+        # Read here, since only the first rank has the manifest.
         before = read_manifest(self.folder)["global_batch"]
         return describe_global_batch(self.typed_config.trainer, num_data_ranks, before)
 
@@ -244,9 +242,7 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
     if run.checkpoint is not None:
         check_documents(run.checkpoint)
         note_of_id = check_run_id(
-            *(run.checkpoint, folder, run.manifest),
-            is_typed=run.rewinds,
-            allow=run.resume_allow,
+            *(run.checkpoint, folder, run.manifest), is_typed=run.rewinds, allow=run.resume_allow
         )
         for note in [*([] if note_of_id is None else [note_of_id]), *compared.notes]:
             log.info("RESUME: %s", note)

@@ -324,10 +324,7 @@ class Search:
         raise NotImplementedError
 
     def find_prune_step(self, number: int, curve: Mapping[int, float]) -> int | None:
-        """Return the step at which to prune a trial, None to continue it.
-
-        `curve` is the metric of the trial's validations by step.
-        """
+        """Return the step at which to prune a trial by its curve, step -> metric; or None."""
         return None
 
     def tell(self, number: int, objective: float | None, *, was_pruned: bool) -> None:

@@ -47,7 +47,8 @@ def test_the_first_line_says_why_the_planned_settings_are_not_the_fastest(
     (first, *_), page = plan_lines(facts), render_plan(facts)
     assert first.endswith(f"faster: type {fastest['type']}") and first in page
     settings = facts["settings"]
-    assert f"quantization {settings['quantization']}, which a plan never changes" in first
+    assert f"with quantization {settings['quantization']}" in first
+    assert ", which a plan never changes" in first
     same = facts | {"tokens_per_second": fastest["tokens_per_second"]}
     assert "type" not in plan_lines(same)[0]
     too_large = facts | {"fits": False, "to_fit": ["quantization=nf4"]}

@@ -18,16 +18,9 @@ from transformers import AutoTokenizer
 
 from app.config import load_config
 from app.preview import preview
-from app.report.preview import (
-    MAX_TOKENS,
-    Passage,
-    Piece,
-    TokenRenderer,
-    render_passage,
-)
+from app.report.preview import MAX_TOKENS, Passage, Piece, TokenRenderer, render_passage
 from common.errors import DataError
 from common.text import printable
-from tests.conftest import SHARED
 from tests.data_modules.conftest import build_tokenizer
 from tests.report.test_run_page import Page, check_self_contained
 from tests.serving.browser import OUTSIDE, browsing, needs_browser
@@ -272,16 +265,6 @@ def test_max_steps_limits_the_steps_shown(run_preview: Callable[..., Any], tmp_p
         assert f"mixture over {over}" in printed
         (row,) = [line.split() for line in printed.splitlines() if line.startswith("a  ")][:1]
         assert row[3:5] == [epochs, str(5 * steps)]
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is absent")
-def test_real_tokens_render_as_the_real_text() -> None:
-    loaded = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "gpt2")
-    text = "Grüße, 世界! 👩‍🔬 naïve\n\tdef f(x):  return x  \n\nend"
-    ids = np.array(loaded(text)["input_ids"])
-    pieces = TokenRenderer(loaded).passage(ids, np.ones(len(ids))).head
-    assert "".join(piece.text for piece in pieces) == printable(text, keep="\n")
-    assert [number for piece in pieces for number in piece.ids] == ids.tolist()
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))

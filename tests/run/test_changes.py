@@ -1,23 +1,22 @@
-"""Which run is resumed, with which settings, and which changes to them are permitted."""
+"""Which run is found or resumed, with which settings, and which changes to them are permitted."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from app.config import load_config, load_run_config
+from app.config import EvaluateConfig, load_config, load_run_config, save_config
 from app.config.verbs import TrainConfig
 from app.process.launch import read_launch
-from app.run import open_run
-from app.run.manifest import (
-    compare_facts,
-    compare_settings,
-)
+from app.run import find_run, open_run
+from app.run.folder import is_training
+from app.run.manifest import compare_facts, compare_settings
 from common.errors import UserError
-from tests.in_process import make_words, run_command
+from tests.in_process import make_data, make_model, make_words, run_command
 from tests.resumed import make_run, open_typed
 
 
@@ -43,9 +42,7 @@ def resumed(*typed: str) -> Path | None:
     return Path(config.output.dir)
 
 
-def test_nothing_differs_from_itself_and_everything_that_differs_is_found(
-    words: list[str],
-) -> None:
+def test_nothing_differs_from_itself_and_everything_that_differs_is_found(words: list[str]) -> None:
     typed = ["adapter.r=8", "data.val_set_size=2", "trainer.checkpoint.keep_last=3", "seed=1"]
     one, other = load_config("train", words), load_config("train", [*words, *typed])
     assert compare_settings(one, load_config("train", words)) == []
@@ -229,3 +226,42 @@ def test_communicating_quantized_weights_is_another_precision(words: list[str]) 
     taken = compare_facts({"strategy": "ddp"}, {"strategy": "fsdp"})
     assert list(map(str, taken)) == ["the strategy was ddp and is fsdp"]
     assert taken[0].rule == "rounding"
+
+
+def finished_run(folder: Path, *, started: str | None, ended: float) -> Path:
+    folder.mkdir(parents=True)
+    save_config(load_config("train", ["+experiment=quickstart"]), folder / "config.yaml")
+    if started is not None:
+        (folder / "manifest.json").write_text(json.dumps({"started": started}))
+    (folder / "metrics.json").write_text("{}")
+    os.utime(folder / "metrics.json", (ended, ended))
+    return folder
+
+
+def test_the_newest_run_is_the_one_that_started_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    noon = 1767268800  # 2026-01-01T12:00:00+0000
+    outputs = Path("outputs/train")
+    finished_run(outputs / "a", started="2026-01-01T10:00:00+0000", ended=noon + 9999)  # copied
+    later = finished_run(outputs / "b", started="2026-01-01T12:30:00+0100", ended=noon)
+    assert find_run(None) == later
+    of_earlier_version = finished_run(outputs / "c", started=None, ended=noon)
+    assert find_run(None) == of_earlier_version
+
+
+@pytest.mark.parametrize("verb", ["train", "preview", "plan"])
+def test_the_verb_that_wrote_a_folder_is_recorded(verb: str, tmp_path: Path) -> None:
+    words = [f"model.path={make_model(tmp_path / 'model')}"]
+    words.append(f"data.datasets=[{{path: {make_data(tmp_path / 'data.jsonl')}}}]")
+    file = tmp_path / "config.yaml"
+    save_config(load_config(verb, words), file)
+    first, *settings = file.read_text().splitlines(keepends=True)
+    assert (first, is_training(file)) == (f"# settings of loft {verb}\n", verb == "train")
+    file.write_text("".join(settings))  # as earlier versions wrote it
+    assert is_training(file) == (verb == "train")
+    file.write_text(first + "optimizer: {}\npreview: {}\n")
+    assert is_training(file) == (verb == "train")
+    save_config(EvaluateConfig(), file)
+    assert file.read_text().startswith("# settings of loft evaluate\n") and not is_training(file)

@@ -285,10 +285,7 @@ def _never_readable(judged: Judgement, config: JudgeConfig) -> JudgeError | None
 
 
 def check_judgement(judged: Judgement, config: JudgeConfig) -> None:
-    """Warn about missing verdicts; raise the failure that ended judging, if any.
-
-    Raises JudgeError if no verdict could be parsed.
-    """
+    """Warn about missing verdicts; raise what ended judging, or JudgeError without any verdict."""
     unparsed = [verdict for verdict in judged.verdicts if verdict.score is None]
     if unparsed:
         log.warning(
@@ -470,12 +467,7 @@ class Bench:
         return [work(self.config.temperature) for _ in range(self.config.best_of)]
 
     def _answers(
-        self,
-        model: Any,
-        base: Base,
-        template: ChatTemplate,
-        stop_ids: set[int],
-        temperature: float,
+        self, model: Any, base: Base, template: ChatTemplate, stop_ids: set[int], temperature: float
     ) -> dict[str, list[str]]:
         context_len = base.spec.context_len
         answers: dict[str, list[str]] = {question.id: [] for question in self.questions}
