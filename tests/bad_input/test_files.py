@@ -106,10 +106,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path, told in (
         ("*.csv", r"\*.csv: no file matches \(searched from \S+/\); .* has .*lists.jsonl"),
-        (
-            "list.jsonl",
-            r"list.jsonl: no such file \(searched from \S+/\); did you mean lists.jsonl",
-        ),
+        ("list.jsonl", r"list.jsonl: no such file \(searched from \S+/\); did you mean lists"),
         ("no/lists.jsonl", "no/lists.jsonl: no such file .*; check data.datasets"),
         ("/nope", r"/nope: no such file .*; check data\.datasets"),  # and not "did you mean /opt"
         ("empty", "empty: no data file for split 'train' in this folder; found nothing"),

@@ -181,11 +181,7 @@ def test_the_longest_rows_are_measured_before_the_cut() -> None:
 
 
 MASKS: list[tuple[str, list[Doc], str]] = [
-    (
-        "nothing",
-        [chat(weights=[0.0] * 30)],
-        "0 % of the 30 tokens of chat data set a are trained on",
-    ),
+    ("nothing", [chat(weights=[0.0] * 30)], "0 % of the 30 tokens of chat data set a are trained"),
     ("everything", [chat(weights=[1.0] * 30)], "100 % of the 30 tokens of chat data set a"),
     ("all but BOS", [chat(weights=[0.0] + [1.0] * 29)], "100 % of the 30 tokens"),
     (

@@ -492,12 +492,9 @@ def test_a_packed_row_is_split_into_its_documents(key: str) -> None:
         ({"cu_seqlens": [0, 3]}, "cu_seqlens tells documents of 3"),
         (
             {"position_ids": [0, 1, 0, 1], "seq_lengths": [3, 1]},
-            "position_ids and seq_lengths tell different documents apart",
+            "position_ids and seq_lengths tell",
         ),
-        (
-            {"position_ids": [0, 1, 0, 1], "seq_lengths": [4]},
-            r"tell different documents apart \(2 and 1 of them\)",
-        ),
+        ({"position_ids": [0, 1, 0, 1], "seq_lengths": [4]}, r"\(2 and 1 of them\)"),
     ],
 )
 def test_documents_that_do_not_fit_the_tokens_are_refused(

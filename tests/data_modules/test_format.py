@@ -196,17 +196,13 @@ def test_missing_column_error_keeps_the_columns_of_its_row_when_pickled() -> Non
 @pytest.mark.parametrize(
     ("values", "name", "expected"),
     [
-        (
-            {"instruction": "i", "respons": "a"},
-            "alpaca",
-            r"did you mean 'response' instead of 'respons'\?",
-        ),
+        ({"instruction": "i", "respons": "a"}, "alpaca", "did you mean 'response' instead of"),
         ({"messages": None}, None, "messages is null, not a list"),
         ({"messages": [ASK, {"role": "assistant"}]}, None, r"messages\[1\] has no content"),
         (
             {"messages": [ASK, {**SAY, "tool_calls": [{}]}]},
             None,
-            r"messages\[1\].tool_calls\[0\] has no tool name; found \[\]",
+            r"messages\[1\].tool_calls\[0\] has no tool",
         ),
         ({"messages": [{"rol": "user", "content": "q"}]}, None, r"no role.*; did you mean 'role'"),
         ({"messages": [{"role": "user", "contnet": "q"}]}, None, "did you mean 'content'"),

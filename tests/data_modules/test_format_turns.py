@@ -344,7 +344,7 @@ def test_every_answer_is_trained_on_exactly_once(tree: dict[str, Any], sizes: li
         (asks("q", {"text": "a", "role": "ai"}), r"replies\[0\] has role 'ai'; use prompter or"),
         (
             asks("q", says("a", asks("r", says("\x00")))),
-            r"s\[0\].replies\[0\].replies\[0\].text has a",
+            r"\[0\].replies\[0\].replies\[0\].text has",
         ),
         ({**asks("q"), "replies": 3}, "prompt.replies is int 3"),
         (says("a"), "an assistant turn comes before any user turn"),

@@ -75,10 +75,7 @@ def test_characters_without_an_entry_are_not_trained_and_the_turn_keeps_its_weig
         ("all", "is str all, not a list of {begin_offset: 0, end"),
         (entry(0, 1), "is dict, not a list of"),
         ([[0, 1, True]], r"\[0\] is list; give {begin_offset"),
-        (
-            [{"begin_offset": 0, "end_offset": 1}],
-            r"\[0\] has \['begin_offset', 'end_offset'\]; giv",
-        ),
+        ([{"begin_offset": 0, "end_offset": 1}], r"\[0\] has \['begin_offset', 'end_offset'\]"),
         ([entry("0", 1)], r"\[0\].begin_offset is '0'; give the number of a character"),
         ([entry(0, 1.0)], r"\[0\].end_offset is 1.0; give the number"),
         ([entry(0, 1, "yes")], r"\[0\].train is 'yes'; give true or false"),
