@@ -139,7 +139,11 @@ def skeleton_key(chat: Chat) -> tuple[object, ...]:
             has_ids = has_ids or bool(turn.tool_call_id) or any(c.id for c in turn.tool_calls)
     if has_ids:
         numbers = {id_: number for number, id_ in enumerate(_turns_by_id(chat))}
-        key += [numbers[id_] if id_ else None for id_ in _all_ids(chat)]
+        key += [
+            numbers[id_] if id_ else None
+            for turn in chat.turns
+            for id_ in (*(call.id for call in turn.tool_calls), turn.tool_call_id)
+        ]
     return tuple(key)
 
 
@@ -308,15 +312,6 @@ def _marked_tool() -> dict[str, Any]:
     }
     function = {"name": mark, "description": mark, "parameters": parameters}
     return {"type": "function", "function": function}
-
-
-def _all_ids(chat: Chat) -> list[str | None]:
-    ids: list[str | None] = []
-    for turn in chat.turns:
-        ids += [call.id for call in turn.tool_calls]
-        if turn.tool_call_id:
-            ids.append(turn.tool_call_id)
-    return ids
 
 
 def _turns_by_id(chat: Chat) -> dict[str, int]:

@@ -484,7 +484,14 @@ class PairEncoder:
                 "tokenized; give it as text"
             )
         if isinstance(item, Document):
-            return _pair_of_document(item)
+            *before, last_segment = item.segments
+            if not any(segment.text for segment in before):
+                return RowRefusedError(
+                    "an encoder-decoder model needs a prompt and an answer; this row is one text; "
+                    "give it as prompt and completion"
+                )
+            source = "".join(segment.text for segment in before)
+            return Pair(source, last_segment.text, last_segment.weight)
         chat = self._renderer.prepare(item, self._mask.reasoning)
         last = max((i for i, t in enumerate(chat.turns) if t.role == "assistant"), default=0)
         if not last:
@@ -557,14 +564,3 @@ class PairEncoder:
             sum(map(len, parts[:3])) if parts else 0,
             (Note("lost_system"),) if is_lost else (),
         )
-
-
-def _pair_of_document(document: Document) -> Pair | RowRefusedError:
-    source = "".join(segment.text for segment in document.segments[:-1])
-    if not source:
-        return RowRefusedError(
-            "an encoder-decoder model needs a prompt and an answer; this row is one text; give it "
-            "as prompt and completion"
-        )
-    last = document.segments[-1]
-    return Pair(source, last.text, last.weight)

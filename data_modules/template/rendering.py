@@ -157,7 +157,7 @@ class Renderer:
         header = _INPUT_HEADER.replace("\n", "\\n")  # as it is written in a template's source
         if any(turn.input_start for turn in turns) and header in str(self._tokenizer.chat_template):
             turns = tuple(_with_input_header(turn) for turn in turns)
-        if any(turn.reasoning is not None or "think>" in turn.content for turn in turns):
+        if any(map(_has_reasoning, turns)):
             move = self._mover(reasoning)
             turns = tuple(move(turn) if _has_reasoning(turn) else turn for turn in turns)
         return Chat(turns, chat.tools, chat.template_kwargs)

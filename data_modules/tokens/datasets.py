@@ -237,12 +237,14 @@ class PreparedData:
         config = self._config
         is_stream = config.streaming
         stores = [data.store for data in self._tests.values()]
-        nothing = Examples([], [])
+        examples = self.train_examples, self.val_examples
+        if is_stream:  # what was read, with the numbers of `datasets`
+            read = [np.flatnonzero(ready.split.validation) for ready in self.datasets]
+            examples = Examples([each.data.store for each in self.datasets], read), Examples([], [])
         audit = audit_documents(
             config.audit,
             [_facts(ready, config) for ready in self.datasets],
-            self._read_examples() if is_stream else self.train_examples,
-            nothing if is_stream else self.val_examples,
+            *examples,
             benchmarks=Examples(stores, [np.arange(len(store)) for store in stores]),
             benchmark_names=list(self._tests),
             run=RunSettings(
@@ -402,11 +404,6 @@ class PreparedData:
         return Examples(
             stores[:1] * num_unread + stores, [np.zeros(0, np.int64)] * num_unread + chosen
         )
-
-    def _read_examples(self) -> Examples:
-        """Return the documents of a stream that were read, with the numbers of `datasets`."""
-        stores = [ready.data.store for ready in self.datasets]
-        return Examples(stores, [np.flatnonzero(ready.split.validation) for ready in self.datasets])
 
 
 @dataclass(frozen=True, slots=True)
@@ -642,14 +639,13 @@ def _read_items(
         found = convert(row, format_name or "", dataset)
         if isinstance(found, Rejected):
             continue
-        items += found[:1] if format_name == PREFERENCE else filter(_is_wanted, found)
+        if format_name == PREFERENCE:
+            items += found[:1]
+        else:
+            items += [item for item in found if isinstance(item, Tokens) or item.label != 0]
         num_found += 1
         if num_found == limit:
             return items
     if wanted is not None:
         raise DataError(f"{dataset.path}: changed since it was tokenized; start again")
     return items
-
-
-def _is_wanted(item: Item) -> bool:
-    return isinstance(item, Tokens) or item.label != 0
