@@ -113,7 +113,7 @@ def _first_rows(folder: Path, name: str, number: int) -> Path:
     return file
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Death:
     """One premature end of a run, and the expected state after it."""
 
@@ -132,7 +132,7 @@ class Death:
     """whether the newest checkpoint is damaged afterwards"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Chain:
     """A run that dies several times and is resumed after each death until it finishes."""
 

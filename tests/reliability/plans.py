@@ -55,14 +55,8 @@ def plan_kills(seed: int) -> list[Chain]:
             _kill_in_save(step, variant, dice) if step in saves else _kill(step, variant, dice)
             for step in steps
         ]
-        chains.append(
-            Chain(
-                name=f"kills-{variant.name}",
-                variant=variant,
-                deaths=deaths,
-                cold=dice.randrange(number + 1) if index % 4 == seed % 4 else None,
-            )
-        )
+        cold = dice.randrange(number + 1) if index % 4 == seed % 4 else None
+        chains.append(Chain(f"kills-{variant.name}", variant, deaths, cold=cold))
     return chains
 
 
@@ -75,7 +69,7 @@ def _kill(step: int, variant: Variant, dice: random.Random) -> Death:
         fault = f"batch_killed:{dice.randint(1, variant.accumulation)}@{step}"
     else:
         fault = f"rank_killed:{dice.randrange(variant.ranks)}@{step}"
-    return Death(what="kills", step=step, code=_killed(variant), fault=fault)
+    return Death("kills", step, _killed(variant), fault)
 
 
 def _kill_in_save(step: int, variant: Variant, dice: random.Random) -> Death:
@@ -83,7 +77,7 @@ def _kill_in_save(step: int, variant: Variant, dice: random.Random) -> Death:
         where = f"ckpt:{dice.choice(faults.CHECKPOINT_POINTS)}"
     else:
         where = f"disk:{dice.randint(1, FEWEST_OPERATIONS)}"
-    return Death(what="kills in a save", step=step, code=_killed(variant), fault=f"{where}@{step}")
+    return Death("kills in a save", step, _killed(variant), f"{where}@{step}")
 
 
 COUNTED = [
@@ -96,19 +90,14 @@ COUNTED = [
 
 def plan_counted(variant: Variant) -> Chain:
     """Plan the run whose disk operations are counted: it saves and rotates after each step."""
-    return Chain(
-        name=f"counted-{variant.name}", variant=variant, deaths=(), words=_saves(DEATHS_A_CHAIN)
-    )
+    return Chain(f"counted-{variant.name}", variant, (), SAVES)
 
 
-def _saves(number: int) -> tuple[str, ...]:
-    # Two saves per death: the second cleans up, so that every death counts from a regular save.
-    return (
-        f"trainer.max_steps={2 * number + 2}",
-        "trainer.validate_every_steps=20",
-        "trainer.checkpoint.every_steps=1",
-        "trainer.checkpoint.keep_last=1",
-    )
+# Two saves per death: the second cleans up, so that every death counts from a regular save.
+SAVES = (
+    *(f"trainer.max_steps={2 * DEATHS_A_CHAIN + 2}", "trainer.validate_every_steps=20"),
+    *("trainer.checkpoint.every_steps=1", "trainer.checkpoint.keep_last=1"),
+)
 
 
 def plan_write_points(
@@ -123,9 +112,8 @@ def plan_write_points(
             # One per part, so that the start and the end of a save are always included.
             parts = _parts(operations.all, SAMPLED_WRITE_POINTS // len(counted))
             points = [dice.randint(*part) for part in parts]
-        chains += _die_within_saves(
-            variant, "write points", [f"disk:{point}" for point in points], code=_killed(variant)
-        )
+        faulty = [f"disk:{point}" for point in points]
+        chains += _die_within_saves(variant, "write points", faulty, code=_killed(variant))
     return chains
 
 
@@ -144,10 +132,12 @@ def plan_disk_full(seed: int, counted: Mapping[Variant, Operations]) -> list[Cha
 def _parts(total: int, number: int) -> list[tuple[int, int]]:
     """Split 1..total into `number` ranges (first, last); the last one has length 1."""
     bounds = [round(1 + index * (total - 1) / (number - 1)) for index in range(number)]
-    return [
-        *((first, following - 1) for first, following in itertools.pairwise(bounds)),
-        (total, total),
-    ]
+    return [(first, after - 1) for first, after in itertools.pairwise(bounds)] + [(total, total)]
+
+
+def _full(what: str, step: int, fault: str, saved: int | None) -> Death:
+    says = f"step-{saved} is kept"
+    return Death(what, step, NO_ENVIRONMENT, fault, saved=saved, says=says)
 
 
 def _die_within_saves(
@@ -157,24 +147,14 @@ def _die_within_saves(
     is_full = what == "disk full"
     for index in range(0, len(points), DEATHS_A_CHAIN):
         deaths = [
-            Death(
-                what=what,
-                step=step,
-                code=code,
-                fault=f"{point}@{step}",
-                saved=step - 1 if is_full else None,
-                says=f"step-{step - 1} is kept" if is_full else "",
-            )
-            for step, point in zip(
-                itertools.count(3, 2), points[index : index + DEATHS_A_CHAIN], strict=False
-            )
+            _full(what, step, f"{point}@{step}", step - 1)
+            if is_full
+            else Death(what, step, code, f"{point}@{step}")
+            for number, point in enumerate(points[index : index + DEATHS_A_CHAIN])
+            for step in [2 * number + 3]
         ]
-        yield Chain(
-            name=f"{what}-{variant.name}-{index}".replace(" ", "-"),
-            variant=variant,
-            deaths=deaths,
-            words=_saves(DEATHS_A_CHAIN),
-        )
+        name = f"{what}-{variant.name}-{index}".replace(" ", "-")
+        yield Chain(name, variant, deaths, SAVES)
 
 
 def plan_damaged(seed: int) -> list[Chain]:
@@ -182,16 +162,10 @@ def plan_damaged(seed: int) -> list[Chain]:
     dice = random.Random(f"damaged {seed}")
     return [
         Chain(
-            name=f"damaged-{variant.name}",
-            variant=variant,
-            deaths=[
-                Death(
-                    what="damaged",
-                    step=step,
-                    code=_killed(variant),
-                    fault=f"rank_killed@{step}",
-                    damages=True,
-                )
+            f"damaged-{variant.name}",
+            variant,
+            [
+                Death("damaged", step, _killed(variant), f"rank_killed@{step}", damages=True)
                 for step in range(5, NUM_STEPS, 2)
             ],
         )
@@ -202,27 +176,24 @@ def plan_damaged(seed: int) -> list[Chain]:
 def plan_sigterms(seed: int) -> list[Chain]:
     """Send SIGTERM to a rank or to the command's process."""
     dice = random.Random(f"sigterms {seed}")
-    chosen = [
-        dice.choice([variant for variant in VARIANTS if variant.ranks == n])
-        for n in (1, 1, 2, 2, 2)
-    ]
+    chosen = _chosen(dice, 1, 1, 2, 2, 2)
     chains = []
     for index, variant in enumerate(chosen):
         deaths = []
-        for number, step in enumerate(
-            sorted(dice.sample(range(1, NUM_STEPS - 1), NUM_SIGTERMS // len(chosen)))
-        ):
+        steps = sorted(dice.sample(range(1, NUM_STEPS - 1), NUM_SIGTERMS // len(chosen)))
+        for number, step in enumerate(steps):
             who = number % (variant.ranks + 1)  # each rank, then the command's process
             if who == variant.ranks:
-                death = Death(what="sigterms", step=step, code=SAVED, signum=signal.SIGTERM)
+                deaths.append(Death("sigterms", step, SAVED, signum=signal.SIGTERM))
             else:
-                fault = f"sigterm:{who}@{step}"
-                death = Death(what="sigterms", step=step, code=SAVED, fault=fault, saved=step)
-            deaths.append(death)
-        chains.append(
-            Chain(name=f"sigterms-{index}-{variant.name}", variant=variant, deaths=deaths)
-        )
+                deaths.append(Death("sigterms", step, SAVED, f"sigterm:{who}@{step}", saved=step))
+        chains.append(Chain(f"sigterms-{index}-{variant.name}", variant, deaths))
     return chains
+
+
+def _chosen(dice: random.Random, *ranks: int) -> list[Variant]:
+    """Draw a variant for each number of ranks."""
+    return [dice.choice([each for each in VARIANTS if each.ranks == n]) for n in ranks]
 
 
 def plan_anyone_killed() -> list[Chain]:
@@ -230,63 +201,40 @@ def plan_anyone_killed() -> list[Chain]:
     one, two = Variant(accumulation=4), Variant(ranks=2)
     workers = ("data.num_workers=1",)
 
-    def death(step: int, code: int, fault: str | None = None) -> Death:
-        signum = signal.SIGKILL if fault is None else 0
-        return Death(what="processes killed", step=step, code=code, fault=fault, signum=signum)
+    def death(step: int, code: int, who: str | None = None) -> Death:
+        if who is None:
+            return Death("processes killed", step, code, signum=signal.SIGKILL)
+        return Death("processes killed", step, code, f"{who}@{step}")
 
+    of_one = [death(3, NO_ENVIRONMENT, "worker_killed"), death(5, KILLED, "rank_killed")]
+    of_two = [
+        *(death(3, NO_ENVIRONMENT, "rank_killed:0"), death(5, NO_ENVIRONMENT, "rank_killed:1")),
+        *(death(7, KILLED), death(8, NO_ENVIRONMENT, "worker_killed:0")),
+        death(10, NO_ENVIRONMENT, "worker_killed:1"),
+    ]
     return [
-        Chain(
-            name="anyone-of-one",
-            variant=one,
-            words=workers,
-            deaths=[
-                death(3, NO_ENVIRONMENT, "worker_killed@3"),
-                death(5, KILLED, "rank_killed@5"),
-                death(7, KILLED),
-            ],
-        ),
-        Chain(
-            name="anyone-of-two",
-            variant=two,
-            words=workers,
-            deaths=[
-                death(3, NO_ENVIRONMENT, "rank_killed:0@3"),
-                death(5, NO_ENVIRONMENT, "rank_killed:1@5"),
-                death(7, KILLED),
-                death(8, NO_ENVIRONMENT, "worker_killed:0@8"),
-                death(10, NO_ENVIRONMENT, "worker_killed:1@10"),
-            ],
-        ),
+        Chain("anyone-of-one", one, [*of_one, death(7, KILLED)], workers),
+        Chain("anyone-of-two", two, of_two, workers),
     ]
 
 
 def plan_bad_numbers(seed: int) -> list[Chain]:
     """Make losses or gradients NaN or infinite."""
     dice = random.Random(f"bad numbers {seed}")
-    chosen = [
-        dice.choice([variant for variant in VARIANTS if variant.ranks == n]) for n in (1, 1, 2)
-    ]
+    chosen = _chosen(dice, 1, 1, 2)
     number = NUM_BAD_NUMBERS // len(chosen)
-    return [
-        Chain(
-            name=f"bad-numbers-{index}-{variant.name}",
-            variant=variant,
-            deaths=[
-                Death(
-                    what="bad numbers",
-                    step=step,
-                    code=BAD,
-                    fault=f"{dice.choice(BAD_NUMBERS)}:{dice.randrange(variant.ranks)}@{step}",
-                    saved=(step - 1) // 2 * 2,
-                    says=f"step {step}: ",
-                )
-                # Reported at the next save at the latest, before the next fault.
-                for step in (first + dice.randrange(2) for first in range(1, 3 * number, 3))
-            ],
-            words=(f"trainer.max_steps={3 * number + 2}", "trainer.validate_every_steps=20"),
-        )
-        for index, variant in enumerate(chosen)
-    ]
+    words = (f"trainer.max_steps={3 * number + 2}", "trainer.validate_every_steps=20")
+    chains = []
+    for index, variant in enumerate(chosen):
+        deaths = []
+        for first in range(1, 3 * number, 3):
+            # Reported at the next save at the latest, before the next fault.
+            step = first + dice.randrange(2)
+            fault = f"{dice.choice(BAD_NUMBERS)}:{dice.randrange(variant.ranks)}@{step}"
+            saved, says = (step - 1) // 2 * 2, f"step {step}: "
+            deaths.append(Death("bad numbers", step, BAD, fault, saved=saved, says=says))
+        chains.append(Chain(f"bad-numbers-{index}-{variant.name}", variant, deaths, words))
+    return chains
 
 
 SHARDED = [
@@ -304,9 +252,9 @@ def plan_strategies(seed: int) -> list[Chain]:
     dice = random.Random(f"strategies {seed}")
     return [
         Chain(
-            name=f"strategy-{variant.name}",
-            variant=variant,
-            deaths=[
+            f"strategy-{variant.name}",
+            variant,
+            [
                 _end_sharded(3, f"rank_killed:{dice.randrange(2)}"),
                 _end_sharded(5, f"batch_killed:{dice.randint(1, variant.accumulation)}"),
                 _end_sharded(6, f"disk:{dice.randint(1, FEWEST_OF_A_SHARE)}:1", saved=4),
@@ -319,12 +267,6 @@ def plan_strategies(seed: int) -> list[Chain]:
 
 
 def _end_sharded(step: int, fault: str, saved: int | None = None) -> Death:
-    is_full = fault.startswith("enospc")
-    return Death(
-        what="disk full for a share" if is_full else "kills of shares",
-        step=step,
-        code=NO_ENVIRONMENT,
-        fault=f"{fault}@{step}",
-        saved=saved,
-        says=f"step-{saved} is kept" if is_full else "",
-    )
+    if fault.startswith("enospc"):
+        return _full("disk full for a share", step, f"{fault}@{step}", saved)
+    return Death("kills of shares", step, NO_ENVIRONMENT, f"{fault}@{step}", saved=saved)
