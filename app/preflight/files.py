@@ -116,8 +116,9 @@ def check_split(
 ) -> list[str]:
     """List why ranks cannot share rows, layers or experts of this base with a backend."""
     size = context_parallel_size(strategy)
-    problems = check_pipeline(strategy, base)
-    problems += check_expert_parallel(expert_parallel_size(strategy), base)
+    problems = check_pipeline(strategy, base) if num_stages(strategy) > 1 else []
+    if (experts := expert_parallel_size(strategy)) > 1:
+        problems += check_expert_parallel(experts, base)
     if size > 1 and base.is_pair:
         problems.append(
             f"strategy.context_parallel_size={size} splits the rows of causal models, and "
@@ -185,9 +186,11 @@ def check_files(
         except UserError as error:
             problems = problems or error.problems  # those found before may have caused it
     problems += _check_templates(config)
-    if has_data(config) and (teacher := config.objective.teacher_path) is not None:
+    if not has_data(config):
+        return problems
+    if config.objective.name == "distill" and (teacher := config.objective.teacher_path):
         problems += _check_teacher(teacher)
-    if has_data(config) and (config.data.loss_datasets or config.data.test_datasets):
+    if config.data.loss_datasets or config.data.test_datasets:
         data = with_format(config.data, config.objective.row_format)
         of_rows = check_datasets(data)
         problems += of_rows
@@ -292,17 +295,16 @@ def _check_training(config: TrainConfig, base: BaseDescription) -> list[str]:
     """List the settings of a training run that do not fit this base."""
     # An adapter that is trained further keeps the settings of its folder.
     is_new = continued_from(config.adapter) is None
-    problems = find_targets(config.adapter, base).problems if is_new else []
+    problems = list(find_targets(config.adapter, base).problems) if is_new else []
     if (alpha := config.adapter.neftune_alpha) is not None:
-        problem = find_neftune_problem(alpha, base.config)
-        problems += [problem] if problem else []
+        problems.append(find_neftune_problem(alpha, base.config) or "")
     if config.trainer.compile:
-        problem = compile_error(base.config)
-        problems += [problem] if problem else []
+        problems.append(compile_error(base.config) or "")
     problems += check_recompute(config.recompute, base)
-    size = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
     problems += check_split(config.strategy, base)
-    return problems + (check_tensor_parallel(size, base) if size > 1 else [])
+    size = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
+    problems += check_tensor_parallel(size, base) if size > 1 else []
+    return [problem for problem in problems if problem]
 
 
 def check_recompute(config: RecomputeConfig, base: BaseDescription) -> list[str]:
