@@ -66,6 +66,20 @@ def run_command(
     return CommandResult(code, stderr.getvalue(), stdout.getvalue(), *(received or (None, None)))
 
 
+def refused(*words: str, **options: Any) -> str:
+    """What a command says that ends with exit code 2; `options` as for `run_command`."""
+    result = run_command(*words, **options)
+    assert result.code == 2, result
+    return result.stderr
+
+
+def accepted(*words: str, **options: Any) -> Any:
+    """The config of a command that succeeds; `options` as for `run_command`."""
+    result = run_command(*words, **options)
+    assert result.code == 0, result.stderr
+    return result.config
+
+
 def make_model(folder: Path, *, context: int = 512, tied: bool = True, **numbers: Any) -> Path:
     """Write a two-layer Llama with valid headers and zero weights."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from app.model.adapter import keep_start
 from app.run.folder import LOCK_FILE, lock_run
 from common.errors import UserError
 from common.installation import ROOT
-from tests.in_process import make_adapter, make_data, make_model, run_command
+from tests.in_process import accepted, make_adapter, make_data, make_model, refused, run_command
 from tests.resumed import contents, damage, damage_all, make_run, start
 
 
@@ -108,27 +108,22 @@ def test_settings_that_may_change_say_the_word_for_it(run: Path, category: str) 
 
 def test_settings_that_may_change_may_change_together(run: Path) -> None:
     typed = {word for word, *_ in ALLOWED}
-    result = run_command(f"resume={run}", *typed, EVERYTHING)
-    assert result.code == 0, result.stderr
+    accepted(f"resume={run}", *typed, EVERYTHING)
 
 
 def test_settings_on_which_nothing_depends_may_change(run: Path) -> None:
-    result = run_command(f"resume={run}", *HARMLESS)
-    assert result.code == 0, result.stderr
+    accepted(f"resume={run}", *HARMLESS)
 
 
 def test_a_misspelt_word_of_resume_allow(run: Path) -> None:
-    result = run_command(f"resume={run}", "resume_allow=[epoch]")
-    assert result.code == 2
-    assert "resume_allow[0]=epoch: expected lr, schedule, epochs, data, precision" in result.stderr
-    assert "did you mean epochs?" in result.stderr
+    said = refused(f"resume={run}", "resume_allow=[epoch]")
+    assert "resume_allow[0]=epoch: expected lr, schedule, epochs, data, precision" in said
+    assert "did you mean epochs?" in said
     assert "expected a list" in run_command(f"resume={run}", "resume_allow=3").stderr
 
 
 def test_one_word_of_resume_allow_needs_no_brackets(run: Path) -> None:
-    result = run_command(f"resume={run}", "optimizer.lr=2e-3", "resume_allow=lr")
-    assert result.code == 0, result.stderr
-    assert result.config.resume_allow == ["lr"]
+    assert accepted(f"resume={run}", "optimizer.lr=2e-3", "resume_allow=lr").resume_allow == ["lr"]
 
 
 WRONG_RESUME = [
@@ -141,44 +136,35 @@ WRONG_RESUME = [
 
 @pytest.mark.parametrize(("value", "said"), WRONG_RESUME, ids=[value for value, _ in WRONG_RESUME])
 def test_what_resume_does_not_take(words: list[str], value: str, said: str) -> None:
-    result = run_command(*words, f"resume={value}")
-    assert result.code == 2
-    assert said in result.stderr
+    assert said in refused(*words, f"resume={value}")
 
 
 def test_a_folder_that_is_not_a_run(words: list[str], tmp_path: Path) -> None:
-    result = run_command(f"resume={tmp_path}")
-    assert result.code == 2
-    assert f"resume={tmp_path}: not a training run" in result.stderr
+    assert f"resume={tmp_path}: not a training run" in refused(f"resume={tmp_path}")
 
 
 def test_a_run_goes_on_in_its_own_folder_alone(run: Path, tmp_path: Path) -> None:
-    result = run_command(f"resume={run}", f"output.dir={tmp_path / 'other'}")
-    assert result.code == 2
-    assert "leave output.dir out" in result.stderr
+    assert "leave output.dir out" in refused(f"resume={run}", f"output.dir={tmp_path / 'other'}")
     assert run_command(f"resume={run}", f"output.dir={run}").code == 0
 
 
 def test_a_preview_resumes_nothing(run: Path, words: list[str]) -> None:
-    result = run_command(*words, f"resume={run}", verb="preview")
-    assert result.code == 2
-    assert "a preview trains nothing" in result.stderr
+    assert "a preview trains nothing" in refused(*words, f"resume={run}", verb="preview")
 
 
 def test_nothing_to_resume_is_an_error_where_something_must_be(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run_command(*words, "resume=must")
-    assert result.code == 2
-    assert "resume=must, but there is no unfinished run" in result.stderr
-    assert "outputs/train; type resume=auto" in result.stderr
+    said = refused(*words, "resume=must")
+    assert "resume=must, but there is no unfinished run" in said
+    assert "outputs/train; type resume=auto" in said
     result = run_command(*words, "resume=must", f"output.dir={tmp_path / 'new'}")
     assert f"there is no run in {tmp_path / 'new'}" in result.stderr
     make_run(tmp_path / "empty", *words, steps=())
-    result = run_command("resume=must", f"output.dir={tmp_path / 'empty'}")
-    assert result.code == 2
-    assert f"{tmp_path / 'empty'} has no checkpoint; type resume=auto" in result.stderr
+    assert f"{tmp_path / 'empty'} has no checkpoint; type resume=auto" in refused(
+        "resume=must", f"output.dir={tmp_path / 'empty'}"
+    )
 
 
 def test_nothing_to_resume_is_a_line_where_a_run_may_start(
@@ -196,21 +182,17 @@ def test_a_run_that_never_saved_starts_anew_with_any_settings(
     words: list[str], tmp_path: Path
 ) -> None:
     empty = make_run(tmp_path / "empty", *words, steps=())
-    result = run_command(*words, "adapter.r=8", "resume=auto", f"output.dir={empty}")
-    assert result.code == 0, result.stderr
+    accepted(*words, "adapter.r=8", "resume=auto", f"output.dir={empty}")
 
 
 def test_an_existing_run_is_refused_without_resume(run: Path, words: list[str]) -> None:
-    result = run_command(*words, f"output.dir={run}")
-    assert result.code == 2
-    assert "holds another run" in result.stderr and "resume=auto" in result.stderr
+    said = refused(*words, f"output.dir={run}")
+    assert "holds another run" in said and "resume=auto" in said
 
 
 def test_an_evaluation_cannot_be_resumed(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model:\n  path: null\n")
-    result = run_command(*words, f"output.dir={tmp_path}", "resume=auto")
-    assert result.code == 2
-    assert "holds an evaluation" in result.stderr
+    assert "holds an evaluation" in refused(*words, f"output.dir={tmp_path}", "resume=auto")
 
 
 def test_a_finished_run_says_so_and_touches_nothing(words: list[str], tmp_path: Path) -> None:
@@ -248,9 +230,8 @@ def test_a_finished_run_of_other_settings_is_not_called_done(
     words: list[str], tmp_path: Path
 ) -> None:
     done = make_run(tmp_path / "done", *words, finished=True)
-    result = run_command(*words, "adapter.r=8", "resume=auto", f"output.dir={done}")
-    assert result.code == 2
-    assert "adapter.r was 16 and is 8" in result.stderr
+    said = refused(*words, "adapter.r=8", "resume=auto", f"output.dir={done}")
+    assert "adapter.r was 16 and is 8" in said
 
 
 def test_a_finished_run_goes_on_where_it_is_made_longer(words: list[str], tmp_path: Path) -> None:
@@ -311,13 +292,12 @@ def test_a_changed_base_is_refused(words: list[str], tmp_path: Path) -> None:
     own = [*words, f"model.path={model}"]
     run = make_run(tmp_path / "run", *own)
     moved = Path(shutil.move(model, tmp_path / "moved"))
-    result = run_command(f"resume={run}", f"model.path={moved}")
-    assert result.code == 0, result.stderr
+    accepted(f"resume={run}", f"model.path={moved}")
     weights = moved / "model.safetensors"
     damage(weights)
-    result = run_command(f"resume={run}", f"model.path={moved}", "resume_allow=[data]")
-    assert result.code == 2
-    assert "the base model's weights (sha256) was" in result.stderr
+    assert "the base model's weights (sha256) was" in refused(
+        f"resume={run}", f"model.path={moved}", "resume_allow=[data]"
+    )
     make_model(moved, context=256)
     result = run_command(f"resume={run}", f"model.path={moved}")
     assert "the base model (sha256 of its config and the shapes of its weights)" in result.stderr
@@ -327,18 +307,15 @@ def test_another_number_of_ranks_keeps_the_global_batch_or_says_how(
     words: list[str], tmp_path: Path
 ) -> None:
     run = make_run(tmp_path / "run", *words, "trainer.devices=2")
-    result = run_command(f"resume={run}", "trainer.devices=1")
-    assert result.code == 2
+    said = refused(f"resume={run}", "trainer.devices=1")
     assert (
         "the run took 8 packs per step (micro_batch_size 1 x accumulation 4 x 2 ranks) and would "
-        "now take 4 (micro_batch_size 1 x accumulation 4 x 1 rank)" in result.stderr
+        "now take 4 (micro_batch_size 1 x accumulation 4 x 1 rank)" in said
     )
-    (fix,) = [word for word in result.stderr.split() if word.startswith("trainer.grad")]
+    (fix,) = [word for word in said.split() if word.startswith("trainer.grad")]
     assert fix == "trainer.gradient_accumulation_steps=8"
-    result = run_command(f"resume={run}", "trainer.devices=1", fix)
-    assert result.code == 0, result.stderr
-    result = run_command(f"resume={run}", "trainer.devices=1", "trainer.micro_batch_size=2")
-    assert result.code == 0, result.stderr
+    accepted(f"resume={run}", "trainer.devices=1", fix)
+    accepted(f"resume={run}", "trainer.devices=1", "trainer.micro_batch_size=2")
     result = run_command(f"resume={run}", "trainer.devices=1", "trainer.global_batch_size=16")
     assert "type trainer.global_batch_size=8" in result.stderr
     result = run_command(f"resume={run}", "trainer.devices=3")
@@ -348,11 +325,8 @@ def test_another_number_of_ranks_keeps_the_global_batch_or_says_how(
 def test_a_stream_wants_its_ranks_and_workers_back(words: list[str], tmp_path: Path) -> None:
     stream = ["data.streaming=true", "data.mixture.weights=rows", "data.val_set_size=2"]
     run = make_run(tmp_path / "run", *words, *stream, "trainer.devices=2")
-    result = run_command(
-        f"resume={run}", "trainer.devices=1", "trainer.gradient_accumulation_steps=8"
-    )
-    assert result.code == 2
-    assert "the run had 2 ranks and would now have 1" in result.stderr
+    said = refused(f"resume={run}", "trainer.devices=1", "trainer.gradient_accumulation_steps=8")
+    assert "the run had 2 ranks and would now have 1" in said
     result = run_command(f"resume={run}", "data.num_workers=2")
     assert "data.num_workers was 0 and is 2" in result.stderr
     assert run_command(f"resume={run}").code == 0
@@ -404,9 +378,7 @@ def test_a_run_without_its_manifest_is_not_resumed(run: Path, content: str | Non
     (run / "manifest.json").unlink()
     if content is not None:
         (run / "manifest.json").write_text(content)
-    result = run_command(f"resume={run}")
-    assert result.code == 2
-    assert "manifest.json cannot be read" in result.stderr
+    assert "manifest.json cannot be read" in refused(f"resume={run}")
 
 
 HOLD = """

@@ -16,7 +16,7 @@ from app.evaluate import evaluate
 from app.preview import preview
 from app.run.folder import OutputConfig, check_output, decide_run_dir
 from app.train import train
-from tests.in_process import CommandResult, make_data, run_command
+from tests.in_process import CommandResult, accepted, make_data, refused, run_command
 from tests.resumed import contents, make_run
 from tests.tiny import small_base, small_run, train_into
 
@@ -118,13 +118,11 @@ def test_trust_that_is_typed_again_goes_on(
 ) -> None:
     marker = tmp_path / "marker"
     forge_manifest(received, bring_code(received, marker))
-    result = run_command(f"run={received}", "model.trust_remote_code=true", verb="evaluate")
-    assert result.code == 0, result.stderr
-    assert result.config.model.trust_remote_code
+    assert accepted(
+        f"run={received}", "model.trust_remote_code=true", verb="evaluate"
+    ).model.trust_remote_code
     (received / "metrics.json").unlink()
-    result = run_command(f"resume={received}", "model.trust_remote_code=true")
-    assert result.code == 0, result.stderr
-    assert result.config.model.trust_remote_code
+    assert accepted(f"resume={received}", "model.trust_remote_code=true").model.trust_remote_code
 
 
 FOLDERS = ["adapter", "checkpoints", "checkpoints/step-4"]
@@ -177,8 +175,7 @@ def test_a_link_to_the_folder_itself_is_followed(
     received: Path, words: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "link").symlink_to(received)
-    result = run_command(f"run={tmp_path / 'link'}", verb="evaluate")
-    assert result.code == 0, result.stderr
+    accepted(f"run={tmp_path / 'link'}", verb="evaluate")
 
 
 def test_a_file_with_another_name_elsewhere_is_not_written_to(
@@ -342,10 +339,9 @@ def test_a_run_that_was_refused_at_its_start_does_not_block_the_corrected_comman
 
 @pytest.mark.parametrize("key", ["output.dir", "data.cache_dir"])
 def test_nothing_is_written_to_the_url_of_a_server(key: str, words: list[str]) -> None:
-    result = run_command(*words, f"{key}=ftp://me:word@bucket/run")
-    assert result.code == 2
-    assert f"{key}=ftp:/" in result.stderr
-    assert "<redacted>@bucket/run: only train writes to s3:// and gs://" in result.stderr
+    said = refused(*words, f"{key}=ftp://me:word@bucket/run")
+    assert f"{key}=ftp:/" in said
+    assert "<redacted>@bucket/run: only train writes to s3:// and gs://" in said
 
 
 def test_a_current_folder_that_was_deleted_is_named(
@@ -404,9 +400,7 @@ def test_a_tilde_is_the_home_folder(
     assert decide_run_dir(OutputConfig(dir="~/new")) == home / "new"
     monkeypatch.delenv("LOFT_RUN_DIR")
     make_run(home / "done", *words, finished=True)
-    result = run_command("resume=~/done")
-    assert result.code == 0, result.stderr
-    assert result.config.output.dir == str(home / "done")
+    assert accepted("resume=~/done").output.dir == str(home / "done")
     result = run_command(*words, "output.dir=~nobody-of-that-name/run")
     assert (result.code, "no home folder" in result.stderr) == (2, True)
     result = run_command("model.path=~nobody-of-that-name/base", *words[1:])
@@ -424,13 +418,11 @@ def test_a_run_folder_that_was_inherited_is_not_believed(
     before = contents(received)
     result = run_command("model.path=/nope", *words[1:], environment=of_a_shell(received))
     assert (result.code, "/nope: no such folder" in result.stderr) == (2, True)
-    result = run_command(*words, f"output.dir={tmp_path / 'new'}", environment=of_a_shell(received))
-    assert result.code == 0
+    accepted(*words, f"output.dir={tmp_path / 'new'}", environment=of_a_shell(received))
     assert contents(received) == before
     # Nor by a process that only has been started by another one than it names.
     other = of_a_shell(received) | {"LOFT_PARENT": str(os.getpid())}
-    result = run_command("model.path=/nope", *words[1:], environment=other)
-    assert result.code == 2
+    refused("model.path=/nope", *words[1:], environment=other)
 
 
 def test_the_whole_verb_does_not_write_into_an_inherited_folder(

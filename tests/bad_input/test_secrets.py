@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.in_process import run_command
+from tests.in_process import accepted, refused, run_command
 from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES, small_run
 
@@ -235,22 +235,18 @@ def test_a_secret_that_was_left_out_is_asked_for(
     run, _, _ = ended
     longer = ["trainer.max_steps=3", "resume_allow=[epochs]"]
     for verb, typed in (("train", [f"resume={run}", *longer]), ("evaluate", [f"run={run}"])):
-        result = run_command(*typed, verb=verb)
-        assert result.code == 2
-        assert f"{run}/config.yaml: the secret in data.datasets was replaced by" in result.stderr
+        said = refused(*typed, verb=verb)
+        assert f"{run}/config.yaml: the secret in data.datasets was replaced by" in said
         again = f"type it again: 'data.datasets=[{{path: http://<redacted>@{server}/lists.json?"
-        assert again in result.stderr
-        assert "name: lists, format: alpaca}]'" in result.stderr
+        assert again in said
+        assert "name: lists, format: alpaca}]'" in said
         result = run_command(
             *typed, data(address(server).replace(PASSWORD, "<redacted>")), verb=verb
         )
         assert (result.code, "type the secret instead" in result.stderr) == (2, True)
-        result = run_command(*typed, data(address(server)), verb=verb)
-        assert result.code == 0, result.stderr
-        assert PASSWORD in result.config.data.datasets[0].path
+        assert PASSWORD in accepted(*typed, data(address(server)), verb=verb).data.datasets[0].path
     # With all of the settings typed, nothing is taken from the file.
-    result = run_command(*small(address(server), run, "resume=must"))
-    assert result.code == 0, result.stderr
+    accepted(*small(address(server), run, "resume=must"))
 
 
 def test_the_cache_is_found_whatever_the_signature(

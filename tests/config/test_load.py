@@ -24,7 +24,15 @@ from app.run.folder import OutputConfig, decide_run_dir
 from common.errors import UserError
 from common.facts import hints_of
 from common.installation import ROOT
-from tests.in_process import make_adapter, make_data, make_model, make_words, run_command
+from tests.in_process import (
+    accepted,
+    make_adapter,
+    make_data,
+    make_model,
+    make_words,
+    refused,
+    run_command,
+)
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +121,7 @@ def test_bad_words_are_named_and_their_twins_pass(
         assert fragment in result.stderr
     assert "Traceback" not in result.stderr
     if good:
-        result = run_command(*base, *good)
-        assert result.code == 0, result.stderr
-        assert result.config is not None
+        assert accepted(*base, *good) is not None
 
 
 ANSWERS = sorted(
@@ -154,10 +160,9 @@ def test_a_secret_is_never_repeated(base: list[str]) -> None:
 
 
 def test_model_and_data_are_asked_for_by_name() -> None:
-    result = run_command("resume=never")
-    assert result.code == 2
-    assert "or model=NAME (--help model lists " in result.stderr
-    assert "type data=NAME" in result.stderr
+    said = refused("resume=never")
+    assert "or model=NAME (--help model lists " in said
+    assert "type data=NAME" in said
 
 
 @pytest.mark.parametrize(
@@ -170,34 +175,31 @@ def test_odd_letters_in_paths_arrive_as_typed(tmp_path: Path, name: str) -> None
     if "'" in name:
         path = '"' + str(data) + '"'
     typed = str(model) if "," not in name else f"'{model}'"
-    result = run_command(f"model.path={typed}", f"data.datasets=[{{path: {path}, format: alpaca}}]")
-    assert result.code == 0, result.stderr
-    assert result.config.model.path == str(model)
-    assert result.config.data.datasets[0].path == str(data)
+    config = accepted(f"model.path={typed}", f"data.datasets=[{{path: {path}, format: alpaca}}]")
+    assert config.model.path == str(model)
+    assert config.data.datasets[0].path == str(data)
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
     make_adapter(tmp_path / "adapter")
-    result = run_command(
+    config = accepted(
         "model.path=~/model", "data.datasets=[{path: ~/d.jsonl}]", "adapter.path=~/adapter"
     )
-    assert result.code == 0, result.stderr
-    assert result.config.model.path == str(model)
-    assert result.config.adapter.path == str(tmp_path / "adapter")
-    assert result.config.data.datasets[0].path == str(data)
+    assert config.model.path == str(model)
+    assert config.adapter.path == str(tmp_path / "adapter")
+    assert config.data.datasets[0].path == str(data)
     missing = run_command("model.path=~/none", "data.datasets=[{path: ~/d.jsonl}]")
     assert f"model.path={tmp_path / 'none'}: no such folder" in missing.stderr
 
 
 def test_a_value_may_be_that_of_another_setting(base: list[str]) -> None:
-    result = run_command(*base, "schedule.warmup_steps=${trainer.log_every_steps}")
-    assert result.code == 0, result.stderr
-    assert result.config.schedule.warmup_steps == 10
-    result = run_command(*base, "schedule.warmup_steps=${trainer.log_every}")
-    assert result.code == 2
-    assert "trainer.log_every" in result.stderr
+    assert (
+        accepted(*base, "schedule.warmup_steps=${trainer.log_every_steps}").schedule.warmup_steps
+        == 10
+    )
+    assert "trainer.log_every" in refused(*base, "schedule.warmup_steps=${trainer.log_every}")
 
 
 @given(st.text(st.sampled_from("ab 1=:()'\"\\\\,ü~#!&;<>.-"), min_size=1))
@@ -233,9 +235,7 @@ def test_a_bare_word_is_a_list_below_other_keys_too(base: list[str]) -> None:
 def test_a_word_of_python_is_a_key_in_a_mapping(
     base: list[str], typed: str, asynchronous: bool
 ) -> None:
-    result = run_command(*base, f"trainer.checkpoint={typed}")
-    assert result.code == 0, result.stderr
-    checkpoint = result.config.trainer.checkpoint
+    checkpoint = accepted(*base, f"trainer.checkpoint={typed}").trainer.checkpoint
     assert checkpoint.asynchronous is asynchronous
     assert checkpoint.every_steps == (3 if "every_steps" in typed else None)
 
@@ -344,9 +344,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_evaluate_starts_from_the_newest_run(finished: Path) -> None:
-    result = run_command("evaluation.max_rows=3", verb="evaluate")
-    assert result.code == 0, result.stderr
-    config = result.config
+    config = accepted("evaluation.max_rows=3", verb="evaluate")
     assert (config.seed, config.evaluation.max_rows) == (7, 3)
     assert config.output.name == "train-evaluate"  # outputs/<name of the run>-<verb>
     mine = finished.rename(finished.parents[1] / "mine")
@@ -362,17 +360,14 @@ def test_a_run_is_evaluated_from_another_folder(
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    result = run_command(f"run={finished}", verb="evaluate")
-    assert result.code == 0, result.stderr
-    assert result.config.model.path == str(tmp_path / "model")
-    assert result.config.data.datasets[0].path == str(tmp_path / "data.jsonl")
-    assert result.config.data.chat_template == str(tmp_path / "mine.jinja")
+    config = accepted(f"run={finished}", verb="evaluate")
+    assert config.model.path == str(tmp_path / "model")
+    assert config.data.datasets[0].path == str(tmp_path / "data.jsonl")
+    assert config.data.chat_template == str(tmp_path / "mine.jinja")
     monkeypatch.chdir(tmp_path)
     typed = ("model.path=model", "data.datasets=[{path: data.jsonl}]", "adapter_path=adapter")
     make_adapter(tmp_path / "adapter")
-    result = run_command(*typed, verb="evaluate")
-    assert result.code == 0, result.stderr
-    assert result.config.adapter_path == str(tmp_path / "adapter")
+    assert accepted(*typed, verb="evaluate").adapter_path == str(tmp_path / "adapter")
 
 
 def test_what_does_not_exist_stays_as_it_was_typed(
@@ -392,20 +387,16 @@ def test_what_does_not_exist_stays_as_it_was_typed(
 
 
 def test_an_evaluation_refuses_settings_of_training(finished: Path) -> None:
-    result = run_command("trainer.max_steps=3", verb="evaluate")
-    assert result.code == 2
-    assert "unknown key trainer.max_steps=3" in result.stderr
+    assert "unknown key trainer.max_steps=3" in refused("trainer.max_steps=3", verb="evaluate")
     typed = ("trainer.accelerator=cpu", "trainer.precision=bf16", "trainer.micro_batch_size=5")
-    result = run_command(*typed, verb="evaluate")
-    assert result.code == 0, result.stderr
-    assert (result.config.trainer.precision, result.config.trainer.micro_batch_size) == ("bf16", 5)
+    config = accepted(*typed, verb="evaluate")
+    assert (config.trainer.precision, config.trainer.micro_batch_size) == ("bf16", 5)
 
 
 def test_evaluate_of_an_unknown_run_names_the_newest(finished: Path) -> None:
-    result = run_command("run=outputs/train/two", verb="evaluate")
-    assert result.code == 2
-    assert "run=outputs/train/two: no such folder" in result.stderr
-    assert "outputs/train/one" in result.stderr
+    said = refused("run=outputs/train/two", verb="evaluate")
+    assert "run=outputs/train/two: no such folder" in said
+    assert "outputs/train/one" in said
     assert (
         "not the folder of a finished"
         in run_command(f"run={finished.parent}", verb="evaluate").stderr
@@ -415,12 +406,13 @@ def test_evaluate_of_an_unknown_run_names_the_newest(finished: Path) -> None:
 
 
 def test_evaluate_without_a_run_needs_data(finished: Path) -> None:
-    result = run_command("model.path=model", verb="evaluate")
-    assert result.code == 2
-    assert "no data" in result.stderr
-    result = run_command("model.path=model", "data.datasets=[{path: data.jsonl}]", verb="evaluate")
-    assert result.code == 0, result.stderr
-    assert result.config.tuned_path is None
+    assert "no data" in refused("model.path=model", verb="evaluate")
+    assert (
+        accepted(
+            "model.path=model", "data.datasets=[{path: data.jsonl}]", verb="evaluate"
+        ).tuned_path
+        is None
+    )
 
 
 def test_an_evaluation_is_no_training_run(finished: Path) -> None:

@@ -18,7 +18,7 @@ from app.config.verbs import PARTS, VERBS
 from app.model.adapter import FullConfig
 from common.errors import UserError
 from common.facts import hints_of
-from tests.in_process import make_data, make_model, run_command
+from tests.in_process import accepted, make_data, make_model, refused, run_command
 from tests.resumed import make_run
 
 HEAD = "# @package _global_\ndefaults:\n  - override /model: tiny\n  - override /data: skills\n"
@@ -51,10 +51,9 @@ def test_an_experiment_may_be_a_file_of_ones_own(
     assert printed["output"]["name"] == result.config.output.name
     assert door.load_config("preview", [typed(file)]).trainer.max_steps == 3
     file.write_text(f"{HEAD}  - _self_\ntrainer:\n  max_stepz: 3\n")
-    result = run_command(typed(file), "adapter.rr=2")
-    assert result.code == 2
-    assert f"{name}.yaml:7 unknown key trainer.max_stepz=3; did you mean" in result.stderr
-    assert "command line: unknown key adapter.rr=2" in result.stderr
+    said = refused(typed(file), "adapter.rr=2")
+    assert f"{name}.yaml:7 unknown key trainer.max_stepz=3; did you mean" in said
+    assert "command line: unknown key adapter.rr=2" in said
 
 
 def test_an_experiment_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -246,8 +245,7 @@ def test_the_settings_of_a_run_are_read_once(tmp_path: Path) -> None:
         return conf_files.read_conf_file(path, *rest, **named)
 
     with mock.patch.object(load, "read_conf_file", read):
-        result = run_command(f"resume={run}")
-        assert result.code == 0, result.stderr
+        config = accepted(f"resume={run}")
         door.load_run_config(run).seed = 7
-        assert door.load_run_config(run).seed == result.config.seed == 42
+        assert door.load_run_config(run).seed == config.seed == 42
     assert reads.count(run / "config.yaml") == 1

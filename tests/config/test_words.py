@@ -23,7 +23,7 @@ from app.doctor.__main__ import DoctorConfig
 from app.init import init
 from common.errors import UserError
 from tests.conftest import ROOT
-from tests.in_process import make_data, make_model, run_command
+from tests.in_process import accepted, make_data, make_model, run_command
 
 RUN = "+experiment=quickstart"
 ANSWERS = [
@@ -264,9 +264,8 @@ def test_init_writes_an_experiment_that_validates(tmp_path: Path, monkeypatch: A
     model, data = make_model(tmp_path / "my model"), make_data(tmp_path / "a.jsonl")
     file = init(["mine", f"model={model}", f"data={data},{data}"], None)
     assert file == Path("mine.yaml") and file.read_text().count("#") > 10
-    result = run_command(f"+experiment={file}")
-    assert result.code == 0, result.stderr
-    assert result.config.model.path == str(model) and len(result.config.data.datasets) == 2
+    config = accepted(f"+experiment={file}")
+    assert config.model.path == str(model) and len(config.data.datasets) == 2
     with pytest.raises(UserError, match=r"mine.yaml exists"):
         init(["mine", f"model={model}", f"data={data}"], None)
     with pytest.raises(UserError, match=r"data is missing; type data=data.jsonl"):
