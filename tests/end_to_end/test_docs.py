@@ -171,8 +171,11 @@ def test_a_notebook_trains_and_uses_the_adapter(tmp_path: Path) -> None:
         json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 4})
     )
     run = (
-        "import nbformat, nbclient, sys; book = nbformat.read(sys.argv[1], 4); "
-        "nbclient.NotebookClient(book, timeout=900).execute(); nbformat.write(book, sys.argv[1])"
+        "import jupyter_client, nbformat, nbclient, sys; book = nbformat.read(sys.argv[1], 4); "
+        # By files, since another test may take a port that was free.
+        "manager = jupyter_client.AsyncKernelManager(transport='ipc', ip='kernel'); "
+        "nbclient.NotebookClient(book, km=manager, timeout=900).execute(); "
+        "nbformat.write(book, sys.argv[1])"
     )
     done = subprocess.run(
         [python, "-c", run, str(file)], cwd=tmp_path, capture_output=True, text=True, check=False
