@@ -6,9 +6,9 @@ saves and inherits the settings of a run; `overrides` parses what is typed, `con
 declares the settings of each verb, `help` prints them.
 """
 
+from app.config.conf_files import changed_settings, save_config, words_to_type, write_experiment
 from app.config.dispatch import check_before_start, run_verb
 from app.config.load import Config, compose, load_config, load_run_config, settings_of
-from app.config.run_config import changed_settings, save_config, words_to_type, write_experiment
 from app.config.verbs import (
     ChatConfig,
     EvaluateConfig,

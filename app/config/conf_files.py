@@ -1,25 +1,47 @@
-"""The YAML files of conf/: the options of each group, and the values of a file with the line of
-each key. Never composes files; Hydra does.
+"""The YAML files of settings: those of conf/ with the line of each key, and those of runs.
+
+Never composes files; Hydra does. Settings of a run are saved, compared with the defaults, and
+inherited by later commands. Those that run code, name a place to write to or a host to contact
+(`grants` at their fields) are never taken from a folder, which may be somebody else's: a run's or
+a trial's config.yaml, or the words of a sweep. They count only if they are typed again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import logging
 import os
 import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from app.config.overrides import YAML_SUFFIXES, python_keys
-from app.config.verbs import OPTION_ALIASES, TYPED_KEYS
+from app.config.verbs import (
+    OPTION_ALIASES,
+    PARTS,
+    PER_START,
+    TYPED_KEYS,
+    VERBS,
+    VERBS_ON_A_RUN,
+    TrainConfig,
+    TunedConfig,
+)
 from app.planning.hardware import custom_hardware_advice
-from app.run.folder import expand_home
+from app.run import find_run, find_run_to_resume
+from app.run.find import FINAL
+from app.run.folder import CONFIG_FILE, NAME_PATTERN, expand_home, verb_line
 from common.errors import UserError, nearest
-from common.facts import as_typed
+from common.facts import Grant, as_typed, default_of, facts_of, hints_of, is_settings, leaves_of
+from common.files import write_atomically
 from common.installation import ROOT
+from common.redaction import REDACTED, redact, redacted, redacted_keys
 from common.untrusted import limits, over_limit, read_text, reading
 
 CONF = ROOT / "conf"
@@ -274,3 +296,280 @@ def _lines_of(root: Any, path: Path, is_global: bool) -> dict[str, int]:
             raise UserError(over_limit(path, "nested too deep", "yaml_depth"))
         waiting += reversed(parts)
     return lines
+
+
+_INHERITED_FROM_TRAINER = ("precision", "micro_batch_size")
+"""settings of the run's trainer that an evaluation inherits"""
+log = logging.getLogger(__name__)
+URL = re.compile(r"[A-Za-z][\w+.-]*:/|[^/]+:\d{1,5}$")
+"""a URL, or HOST:PORT"""
+
+
+def save_config(config: TrainConfig | TunedConfig, path: Path) -> None:
+    """Save settings as plain YAML without secrets; `load_run_config` loads it."""
+    verb = next(verb for verb, schema in VERBS.items() if type(config) is schema)
+    settings = redacted(dataclasses.asdict(config))
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    write_atomically(path, verb_line(verb) + text)
+
+
+def write_experiment(config: TrainConfig, path: Path, header: str) -> None:
+    """Write an experiment file with the settings that differ from the defaults.
+
+    `header`: comment lines that follow the first line.
+    """
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(TrainConfig):
+        value = getattr(config, field.name)
+        if field.name in PARTS:
+            values[field.name] = dataclasses.asdict(value)
+        elif field.name not in PER_START and (given := _nondefault(value, default_of(field))):
+            values[field.name] = given
+    defaults = [{f"override /{group}": getattr(config, group).name} for group in PARTS]
+    settings = redacted({"defaults": [*defaults, "_self_"], **values})
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    write_atomically(path, f"# @package _global_\n{header}\n{text}")
+
+
+def changed_settings(config: TrainConfig | TunedConfig) -> list[tuple[str, str, str]]:
+    """List (key, value, default) of the settings that differ from their defaults, without secrets.
+
+    An option of a group is listed as `adapter=full`. Settings of a single start of a run (its
+    folder, supervision) are left out. Files are listed by their names: pages and cards are passed
+    on, and folders of this machine are nobody else's business.
+    """
+    changed: list[tuple[str, str, str]] = []
+
+    def compare(prefix: str, part: Any) -> None:
+        for field in dataclasses.fields(part):
+            value, default = getattr(part, field.name), default_of(field)
+            key = f"{prefix}{facts_of(field).typed or field.name}"
+            if key in PER_START or key == "run":
+                continue
+            if is_settings(value):
+                option, first = getattr(value, "name", None), next(iter(PARTS.get(key, ())), None)
+                if first is not None and option != first:
+                    changed.append((key, str(option), first))
+                compare(f"{key}.", value)
+            elif value != default and not (field.name == "name" and prefix[:-1] in PARTS):
+                changed.append((key, redact(as_typed(_file_names(value))), as_typed(default)))
+
+    compare("", config)
+    return changed
+
+
+def _file_names(value: Any) -> Any:
+    """Return a value with each absolute path in it replaced by the name of its file or folder."""
+    if isinstance(value, str):
+        return Path(value).name if value.startswith(("/", "~")) else value
+    if isinstance(value, dict):
+        return {name: _file_names(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return list(map(_file_names, value))
+    if not is_settings(value):
+        return value
+    parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return dataclasses.replace(value, **_file_names(parts))
+
+
+def _nondefault(value: Any, default: Any) -> Any:
+    """Return a value as plain data, of a dataclass only the fields that differ from the default."""
+    if dataclasses.is_dataclass(value):
+        defaults = {field.name: default_of(field) for field in dataclasses.fields(value)}
+        return {
+            name: _nondefault(getattr(value, name), field_default)
+            for name, field_default in defaults.items()
+            if getattr(value, name) != field_default
+        }
+    if value == default:
+        return None
+    if isinstance(value, list) and all(map(dataclasses.is_dataclass, value)):
+        return [dataclasses.asdict(element) for element in value]
+    return value
+
+
+def find_source_run(
+    verb: str, typed: Mapping[str, Any], read_config: Callable[[Path], TrainConfig]
+) -> Path | None:
+    """Return the run whose settings a command inherits: the one it resumes, evaluates or merges.
+
+    None if a model was typed instead, or no run is resumed. Invalid values are reported later.
+    `read_config` reads the config.yaml in a run's folder.
+    """
+    if verb in VERBS_ON_A_RUN:
+        has_model = typed.get("model") is not None or typed.get("model.path") is not None
+        if typed.get("run") is None and has_model:
+            return None
+        named = None if typed.get("run") is None else str(typed["run"])
+        takes_unfinished = typed.get("checkpoint", FINAL) != FINAL
+        return find_run(
+            named,
+            verb=verb,
+            takes_unfinished=takes_unfinished,
+            typed_again=lambda run: words_to_type(read_config(run)),
+        )
+    if verb != "train" or not isinstance(typed.get("resume"), str):
+        return None
+    names_model_or_data = any(key.partition(".")[0] in ("model", "data") for key in typed)
+    name = typed.get("output.name", "train" if names_model_or_data else None)
+    return find_run_to_resume(typed["resume"], typed.get("output.dir"), name)
+
+
+def _taken_by(verb: str, typed: AbstractSet[str]) -> list[str]:
+    """Return the parts and settings that a verb takes from a run, if these keys were typed."""
+    not_inherited = (PER_START if verb == "train" else {"run", "output"}) | typed
+    return [f.name for f in dataclasses.fields(VERBS[verb]) if f.name not in not_inherited]
+
+
+def words_to_type(config: TrainConfig, verb: str = "train") -> list[str]:
+    """Return what a verb never takes from the folder of a run with this config, as overrides."""
+    taken = _taken_by(verb, frozenset())
+    skip = {field.name for field in dataclasses.fields(config)}.difference(taken)
+    found = not_taken(config, frozenset(), skip=skip)
+    return list(dict.fromkeys(f"{each.key}={each.value}" for each in found))
+
+
+def experiment_from_run(
+    run: Path, config: TrainConfig, verb: str, typed: AbstractSet[str]
+) -> ConfFile:
+    """Return a run's settings as an experiment, for Hydra to compose under what was typed.
+
+    UserError if a setting that is never inherited must be typed: one that grants something, or one
+    whose secret was removed when the run was saved.
+    """
+    taken = _taken_by(verb, typed)
+    skip = {field.name for field in dataclasses.fields(config)}.difference(taken)
+    resets, problems = settle(not_taken(config, typed, skip=skip), run / CONFIG_FILE)
+    for granting in resets:
+        reset_to_default(config, granting)
+    run_values = dataclasses.asdict(config)
+    values = {name: run_values[name] for name in taken if name in run_values}
+    problems += _check_secrets(run, config, values, typed)
+    if problems:
+        raise UserError(problems)
+    defaults = [
+        {f"override /{group}": getattr(config, group).name} for group in PARTS if group in values
+    ]
+    if verb == "train":
+        values["output"] = run_values["output"] | {"dir": str(run)}
+    else:
+        # outputs/NAME/TIME, or the folder that a person has named.
+        named = config.output.name if run.parent.name == config.output.name else run.name
+        is_name = NAME_PATTERN.fullmatch(f"{named}-{verb}")
+        values["output"] = {"name": f"{named if is_name else config.output.name or 'run'}-{verb}"}
+        for part in {"trainer", "evaluation"} & values.keys():
+            known = {field.name for field in dataclasses.fields(hints_of(VERBS[verb])[part])}
+            inherited = known & set(_INHERITED_FROM_TRAINER) if part == "trainer" else known
+            values[part] = {
+                name: value
+                for name, value in values[part].items()
+                if name in inherited and value != "auto"
+            }
+    return ConfFile(run / CONFIG_FILE, "", [*defaults, "_self_"], values, {})
+
+
+def _check_secrets(
+    run: Path, config: TrainConfig, settings: dict[str, Any], typed: AbstractSet[str]
+) -> list[str]:
+    """List the settings whose secrets were removed from a run's file and that were not typed."""
+    without_secret = {key.partition("[")[0] for key in redacted_keys(settings)}
+    return [
+        f"{run / CONFIG_FILE}: the secret in {key} was replaced by {REDACTED}, because files never "
+        "hold secrets; type it again: "
+        f"'{key}={as_typed(functools.reduce(getattr, key.split('.'), config))}'"
+        for key in sorted(without_secret - typed)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Granting:
+    """A setting read from a folder that grants something, with its value."""
+
+    grants: Grant
+    key: str
+    """the key to type: for a setting of a list's element, that of the list"""
+    value: str
+    """the value to type"""
+    default: Any
+    """dataclasses.MISSING if it is required"""
+    at: str
+    """its own key and value"""
+    names: str = ""
+    """the code that would run"""
+
+    def problem(self) -> str:
+        """Say why it must be typed, and what."""
+        override = shlex.quote(f"{self.key}={self.value}")
+        if self.grants == "host":
+            return (
+                f"{self.at} contacts a host that the folder names, and is never taken from it; if "
+                f"you trust that host, type {override}"
+            )
+        return (
+            f"{self.at} runs {self.names}, and is never taken from a folder; read it, then type "
+            f"{override} (or {self.key}={as_typed(self.default)} to continue without)"
+        )
+
+
+def not_taken(
+    config: TrainConfig, typed: AbstractSet[str], *, skip: Collection[str] = ()
+) -> list[Granting]:
+    """List the settings of a config read from a folder that grant something and were not typed.
+
+    The parts and settings of the top level that `skip` names are not looked at.
+    """
+    model, code = config.model, config.evaluation.metric or "that of its tasks"
+    revision = "" if model.revision is None else f" (revision {model.revision})"
+    names = {
+        "model.trust_remote_code": f"Python files that come with the model {model.path}{revision}",
+        "evaluation.allow_code": f"code of the evaluation ({code})",
+    }
+    found = []
+    for at, _, field, value in leaves_of(config, skip=skip):
+        grants, default, key = facts_of(field).grants, default_of(field), at.partition("[")[0]
+        is_harmless = value == default or (grants == "host" and not URL.match(str(value)))
+        if grants in (None, "nothing") or is_harmless or is_typed(key, typed):
+            continue
+        whole = functools.reduce(getattr, key.split("."), config)
+        found.append(
+            Granting(
+                grants=grants,
+                key=key,
+                value=redact(as_typed(whole)),
+                default=default,
+                at=f"{at}={redact(as_typed(value))}",
+                names=names.get(key, "the code that it names"),
+            )
+        )
+    return found
+
+
+def is_typed(key: str, typed: AbstractSet[str]) -> bool:
+    """Whether a setting or a group that contains it was typed."""
+    names = key.split(".")
+    return any(".".join(names[: end + 1]) in typed for end in range(len(names)))
+
+
+def settle(found: Iterable[Granting], place: Path) -> tuple[list[Granting], list[str]]:
+    """Return the settings of `place` to reset to their defaults, and what must be typed.
+
+    A place to write to falls back to its default, with a warning; what else a result may depend on
+    must be typed.
+    """
+    reset, problems = [], []
+    for each in found:
+        if each.grants != "write":
+            problems.append(f"{place}: {each.problem()}")
+            continue
+        reset.append(each)
+        log.warning(
+            "%s: %s is not inherited: a folder never decides where to write; type it to use it",
+            *(place, each.at),
+        )
+    return reset, list(dict.fromkeys(problems))
+
+
+def reset_to_default(config: TrainConfig, granting: Granting) -> None:
+    """Set a setting to its default."""
+    *parts, name = granting.key.split(".")
+    setattr(functools.reduce(getattr, parts, config), name, granting.default)

@@ -25,7 +25,9 @@ from app.config.conf_files import (
     ConfFile,
     PlainLoader,
     display_path,
+    experiment_from_run,
     find_option,
+    find_source_run,
     list_groups,
     read_conf_file,
 )
@@ -38,7 +40,6 @@ from app.config.overrides import (
     safety_error,
     words_of,
 )
-from app.config.run_config import experiment_from_run, find_source_run
 from app.config.schema import is_section
 from app.config.validation import Settings, Sources, describe_shape, find_problems, print_note
 from app.config.verbs import (

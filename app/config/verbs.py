@@ -528,7 +528,7 @@ GRANTING = {
     for each in SETTINGS
     if each.facts.grants not in (None, "nothing") and each.key.partition(".")[0] not in PER_START
 }
-"""settings that are never taken from a folder (`app.config.run_config`), by the key to type"""
+"""settings that are never taken from a folder (`app.config.conf_files`), by the key to type"""
 RENAMED = {"merge.checkpoint": "checkpoint"}
 """key as typed -> its name since it applies to more verbs"""
 TYPED_KEYS = {each.typed_key: each.key for each in SETTINGS if each.facts.typed}

@@ -3,7 +3,7 @@
 A key has one value, several values, or an interval. A grid tries every combination; Optuna proposes
 trials from earlier results. Overrides are saved in the sweep's folder, from which it is resumed.
 The folder may be somebody else's: links in it are refused, and overrides that grant something count
-only if they are typed again (`app.config.run_config`).
+only if they are typed again (`app.config.conf_files`).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 from app.config import TrainConfig, check_before_start, compose, load_config
+from app.config.conf_files import Granting, is_typed, not_taken, settle
 from app.config.overrides import quote_value
-from app.config.run_config import Granting, is_typed, not_taken, settle
 from app.model.adapter import DEFAULT_LR
 from app.preflight import requested_devices
 from app.process.launch import quote_words

@@ -11,8 +11,8 @@ import pytest
 
 from app.chat import chat
 from app.config import run_verb
+from app.config.conf_files import save_config
 from app.config.load import load_config
-from app.config.run_config import save_config
 from app.merge import merge
 from tests.tiny import TINY_BASE
 

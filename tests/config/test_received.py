@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from app.config import load_config, load_run_config, words_to_type
-from app.config.run_config import not_taken
+from app.config.conf_files import not_taken
 from app.config.schema import Setting, list_settings
 from app.config.verbs import GRANTING, PARTS, VERBS, TrainConfig
 from app.process.launch import quote_words, resume_words

@@ -331,7 +331,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gpu.total_memory, gpu.total_memory))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr("app.preflight.couplings.devices.count_gpus", lambda: 8)
-    monkeypatch.setattr("app.preflight.couplings.conflict.is_installed", lambda module: True)
+    monkeypatch.setattr("app.preflight.couplings.devices.is_installed", lambda module: True)
     return gpu
 
 

@@ -18,8 +18,8 @@ from app.config.load import settings_of
 from app.config.verbs import PARTS, TYPED_KEYS
 from app.evaluation.tasks.questions import TaskConfig
 from app.preflight import check_compatibility
-from app.preflight.couplings import GROUPS, conflict, devices, strategy
-from app.preflight.couplings.conflict import find_conflicts, is_installed
+from app.preflight.couplings import GROUPS, devices, strategy
+from app.preflight.couplings.devices import find_conflicts, is_installed
 from app.strategy.settings import FAMILIES, ZeroConfig
 from app.training.optimizers import LrPattern
 from common.facts import hints_of, is_settings
@@ -57,7 +57,7 @@ def problems_of(gpus: int, words: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conflict, "is_installed", lambda module: True)
+    monkeypatch.setattr(devices, "is_installed", lambda module: True)
 
 
 ON_DISK = "strategy.offload_optimizer=disk strategy.offload_dir=/var/tmp"
@@ -331,7 +331,7 @@ def test_every_row_of_the_table_has_a_case(monkeypatch: pytest.MonkeyPatch) -> N
 
     for gpus, bad, *_ in (*CONFLICTS, *OTHERS):
         say(settings(bad), gpus)
-    monkeypatch.setattr(conflict, "is_installed", lambda module: False)
+    monkeypatch.setattr(devices, "is_installed", lambda module: False)
     say(settings("attention.backend=flash2 strategy=zero3"), 1)
     say(settings("logger.name=wandb"), 1)
     changed = settings()
@@ -439,9 +439,9 @@ def test_a_setting_that_nothing_reads_on_a_result_is_refused(
 
 def test_every_setting_in_the_table_of_those_that_nothing_reads_has_a_case() -> None:
     typed = {shlex.split(words)[-1].partition("=")[0] for words, _ in UNUSED}
-    assert typed == {rule.key for rule in conflict.IN_TRAINING}
+    assert typed == {rule.key for rule in devices.IN_TRAINING}
     typed = {words.split()[-1].partition("=")[0] for _, words, _ in ON_A_RESULT}
-    assert typed == {rule.key for rule in conflict.ON_A_RESULT}
+    assert typed == {rule.key for rule in devices.ON_A_RESULT}
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,7 @@ def test_every_setting_in_the_table_of_those_that_nothing_reads_has_a_case() -> 
 def test_attention_without_its_package_is_refused(
     monkeypatch: pytest.MonkeyPatch, backend: str, package: str
 ) -> None:
-    monkeypatch.setattr(conflict, "is_installed", lambda module: False)
+    monkeypatch.setattr(devices, "is_installed", lambda module: False)
     (problem,) = problems_of(1, f"attention.backend={backend}")
     assert f"needs the package {package}, which is not installed; type attention=varlen" in problem
     assert problems_of(1, "attention.backend=varlen") == []
@@ -469,7 +469,7 @@ def test_attention_without_its_package_is_refused(
 def test_without_deepspeed_the_nearest_strategy_of_pytorch_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, gpus: int, instead: str
 ) -> None:
-    monkeypatch.setattr(conflict, "is_installed", lambda module: False)
+    monkeypatch.setattr(devices, "is_installed", lambda module: False)
     (problem,) = problems_of(gpus, f"strategy={name}")
     assert f"strategy={name} needs the package deepspeed, which is not installed" in problem
     assert f"; type strategy={instead}, or DS_BUILD_OPS=0 pip install -e '.[deepspeed]'" in problem
@@ -477,7 +477,7 @@ def test_without_deepspeed_the_nearest_strategy_of_pytorch_is_named(
 
 
 def test_states_on_a_disk_need_no_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conflict, "is_installed", lambda module: False)
+    monkeypatch.setattr(devices, "is_installed", lambda module: False)
     (problem,) = problems_of(1, "strategy=zero3_nvme")
     assert "type strategy=fsdp strategy.offload_optimizer=disk" in problem
 

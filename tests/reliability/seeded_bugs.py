@@ -532,7 +532,7 @@ BUGS = [
     ),
     Bug(
         name="a setting without effect is accepted",
-        file="app/preflight/couplings/conflict.py",
+        file="app/preflight/couplings/devices.py",
         right="if is_set(part, name) and rule.is_unused(config):",
         wrong="if is_set(part, name) and not rule.is_unused(config):",
         test="tests/preflight/test_couplings.py::test_a_setting_that_nothing_reads_is_refused",

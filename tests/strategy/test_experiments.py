@@ -22,7 +22,7 @@ from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.planning.planned_model import model_from_modules
 from app.planning.states import ModelStates, estimate_states, size_for
-from app.preflight.couplings import conflict
+from app.preflight.couplings import devices
 from app.strategy.deepspeed import Zero
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.pipeline import Pipeline
@@ -40,7 +40,7 @@ GPUS = {"llama70b": 8, "llama70b_zero3": 8, "llama70b_qlora": 2, "falcon180b": 8
 
 @pytest.fixture(autouse=True)
 def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conflict, "is_installed", lambda module: True)
+    monkeypatch.setattr(devices, "is_installed", lambda module: True)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
 
 

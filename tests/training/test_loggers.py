@@ -298,7 +298,7 @@ def test_several_loggers_are_a_list(tmp_path: Path) -> None:
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("train", small_run("logger=wandb"))
     monkeypatch.setattr(
-        "app.preflight.couplings.conflict.is_installed", lambda name: name != "wandb"
+        "app.preflight.couplings.devices.is_installed", lambda name: name != "wandb"
     )
     (problem,) = [text for text in check_compatibility(config) if "logger" in text]
     assert problem == (

@@ -1,11 +1,10 @@
 """Settings that cannot be combined: why, and what to type instead.
 
-The rows stand in `settings`, those of the strategy in `strategy`, in groups that
-have a condition in common (`conflict`, which also has the settings without effect). `devices` has
-the requested devices and ranks, and whether batches and shards divide by them. The range of a
-single setting is declared at its field. Needs no torch: GPUs are counted by their device files;
-`check_devices`, `check_layout` and `check_global_batch` are called again once torch has counted
-them.
+The rows stand in `settings`, those of the strategy in `strategy`, in groups that have a condition
+in common. `devices` reads them, and has the settings without effect, the requested devices and
+ranks, and whether batches and shards divide by them. The range of a single setting is declared at
+its field. Needs no torch: GPUs are counted by their device files; `check_devices`, `check_layout`
+and `check_global_batch` are called again once torch has counted them.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from app.preflight.couplings import settings, strategy
-from app.preflight.couplings.conflict import find_conflicts, find_unused
 from app.preflight.couplings.devices import (
     check_devices,
     check_global_batch,
     check_gpus,
     check_layout,
     count_gpus,
+    find_conflicts,
+    find_unused,
     has_data,
     is_merge,
     is_on_tuned,

@@ -8,12 +8,14 @@ from typing import Any
 from app.model.adapter import Ia3Config, LoraConfig, continued_from, saves_whole_model
 from app.model.attention import BACKEND_PACKAGES, GPU_ONLY, HALF_PRECISION_ONLY
 from app.model.hub import COMMIT
-from app.preflight.couplings import conflict
-from app.preflight.couplings.conflict import Conflict, Group, is_set
+from app.preflight.couplings import devices as requested
 from app.preflight.couplings.devices import (
+    Conflict,
     Devices,
+    Group,
     has_data,
     is_merge,
+    is_set,
     is_training,
     splits_matrices,
 )
@@ -48,7 +50,7 @@ def uses_dora(config: Any) -> bool:
 
 def _missing_package(config: Any) -> str | None:
     module, package = BACKEND_PACKAGES.get(config.attention.backend, (None, None))
-    return package if module is not None and not conflict.is_installed(module) else None
+    return package if module is not None and not requested.is_installed(module) else None
 
 
 def _from_hub(config: Any) -> set[str]:
@@ -473,7 +475,7 @@ GROUPS = (
         Conflict(lambda c, d: [
                      tracker for tracker in ("wandb", "mlflow")
                      if tracker in (c.logger.name, *c.logger.also)
-                     and not conflict.is_installed(tracker)],
+                     and not requested.is_installed(tracker)],
                  "logger={found} needs the package {found}, which is not installed",
                  f"{install_extra('{found}')}, or logger=tensorboard", is_of_machine=True),
         Conflict(lambda c, d: c.trainer.early_stopping_patience is not None

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from app.model.attention import EXCHANGED
-from app.preflight.couplings import conflict
-from app.preflight.couplings.conflict import Conflict, Group
-from app.preflight.couplings.devices import Devices, is_training, splits_matrices
+from app.preflight.couplings import devices as requested
+from app.preflight.couplings.devices import Conflict, Devices, Group, is_training, splits_matrices
 from app.preflight.couplings.settings import uses_dora
 from app.strategy.deepspeed_config import conflicting_keys, given_keys, refused_keys
 from app.strategy.settings import (
@@ -99,7 +98,7 @@ def _only_node(config: Any) -> str:
 
 def _nearest_without_deepspeed(config: Any, devices: Devices) -> str:
     nearest = NEAREST_IN_PYTORCH.get(config.strategy.name, "")
-    if conflict.is_installed("deepspeed"):
+    if requested.is_installed("deepspeed"):
         return ""
     return "fsdp" if nearest == "fsdp_offload" and not devices.on_gpu else nearest
 
