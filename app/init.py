@@ -11,8 +11,7 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 
 from app.config.conf_files import CONF, SCHEMA, list_groups
-from app.config.dispatch import run_guarded
-from app.config.help import default_text
+from app.config.dispatch import default_text, run_guarded
 from app.config.verbs import SETTINGS
 from app.process.environment import protect_streams
 from common.errors import DONE, UserError

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.config.conf_files import SCHEMA
-from app.config.help import default_text, sections
+from app.config.dispatch import default_text, sections
 from app.config.schema import Setting, element_of, list_settings
 from app.config.verbs import PARTS, VERBS
 from common.facts import Facts, describe_values, is_optional

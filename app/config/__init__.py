@@ -1,9 +1,9 @@
 """Settings: the command line and the files of conf/ become one typed object, or an error.
 
-`dispatch` runs a verb from its command line, `load` composes and types its settings, `run_config`
-saves and inherits the settings of a run; `overrides` parses what is typed, `conf_files` reads YAML;
-`validation` locates every wrong key and value; `schema` flattens dataclasses into settings, `verbs`
-declares the settings of each verb, `help` prints them.
+`dispatch` runs a verb from its command line, or prints its help; `load` composes and types its
+settings; `overrides` parses what is typed; `conf_files` reads YAML, and saves and inherits the
+settings of a run; `validation` locates every wrong key and value; `schema` flattens dataclasses
+into settings, `verbs` declares those of each verb.
 """
 
 from app.config.conf_files import changed_settings, save_config, words_to_type, write_experiment
