@@ -27,6 +27,12 @@ def published_templates() -> dict[str, str]:
     }
 
 
+PUBLISHED = {
+    name: text for name, text in published_templates().items() if not name.endswith("_training")
+}
+"""the templates without `{% generation %}` blocks"""
+
+
 def tokenizer_for(text: str, *, adds_bos: bool = False) -> Any:
     """Return a small tokenizer that has the control tokens of a template, and the template."""
     controls = [found[0] for found in _CONTROL.finditer(text)]

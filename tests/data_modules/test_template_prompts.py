@@ -1,23 +1,27 @@
-"""What is trained on follows the prompt of chat, evaluate and serve, or the row is counted."""
+"""What is trained on follows the prompt of chat, evaluate and serve, or the row is counted.
+
+Arguments of the chat template: of a row, and of the run as defaults in the template.
+"""
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
 import pytest
 
 from common.errors import DataError, Origin
+from data_modules.format import RowError, convert_row
+from data_modules.settings import DataConfig, check_datasets
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
-from data_modules.types import Conversation, Turn
+from data_modules.template.named_templates import TEMPLATE_NAMES, named_template, set_defaults
+from data_modules.template.rendering import Chat, MessageFormat, Renderer
+from data_modules.types import Conversation, Row, Turn
 from tests.data_modules.conftest import build_tokenizer
-from tests.data_modules.published import published_templates, tokenizer_for
+from tests.data_modules.published import PUBLISHED, tokenizer_for
 from tests.data_modules.test_template import encode, runs
 
-PUBLISHED = {
-    name: text for name, text in published_templates().items() if not name.endswith("_training")
-}
 NEMOTRON = [f"nemotron_3_{name}" for name in ("5_lightning", "nano", "super", "ultra")]
 DEEPSEEK = ["deepseek_r1_distill", "deepseekv3"]
 ORIGIN = Origin("rows.json", 7)
@@ -105,3 +109,153 @@ def test_of_several_templates_the_one_for_tools_renders_rows_with_tools(
 def test_several_templates_without_a_default_are_refused() -> None:
     with pytest.raises(DataError, match="tool_use, rag but no default"):
         several({"tool_use": CHATML, "rag": CHATML})
+
+
+TURNS = (ASK, SAY)
+# Writes an argument, and with another one an opening tag into the prompt and the answers.
+TEMPLATE = (
+    "  {% if effort is defined %}{{ 'effort ' ~ effort ~ '\n' }}{% endif %}\n"
+    "{% set open = '<think>\n' if thinks is not defined or thinks else '' %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{{ open }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + open }}{% endif %}"
+)
+
+
+def resolve(text: str = TEMPLATE, **kwargs: Any) -> ChatTemplate:
+    tokenizer = tokenizer_for(text + "<|im_start|><|im_end|>")
+    tokenizer.chat_template = text
+    return ChatTemplate.resolve(tokenizer, None, template_kwargs=kwargs)
+
+
+def row(form: str = "messages", **columns: Any) -> Any:
+    messages = [{"role": turn.role, "content": turn.content} for turn in TURNS]
+    values = {
+        "messages": {"messages": messages},
+        "sharegpt": {"conversations": messages},
+        "alpaca": {"instruction": "what?", "output": "it is one"},
+        "prompt_completion": {"prompt": messages[:1], "completion": messages[1:]},
+    }[form]
+    (item,) = convert_row(Row({**values, **columns}, ORIGIN), form, {})
+    return item
+
+
+def text_of(template: ChatTemplate, item: Conversation) -> str:
+    return str(template.tokenizer.decode(encode(template, item).input_ids.tolist()))
+
+
+@pytest.mark.parametrize("form", ["messages", "sharegpt", "alpaca", "prompt_completion"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_row_is_rendered_with_its_own_arguments(form: str, as_text: bool) -> None:
+    kwargs = {"effort": "high", "thinks": False}
+    item = row(form, chat_template_kwargs=json.dumps(kwargs) if as_text else kwargs)
+    template = resolve()
+    plain, given, again = template.encode([row(form), item, row(form)])
+    decode = template.tokenizer.decode
+    assert decode(given.input_ids.tolist()).lstrip() == (
+        "effort high\n<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\nit is one<|im_end|>"
+    )
+    assert plain.input_ids.tolist() == again.input_ids.tolist()
+    assert "<think>" in decode(plain.input_ids.tolist())
+    assert runs(template, item) == runs(template, row(form)) == ["it is one<|im_end|>"]
+    prompt = template.prompt(item)
+    assert prompt is not None
+    assert prompt.input_ids == given.input_ids.tolist()[: len(prompt.input_ids)]
+
+
+def test_arguments_of_the_run_are_defaults_of_all_prompts_and_of_the_saved_template() -> None:
+    template = resolve(thinks=False, effort="low")
+    item = row()
+    assert "effort low" in text_of(template, item)
+    assert "<think>" not in text_of(template, item)
+    assert "effort high" in text_of(template, row(chat_template_kwargs={"effort": "high"}))
+    ids = template.prompt_ids(TURNS[:1])
+    prompt = template.prompt(item)
+    assert prompt is not None and ids == prompt.input_ids
+    again = ChatTemplate.resolve(template.tokenizer, None)
+    assert again.prompt_ids(TURNS[:1]) == ids
+    assert again.text == template.text
+    assert template.hash != resolve().hash
+    assert template.note.endswith('; with thinks=false, effort="low"')
+    same = ChatTemplate.resolve(
+        template.tokenizer, None, template_kwargs={"thinks": False, "effort": "low"}
+    )
+    assert same.text == template.text
+
+
+def test_arguments_that_the_template_does_not_read_are_told() -> None:
+    assert resolve(efort=1).note.endswith("; with efort=1 (which it does not read)")
+    notes = encode(resolve(), row(chat_template_kwargs={"efort": 1})).notes
+    assert [(note.kind, note.seen) for note in notes] == [("unread_kwargs", "efort")]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 1, -0.5, 1e30, "a'b\"\\n\n{% x %}{{\u00e9\U0001f600", [1, [], {}], {"a'": [None]}],
+)
+def test_a_default_is_the_value(value: Any) -> None:
+    tokenizer = build_tokenizer(["</s>"], eos="</s>")
+    texts = [
+        Renderer(tokenizer, text).render([Chat(TURNS, (), kwargs)])
+        for text, kwargs in (
+            ("{{ x|tojson }}", {"x": value}),
+            (set_defaults("{{ x|tojson }}", {"x": value}), {}),
+        )
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "text", ["  {% if true %}a{% endif %}", "\n\na", " a\n", "{%- if true %}a{% endif %}"]
+)
+def test_defaults_do_not_change_a_template(text: str) -> None:
+    tokenizer = build_tokenizer(["</s>"], eos="</s>")
+    changed = Renderer(tokenizer, set_defaults(text, {"x": 1})).render([Chat(TURNS)])
+    assert changed == Renderer(tokenizer, text).render([Chat(TURNS)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name, text in PUBLISHED.items() if "enable_thinking" in text]
+)
+def test_a_default_renders_as_the_argument_of_published_templates(name: str) -> None:
+    text, kwargs = PUBLISHED[name], {"enable_thinking": False}
+    tokenizer, default = tokenizer_for(text), set_defaults(text, kwargs)
+    for add_prompt in (False, True):
+        options: Any = {"add_prompt": add_prompt, "message_format": MessageFormat()}
+        expected = Renderer(tokenizer, text).apply_template(
+            [Chat(TURNS * 2, (), kwargs)], **options
+        )
+        assert Renderer(tokenizer, default).apply_template([Chat(TURNS * 2)], **options) == expected
+
+
+@pytest.mark.skipif("nemotron_3_nano" not in PUBLISHED, reason="needs trl's templates")
+def test_without_thinking_nemotron_is_prompted_as_trained() -> None:
+    template = resolve(PUBLISHED["nemotron_3_nano"], enable_thinking=False)
+    encoded = encode(template, row())
+    assert encoded.notes == ()
+    prompt = template.prompt_ids(TURNS[:1])
+    assert encoded.input_ids.tolist()[: len(prompt)] == prompt
+
+
+REFUSED = [
+    *("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "bos_token"),
+    *("return_dict", "a-b", "", "not"),
+]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_names_that_are_no_arguments_are_refused(name: str) -> None:
+    with pytest.raises(RowError, match=f"chat_template_kwargs: '{name}' is "):
+        row(chat_template_kwargs={name: True})
+    config = DataConfig(chat_template_kwargs={name: True})
+    assert any(
+        problem.startswith(f"data.chat_template_kwargs: '{name}' is ")
+        for problem in check_datasets(config)
+    )
+
+
+@pytest.mark.parametrize("value", [3, ["a"], "[1]", "{"])
+def test_a_column_of_another_type_is_refused(value: Any) -> None:
+    with pytest.raises(RowError, match="chat_template_kwargs is "):
+        row(chat_template_kwargs=value)
