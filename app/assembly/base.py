@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.config import EvaluateConfig, TrainConfig, TunedConfig, load_config, load_run_config
-from app.evaluation.conversation import Responder
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -88,6 +87,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from app.config import TrainConfig
+    from app.evaluation.conversation import Responder
     from app.run import Run
     from app.strategy.mixin import Placement
     from app.training.checkpoint.checkpoint import Checkpoint
@@ -394,6 +394,8 @@ class Tuned:
 
     def responder(self, model: torch.nn.Module, env: Environment) -> Responder:
         """Build the responder of `model`, with the chat template and stops of its training."""
+        from app.evaluation.conversation import Responder
+
         return Responder(
             model.eval(),
             self.tokenizer,

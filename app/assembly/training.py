@@ -61,10 +61,9 @@ from app.training.loggers import RunLogger
 from app.training.metrics import FirstLoss, Metrics, StepWatch, is_measured_at
 from app.training.module import FinetuneModule
 from app.training.objective.distill import open_references
-from app.training.objective.objective import Objective
+from app.training.objective.objective import Objective, choose_router_aux_loss
 from app.training.objective.settings import build_objective
 from app.training.optimizers import build_optimizer, resolve_lr
-from app.training.routing import choose_router_aux_loss
 from app.training.trainer import (
     Environment,
     build_lightning_trainer,

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from app.model.experts import expert_modules
 from app.process.launch import is_first_rank
 from app.training.checkpoint.documents import format_names
 from app.training.loggers import CsvLogger
 from app.training.machine import MachineStats
-from app.training.objective.objective import losses_by_dataset
+from app.training.objective.objective import is_token, losses_by_dataset
 from app.training.objective.pairs import find_warning
-from app.training.routing import ExpertLoad
 from app.training.run_documents import is_lower_better
 from common.errors import TrainingFault, UserError
 from common.installation import verb_command
-from data_modules import StepRow
+from data_modules import Batch, StepRow
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +80,62 @@ def is_measured_at(step: int, every_steps: int, interval: int) -> bool:
     `interval`: steps between validations.
     """
     return step == 0 or step // every_steps > (step - interval) // every_steps
+
+
+class ExpertLoad:
+    """Count the tokens routed to each expert in training, on the device and without padding."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        found = list(expert_modules(model))
+        widest = max((module.num_experts for _, module in found), default=0)
+        self.layers = [_layer_of(name) for name, _ in found]
+        self._shape = (len(found), widest)
+        self._counts: Tensor | None = None
+        self._is_token: Tensor | None = None
+        for place, (_, module) in enumerate(found):
+            module.register_forward_pre_hook(partial(self._count, place), with_kwargs=True)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the metrics: per layer, the largest load of an expert over the mean load."""
+        return [f"experts/load_max/{layer}" for layer in self.layers]
+
+    @contextmanager
+    def counting(self, batch: Batch) -> Iterator[None]:
+        """Count the forward pass inside the context, without the recomputed ones after it."""
+        if self.layers:
+            self._is_token = is_token(batch).flatten()
+        try:
+            yield
+        finally:
+            self._is_token = None
+
+    def take(self) -> Tensor | None:
+        """Return the token counts [layers x experts] since the last call; None without experts."""
+        counts, self._counts = self._counts, None
+        return None if counts is None else counts.flatten()
+
+    def metrics(self, counts: Tensor) -> dict[str, float]:
+        """Return the metrics of counts [layers x experts], summed over ranks, on the host."""
+        by_layer = counts.view(self._shape)
+        largest, mean = by_layer.amax(1), by_layer.mean(1).clamp(min=1e-9)
+        return dict(zip(self.names, (largest / mean).tolist(), strict=True))
+
+    def _count(
+        self, place: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._is_token is None:
+            return
+        chosen = args[1] if len(args) > 1 else kwargs["top_k_index"]
+        if self._counts is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.float64, device=chosen.device)
+        counted = self._is_token.double().unsqueeze(1).expand_as(chosen)
+        self._counts[place].scatter_add_(0, chosen.flatten(), counted.flatten())
+
+
+def _layer_of(name: str) -> str:
+    number = re.search(r"\.(\d+)\.", name)
+    return number[1] if number else name
 
 
 @dataclass(slots=True)

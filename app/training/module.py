@@ -28,17 +28,17 @@ from app.training.checkpoint.state import (
     optimizer_state,
     restore_model,
 )
-from app.training.metrics import Metrics, StepRecord
+from app.training.metrics import ExpertLoad, Metrics, StepRecord
 from app.training.objective.objective import (
     DatasetSums,
     Objective,
+    RouterBalance,
     RowSums,
     batch_loss,
     head_inputs,
 )
 from app.training.optimizers import ScheduleConfig, base_lr, build_schedule
 from app.training.prepare import prepare_model, print_parameter_table, room_for_transposed
-from app.training.routing import ExpertLoad, RouterBalance
 from data_modules import Batch
 
 log = logging.getLogger(__name__)

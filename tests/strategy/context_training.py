@@ -22,8 +22,7 @@ from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.strategy.mixin import Placement
-from app.training.objective.objective import DatasetSums, Sft, batch_loss, validate
-from app.training.routing import balance_loss
+from app.training.objective.objective import DatasetSums, Sft, balance_loss, batch_loss, validate
 from common.errors import Origin, UserError
 from data_modules import Batch, Example, collator
 from data_modules.collator import Collator

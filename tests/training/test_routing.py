@@ -9,8 +9,14 @@ import torch
 
 from app.model.adapter import FullConfig
 from app.model.attention import attention_implementation
-from app.training.objective.objective import DatasetSums, Sft, batch_loss
-from app.training.routing import ExpertLoad, RouterBalance, choose_router_aux_loss
+from app.training.metrics import ExpertLoad
+from app.training.objective.objective import (
+    DatasetSums,
+    RouterBalance,
+    Sft,
+    batch_loss,
+    choose_router_aux_loss,
+)
 from common.errors import UserError
 from data_modules import Batch
 from tests.model.test_experts import tiny_mixture
