@@ -18,10 +18,10 @@ from app.training.objective.objective import (
     Sft,
     batch_loss,
     document_numbers,
+    is_token,
     losses_by_dataset,
     validate,
 )
-from app.training.routing import is_token
 from common.errors import Origin
 from data_modules import Batch, Example, SequenceSlice, deal_columns
 from data_modules.collator import MIN_CHUNK, Collator
@@ -100,14 +100,6 @@ def test_a_token_loss_is_minus_its_log_probability_and_none_where_ignored() -> N
             assert losses[row, column].item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_token_losses_of_half_precision_logits_are_computed_in_fp32() -> None:
-    logits = torch.randn(1, 4, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
-    labels = torch.tensor([[1, 2, 3, 4]])
-    losses = token_losses(logits, labels)
-    assert losses.dtype is torch.float32
-    assert torch.equal(losses, token_losses(logits.float(), labels))
-
-
 def test_sums_are_exact_whatever_their_order() -> None:
     generator = torch.Generator().manual_seed(0)
     losses = torch.rand(999, generator=generator) * 10
@@ -130,17 +122,6 @@ def test_sums_are_exact_whatever_their_order() -> None:
     backwards = DatasetSums(3)
     backwards.add(losses.flip(0), weights.flip(0), datasets.flip(0))
     assert torch.allclose(backwards.take(), taken, rtol=1e-13, atol=0)
-
-
-def test_taken_sums_start_again_at_zero() -> None:
-    sums = DatasetSums(1)
-    with pytest.raises(RuntimeError, match="no batch was added"):
-        sums.take()
-    place = torch.zeros(2, dtype=torch.int64)
-    sums.add(torch.ones(2), torch.ones(2), place)
-    sums.take()
-    sums.add(torch.ones(2) * 3, torch.ones(2), place)
-    assert sums.take().flatten().tolist() == [6.0, 2.0, 2.0]
 
 
 def test_losses_by_dataset_are_token_means_with_shares() -> None:

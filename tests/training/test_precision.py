@@ -120,15 +120,11 @@ def test_bf16_is_refused_on_a_gpu_that_would_emulate_it(
     assert resolve_precision(precision, "cpu") == precision
 
 
-def test_bf16_is_what_auto_means_on_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    assert resolve_precision("auto", "gpu") == resolve_precision("bf16", "gpu") == "bf16"
-
-
-@pytest.mark.parametrize(("accelerator", "expected"), [("cpu", 64), ("gpu", 128)])
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp32"])
-def test_rows_come_in_few_sizes(
-    precision: str, accelerator: str, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_bf16_is_what_auto_means_on_a_gpu_that_has_it_and_rows_come_in_few_sizes(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    assert resolve_single_device(accelerator, precision).row_multiple == expected
+    assert resolve_precision("auto", "gpu") == resolve_precision("bf16", "gpu") == "bf16"
+    for precision in ("bf16", "bf16-pure", "fp32"):
+        assert resolve_single_device("cpu", precision).row_multiple == 64
+        assert resolve_single_device("gpu", precision).row_multiple == 128

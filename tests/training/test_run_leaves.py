@@ -137,7 +137,7 @@ def test_config_yaml_reads_back_equal(run: Run) -> None:
     assert "!!" not in text
 
 
-def test_metrics_json_is_flat_with_documented_names(run: Run) -> None:
+def test_metrics_json_is_flat_with_documented_names_and_training_improves_them(run: Run) -> None:
     metrics = run.json("metrics.json")
     assert all(isinstance(value, float) for value in metrics.values())
     expected = {"val/loss", "speed/tokens_per_second", "speed/train_seconds", "train/tokens"}
@@ -147,16 +147,12 @@ def test_metrics_json_is_flat_with_documented_names(run: Run) -> None:
         expected |= {f"{who}/val/loss/{name}" for who in ("base", "tuned")}
     assert expected <= metrics.keys()
     assert metrics["val/loss"] == metrics["tuned/val/loss"] < metrics["base/val/loss"]
-
-
-def test_training_improves_the_metrics(run: Run) -> None:
-    metrics = run.json("metrics.json")
     assert metrics["base/exact_match/capital"] == 0.0
     assert metrics["tuned/exact_match/capital"] == 1.0
     assert metrics["tuned/val/loss/capital"] < 0.1 < metrics["base/val/loss/capital"]
 
 
-def test_the_manifest_describes_the_run(run: Run) -> None:
+def test_the_manifest_describes_the_run_and_the_rows_of_each_data_set(run: Run) -> None:
     manifest = run.json("manifest.json")
     assert manifest["seed"] == 7
     assert manifest["command"] == [sys.executable, *sys.orig_argv[1:]]
@@ -167,9 +163,7 @@ def test_the_manifest_describes_the_run(run: Run) -> None:
     time.strptime(manifest["started"], "%Y-%m-%dT%H:%M:%S%z")
     assert len(manifest["template_sha256"]) == 64
 
-
-def test_the_manifest_holds_the_fingerprint_and_the_rows_of_each_data_set(run: Run) -> None:
-    capital, orders = run.json("manifest.json")["data"]
+    capital, orders = manifest["data"]
     files = {"capital": run.folder.parent / "capital.jsonl", "orders": ORDERS}
     for entry, (name, file) in zip((capital, orders), files.items(), strict=True):
         assert entry["name"] == name

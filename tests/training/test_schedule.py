@@ -167,12 +167,8 @@ def test_the_help_of_the_learning_rate_names_the_defaults() -> None:
     assert note == f"{known['lora']} for LoRA, {known['full']} for full"
 
 
-def test_a_typed_learning_rate_overrides_the_default() -> None:
-    lr = resolve(LoraConfig(), lr=3e-3)
-    assert lr == LearningRate(3e-3, "lr 3e-3", None)
-
-
 def test_the_sum_of_a_scaled_rate_is_written_out() -> None:
+    assert resolve(LoraConfig(), lr=3e-3) == LearningRate(3e-3, "lr 3e-3", None)
     lr = resolve(LoraConfig(), 64, lr=2e-4, scale_lr="sqrt")
     assert lr.value == pytest.approx(2e-4 * math.sqrt(8))
     assert lr.sentence == "lr 2e-4 x sqrt(64 / 8) = 5.66e-4"

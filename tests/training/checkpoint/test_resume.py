@@ -89,10 +89,7 @@ def resume_from(run: Path, step: int, *words: str, total: int = 8) -> Path:
 CASES = {
     "lora packed": ("adapter.dropout=0.1",),
     "stream by workers": (*STREAM, "data.num_workers=2", "adapter.dropout=0.1"),
-    "two optimizers in one, in bf16": (
-        *("adapter.use_dora=true", "adapter.dropout=0.1"),
-        *("optimizer=muon", "trainer.precision=bf16-pure"),
-    ),
+    "two optimizers in one, in bf16": (*FULL, "optimizer=muon", "trainer.precision=bf16-pure"),
     "8 bits of top layers, no validation": (
         *("adapter=freeze", "optimizer.lr=1e-3"),
         *("optimizer=adamw8bit", "data.val_set_size=0"),

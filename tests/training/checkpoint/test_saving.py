@@ -298,57 +298,29 @@ def test_buffers_are_used_again(writer: BackgroundWriter) -> None:
     assert larger["a"].tolist() == [4.0] * 500
 
 
-def test_room_made_beforehand_is_what_a_snapshot_uses(
-    writer: BackgroundWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = {"a": torch.ones(70, dtype=torch.bfloat16), "b": torch.ones(3), "c": torch.tensor(2.0)}
-    made_in = []
-    plain = saving._new_buffer
-
-    def new_buffer(num_bytes: int, is_pinned: bool) -> torch.Tensor:
-        made_in.append(threading.current_thread() is threading.main_thread())
-        return plain(num_bytes, is_pinned)
-
-    monkeypatch.setattr(saving, "_new_buffer", new_buffer)
-    writer.reserve({"model": state, "optimizer": dict(list(state.items())[:2])})
-    found = writer.snapshot("model", state)
-    writer.snapshot("optimizer", dict(list(state.items())[:2]))
-    assert made_in == [False, False]
-    assert all(torch.equal(found[name], state[name]) for name in state)
-    writer.snapshot("other", state)
-    assert made_in == [False, False, True]
-
-
-def test_what_failed_is_raised_by_the_next_save(writer: BackgroundWriter) -> None:
-    def fail() -> None:
-        raise OSError("no room")
-
-    for go_on in (
-        lambda: writer.snapshot("model", {}),
-        lambda: writer.reserve({}),
-        lambda: writer.submit(lambda: None),
-        writer.wait,
-    ):
-        writer.submit(fail)
-        with pytest.raises(OSError, match="no room"):
-            go_on()
-    writer.wait()  # raised only once
-
-
-def test_a_failed_write_is_reported_after_the_next_step(writer: BackgroundWriter) -> None:
+def test_what_failed_is_raised_once_by_whatever_comes_next(writer: BackgroundWriter) -> None:
     under_way = threading.Event()
 
     def fail() -> None:
         under_way.wait(LONGEST)
         raise OSError("no room")
 
-    writer.submit(fail)
-    writer.check()  # nobody is kept waiting
-    under_way.set()
-    until = time.monotonic() + LONGEST
-    with pytest.raises(OSError, match="no room"):
+    def check() -> None:  # after each step: it keeps nobody waiting
+        until = time.monotonic() + LONGEST
         while time.monotonic() < until:
             writer.check()
+
+    for go_on in (
+        *(lambda: writer.snapshot("model", {}), lambda: writer.reserve({})),
+        *(lambda: writer.submit(lambda: None), writer.wait, check),
+    ):
+        under_way.clear()
+        writer.submit(fail)
+        writer.check()
+        under_way.set()
+        with pytest.raises(OSError, match="no room"):
+            go_on()
+    writer.wait()
     writer.check()
 
 
