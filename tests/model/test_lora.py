@@ -120,24 +120,6 @@ def test_a_new_adapter_changes_no_logit_of_any_architecture(kind: str) -> None:
     assert not torch.allclose(probe_logits(adapted, row), plain, atol=1e-3)
 
 
-def test_frozen_experts_are_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = transformers.MixtralConfig(
-        **sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4
-    )
-    with torch.device("meta"):
-        model = transformers.MixtralForCausalLM(config)
-    adapted = adapt(model, r=4, experts="frozen")
-    chosen = {name.rpartition(".")[2] for name in adapted_names(adapted)}
-    assert chosen == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert "the experts stay frozen: adapter.experts=frozen" in caplog.text
-    caplog.clear()
-    adapt(tiny_llama())
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
 @pytest.mark.parametrize(
     ("targets", "layers", "expected"),
     [
