@@ -290,14 +290,14 @@ BUGS = [
         file="app/strategy/tensor_parallel.py",
         right="        dist.all_reduce(grad, group=ctx.group)\n",
         wrong="",
-        test=f"{STEPS}[tp]",
+        test=f"{STEPS}[fsdp_tp]",
     ),
     Bug(
         name="tokens are counted once per tensor-parallel rank",
         file=MODULE,
         right="return total / copies",
         wrong="return total",
-        test=f"{STEPS}[tp]",
+        test=f"{STEPS}[fsdp_tp]",
     ),
     Bug(
         name="sharded optimizer states are lost",
