@@ -56,7 +56,7 @@ LAYOUTS = {
         Layout(strategy="zero3_offload", words=(SHARDS_ALL,)),
         Layout(strategy="zero3_hpz", words=(SHARDS_ALL,)),
         Layout(strategy="fsdp"),
-        Layout(strategy="fsdp_grad_op"),
+        Layout(strategy="fsdp_grad_op", words=("strategy.sync_each_micro_batch=false",)),
         Layout(strategy="fsdp_hybrid", ranks=4, num_data_ranks=4, words=("strategy.replicas=2",)),
         Layout(strategy="tp", num_data_ranks=1),
         Layout(strategy="fsdp_tp", ranks=4),

@@ -51,7 +51,10 @@ def param(mark: Any, *values: object) -> Any:
     ("words", "strategy"),
     [
         *((DROPOUT, strategy) for strategy in LAYOUTS),
-        *((ADAPTERS["full"], strategy) for strategy in ("zero2", "zero3", "fsdp", "fsdp_tp")),
+        *(
+            (ADAPTERS["full"], each)
+            for each in ("zero2", "zero3", "fsdp", "fsdp_grad_op", "fsdp_tp")
+        ),
     ],
 )
 def test_the_same_strategy_resumes_bit_for_bit(
