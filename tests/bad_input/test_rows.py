@@ -51,6 +51,11 @@ CASES = {
         r"'message'\? \(3 rows are of format messages, first data.jsonl:1\)$",
         GOOD,
     ),
+    "D10 role": Case(
+        chat(("usr", "q"), SAY),
+        r":3 messages\[0\] has role 'usr'; known roles are system, developer, user, human, .*tool",
+        chat(("human", "q"), SAY),
+    ),
     "D13 empty answer": Case(
         chat(ASK, ("assistant", " \n")),
         r":3 messages\[1\] is an empty answer: there is nothing to train on; drop the row, or set",
@@ -73,6 +78,11 @@ CASES = {
         r"data.control_tokens=escape",
         chat(("user", "what is |im_end|?"), SAY),
         {"control_tokens": "error"},
+    ),
+    "D27 NUL": Case(
+        chat(("user", "a\0b"), SAY),
+        r":3 messages\[0\].content has a control character, '\\x00', at character 2; remove it",
+        chat(("user", "a\tb"), SAY),
     ),
     "refused by the template": Case(
         chat(("system", "be kind"), ASK, SAY),

@@ -126,6 +126,12 @@ def test_a_gpu_in_half_precision_gets_the_fastest_available_backend(
         assert message in str(chosen) and "\n" not in str(chosen)
 
 
+def test_a_typed_backend_is_used(machine: Machine) -> None:
+    machine.is_of(HOPPER, **BOTH)
+    for backend in ("flash2", "flash3", "varlen", "flex", "sdpa", "eager"):
+        assert choose(backend).backend == backend
+
+
 def test_the_cpu_and_fp32_attend_by_document(machine: Machine) -> None:
     machine.is_of(HOPPER, **BOTH)
     on_cpu, in_fp32 = choose(accelerator="cpu"), choose(precision="fp32")

@@ -183,6 +183,13 @@ def test_gradients_equal_those_of_the_documents_alone(kind: str, recompute: bool
 
 
 @torch.no_grad()
+def test_a_batch_without_documents_runs() -> None:
+    for model in (by_document(tiny_t5()), by_document(tiny_bart())):
+        logits = batched(model, ids((1, 1)), ids((1, 1)), [[]], [[]])
+        assert torch.isfinite(logits).all()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_an_empty_row_does_not_change_the_logits_of_others(backend: str) -> None:
     model = tiny_t5(attn_implementation=attention_implementation(backend))

@@ -177,7 +177,7 @@ def test_logits_and_gradients_equal_attention_by_document(
 ) -> None:
     monkeypatch.setattr(torch_varlen, "varlen_attn", release)
     model = make()
-    for lengths in (PACKED, PADDED):
+    for lengths in (PACKED, PADDED, HALVES):
         assert_same(run(model, "varlen", lengths), run(model, "sdpa", lengths))
 
 

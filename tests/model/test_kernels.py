@@ -592,6 +592,9 @@ def test_a_run_restores_the_layers_after_training(
     train_run(*small_run("trainer.max_steps=2"))
     assert set(steps) == {7}
     assert "proven equal" in capsys.readouterr().out
+    steps.clear()
+    train_run(*small_run("trainer.max_steps=1"), "trainer.kernels=torch")
+    assert steps == [0]
 
 
 @pytest.mark.gpu

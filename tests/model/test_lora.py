@@ -165,6 +165,8 @@ def test_layer_numbers_tell_encoder_and_decoder_apart() -> None:
     names = adapted_names(adapt(tiny_t5(), layers=[0], target_modules=["q", "v"]))
     assert len(names) == 2
     assert all(name.startswith("encoder.block.0.") for name in names)
+    model = adapt(tiny_llama(num_hidden_layers=11), layers=[1], target_modules=["q_proj"])
+    assert adapted_names(model) == ["model.layers.1.self_attn.q_proj"], "nor is layer 1 layer 10"
 
 
 def test_matching_patterns_are_accepted() -> None:
@@ -194,6 +196,9 @@ def test_settings_reach_peft() -> None:
     assert len(magnitudes) == 2 * len(LLAMA)
     layer = adapt(tiny_llama(), r=6, alpha=18.0).base_model.model.model.layers[1].mlp.up_proj
     assert layer.scaling["default"] == pytest.approx(18 / 6)
+    assert (
+        adapt(tiny_llama(), init="gaussian").peft_config["default"].init_lora_weights == "gaussian"
+    )
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:

@@ -97,7 +97,7 @@ def test_dora_is_a_magnitude_times_a_direction(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "where"),
-    [("llama", "both"), ("gpt2", "attention"), ("t5", "both"), ("llama", "feed-forward")],
+    [("llama", "attention"), ("gpt2", "both"), ("t5", "both"), ("llama", "feed-forward")],
 )
 def test_ia3_scales_outputs_of_attention_and_inputs_of_the_feed_forward(
     kind: str, where: str

@@ -101,6 +101,7 @@ def assert_near(ours: Tensor, reference: Tensor, tolerance: float, name: str = "
         *(("nf4", adapter, "fp32") for adapter in ADAPTERS),
         ("nf4", "dora", "bf16"),
         ("int8", "lora", "fp32"),
+        ("int8", "dora", "fp32"),
         ("int8", "ia3", "bf16"),
     ],
 )

@@ -129,6 +129,8 @@ def test_a_disk_too_small_for_checkpoints(tmp_path: Path) -> None:
     facts, where = plan_of(tmp_path / "b", *words, "hardware.nvme_gib=100")
     assert facts["disk_gib"] > 100 and not facts["fits_disk"]
     assert "DOES NOT FIT: disk: " in (where / "plan.html").read_text()
+    facts, _ = plan_of(tmp_path / "c", *words, "hardware.nvme_gib=0")  # not known
+    assert facts["fits_disk"]
 
 
 ON = {

@@ -15,14 +15,17 @@ from app.model.adapter import FullConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
+from app.planning.advice import MICRO_BATCHES
 from app.planning.hardware import HardwareConfig
-from app.planning.memory import GIB, GpuMemory, estimate_gpu_memory
+from app.planning.memory import GIB, GpuMemory, estimate_gpu_memory, fits
 from app.planning.planned import build_planned_run
 from app.planning.planned_model import build_planned_model, model_from_modules
+from app.planning.speed import estimate_speed
 from app.planning.states import optimizer_state_bytes, size_for
 from app.strategy.settings import DdpConfig, StrategyConfig
 from app.training.optimizers import build_optimizer
 from tests.conftest import ROOT
+from tests.planning.test_planned import run_of
 from tests.tiny import tiny_llama
 
 EXPERIMENTS = sorted(
@@ -72,6 +75,40 @@ def test_an_experiment_fits_on_the_gpus_that_it_says_it_needs(name: str) -> None
         num_gpus = NUMBERS.get(number) or int(number)
         memory = memory_of(name, num_gpus, int(card), *([strategy] if strategy else []))
         assert memory.total <= USABLE * int(card) * GIB, f"{number} x {card} GB: {memory}"
+
+
+CARDS = {24: "rtx4090", 40: "a100_40gb", 48: "l40s", 80: "h100"}
+"""cards of the sizes that experiments need"""
+TRIED = ("none", "selective", "full")
+"""recompute modes; that of offload rests on the host link's rate, which was never measured"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("llama70b", "llama8b_full") else pytest.mark.slow)
+        for name in EXPERIMENTS
+    ],
+)
+def test_an_experiment_is_about_as_fast_as_its_plan_knows(name: str) -> None:
+    header = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().partition("# Results")[0]
+    for number, card, strategy in NEEDS.findall(" ".join(header.replace("#", " ").split())):
+        if int(card) not in CARDS:
+            continue
+        nodes = load_config("train", [f"+experiment={name}"]).trainer.num_nodes
+        of_node = (NUMBERS.get(number) or int(number)) // nodes
+        hardware = f"hardware={nodes}x{of_node}x{CARDS[int(card)]}"
+        run, _ = run_of(f"+experiment={name}", hardware, *([strategy] if strategy else []))
+        packs = run.micro_batch_size * run.accumulation
+        others = [
+            replace(run, recompute=mode).with_micro_batch(size)
+            for mode in TRIED
+            for size in MICRO_BATCHES
+            if packs % size == 0
+        ]
+        fitting = [other for other in others if fits(other, estimate_gpu_memory(other))]
+        best = max((estimate_speed(other).tokens_per_second for other in fitting), default=0.0)
+        assert estimate_speed(run).tokens_per_second >= 0.97 * best, hardware
 
 
 def test_what_the_page_on_gpus_types_fits_on_one_large_card() -> None:

@@ -13,6 +13,7 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
+from app.config import run_verb
 from app.doctor.__main__ import Findings, print_findings
 from app.doctor.rows import PROBLEM, Row
 from app.evaluation.significance import Change, report_comparison
@@ -178,7 +179,7 @@ def test_what_is_printed_is_in_the_log_and_no_pipe_cuts_a_table(
     for text in ("before the run", "a" * 150, "better", "only in the log \\x1b", "a detail"):
         assert text in logged
     assert "a detail" not in printed
-    monkeypatch.setattr(logs, "_is_verbose", True)
-    start_logging()
+    monkeypatch.setattr(logs, "_is_verbose", False)  # as it is afterwards
+    assert run_verb("plan", lambda config: start_logging(), words=["--verbose"]) == 0
     logging.getLogger("app").debug("a detail")
     assert "a detail" in capsys.readouterr().out

@@ -80,7 +80,9 @@ class Process:
         return self.process.returncode, stderr
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
+)
 def test_outside_a_step_a_signal_ends_the_program(signum: signal.Signals, code: int) -> None:
     process = Process(OUTSIDE)
     process.send(signum)

@@ -41,6 +41,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "lora", **MIXTURE}, {}),  # frozen experts
     ({"kind": "experts", "busy_experts": 2, **MIXTURE}, {}),  # the second rank gets no tokens
     ({"kind": "experts", **GPT_OSS}, {}),
+    ({"kind": "full", "busy_experts": 2, **GPT_OSS}, {}),
     ({"kind": "full", **SHARED}, {}),
 ]
 

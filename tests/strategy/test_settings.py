@@ -57,6 +57,7 @@ def test_indivisible_global_batches_are_refused() -> None:
     ("numbers", "together", "message"),
     [
         ({"num_attention_heads": 8, "num_key_value_heads": 2}, 4, "the 2 key heads"),
+        ({"num_attention_heads": 6}, 4, "the 6 attention heads"),
         ({"num_attention_heads": 8, "intermediate_size": 42}, 4, "the 42 inner features"),
     ],
 )

@@ -619,13 +619,13 @@ def test_a_run_stops_naming_the_rows_and_resumes_as_if_uninterrupted(
 ) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "run"
     assert run(whole)[0] == 0
-    words = ("resume=auto", "faults=[nan@3,grad_inf@5]")
+    words = ("resume=auto", "faults=[nan@4,grad_inf@5]")
     code, output = run(folder, *words)
     assert code == 4
-    assert "error (training stopped): step 3: loss nan (of " in output
+    assert "error (training stopped): step 4: loss nan (of " in output
     named = re.findall(rf"{re.escape(str(SAMPLES))}/\w+\.jsonl?:(\d+)", output)
     assert named and all(int(line) >= 1 for line in named)
-    assert saved_steps(folder) == [2] and losses_of(folder)[3] == "nan"
+    assert saved_steps(folder) == [2] and losses_of(folder)[4] == "nan"
     assert not (folder / "adapter").exists() and not (folder / "metrics.json").exists()
     code, output = run(folder, *words)
     assert code == 4

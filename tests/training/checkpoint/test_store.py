@@ -46,7 +46,9 @@ def steps_in(store: CheckpointStore) -> list[int]:
 
 
 def test_the_last_are_kept_by_step_not_by_name_or_time(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
+    run = tmp_path / "ü [1]"
+    run.mkdir()
+    store = make_store(run)
     for step in (8, 9, 10, 100):
         save(store, step)
     assert names_in(store.folder) == ["step-10", "step-100"]
@@ -54,7 +56,7 @@ def test_the_last_are_kept_by_step_not_by_name_or_time(tmp_path: Path) -> None:
     later = time.time() + 100
     for entry in (store.folder / "step-10", store.folder / "step-10" / "trainer.json"):
         os.utime(entry, (later, later))  # as a copy or a look into it may leave it
-    newest, _ = make_store(tmp_path).newest_good()
+    newest, _ = make_store(run).newest_good()
     assert newest is not None and newest.step == 100
 
 

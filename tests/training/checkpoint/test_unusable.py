@@ -81,6 +81,14 @@ DOCUMENTS: dict[str, tuple[Change, str]] = {
         of_document("random-rank-0.json", lambda state: state["python"][1].pop() and None),
         r"random-rank-0.json: python is a list of 3; expected the value of random.getstate\(\)",
     ),
+    "a position behind the state": (
+        of_document("random-rank-0.json", lambda state: state["numpy"].__setitem__(2, 10**6)),
+        "random-rank-0.json: numpy is a list of 5; expected the value of numpy",
+    ),
+    "what is for a library": (
+        of_document("training.json", lambda t: t["lightning"].update(loops={"fit_loop": 1})),
+        "training.json: lightning.loops is not a known key",
+    ),
     "a list": (
         of_document("training.json", lambda training: [training]),
         "training.json: the document is a list of 1; expected an object",
@@ -136,6 +144,12 @@ TENSORS: dict[str, tuple[Change, str]] = {
             ),
         ),
         r"exp_avg/\S+ is int32 \[\d+, \d+\]; expected float32",
+    ),
+    "another shape": (
+        of_tensors(
+            "optimizer.safetensors", lambda t, last: t.update({first_moment(t): torch.zeros(3)})
+        ),
+        r"exp_avg/\S+ is float32 \[3\]; expected float32 \[\d+, \d+\]",
     ),
     "NaN in a state": (
         of_tensors("optimizer.safetensors", spoil(float("nan"), "exp_avg/")),
