@@ -9,6 +9,7 @@ would round differently each time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +27,7 @@ _ROWS, _COLUMNS, _WARPS = 64, 64, 4
 """tile of the forward kernel"""
 _CHUNK = 2048
 """columns of a program of the forward kernel"""
-_BACKWARD_ROWS, _BACKWARD_WARPS, _BACKWARD_STAGES = 16, 8, 3
+_BACKWARD_ROWS, _BACKWARD_WARPS, _BACKWARD_STAGES = 16, 8, tl.constexpr(3)
 _SUMS = 4096
 """values of a gradient of A or B that a program of the backward kernel holds; with more, or more
 rows, registers would spill on sm_90"""
@@ -182,6 +183,14 @@ def _differentiate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _largest_of_rows(grad_gate, grad_up, factors, columns):  # type: ignore[no-untyped-def]
+    # The largest magnitude in each row of both gradients times their factors.
+    of_gate = tl.abs(grad_gate * tl.load(factors[0] + columns)[None, :])
+    of_up = tl.abs(grad_up * tl.load(factors[1] + columns)[None, :])
+    return tl.maximum(tl.max(of_gate, axis=1), tl.max(of_up, axis=1))
+
+
+@triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
     grad,
     gate,
@@ -205,23 +214,20 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    tile, chunk = tl.program_id(0), tl.program_id(1)
+    tile, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * CHUNK
     rows, columns, ranks = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, RANK)
     in_rank, rank_is_there = (ranks < rank)[None, :], (ranks < rank)[:, None]
     of_gate = _read(b_gate + tile * COLUMNS * rank, columns, ranks, rank, in_rank)
     of_up = _read(b_up + tile * COLUMNS * rank, columns, ranks, rank, in_rank)
     of_down = _read(a_down + tile * COLUMNS, ranks, columns, width, rank_is_there)
     sum_gate = tl.zeros([RANK, COLUMNS], tl.float32)
-    sum_up = tl.zeros([RANK, COLUMNS], tl.float32)
-    sum_down = tl.zeros([RANK, COLUMNS], tl.float32)
-    first = (chunk * CHUNK).to(tl.int64)
-    own = first * width + tile * COLUMNS
+    sum_up, sum_down = sum_gate, sum_gate
     grad_low += tile.to(tl.int64) * num_rows * 2 * rank
-    for start in tl.range(0, min(num_rows - first, CHUNK), ROWS, num_stages=STAGES):
-        are_there = (rows < num_rows - first - start)[:, None]
-        at, low_at = own + start * width, (first + start) * rank
+    for start in tl.range(0, min(num_rows - first, CHUNK), ROWS, num_stages=_BACKWARD_STAGES):
+        row = first + start
+        are_there = (rows < num_rows - row)[:, None]
+        at, low_at = row * width + tile * COLUMNS, row * rank
         low_gate = _read(low + 2 * low_at, rows, ranks, 2 * rank, are_there & in_rank)
         low_up = _read(low + 2 * low_at + rank, rows, ranks, 2 * rank, are_there & in_rank)
         low_down = _read(grad_low_down + low_at, rows, ranks, rank, are_there & in_rank)
@@ -230,12 +236,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
             low_gate, low_up, low_down, of_gate, of_up, of_down, IS_GELU,
         )  # fmt: skip
         if maxima is not None:
-            factor = tl.load(factors[0] + tile * COLUMNS + columns)[None, :]
-            highest = tl.max(tl.abs(grad_gate * factor), axis=1)
-            factor = tl.load(factors[1] + tile * COLUMNS + columns)[None, :]
-            highest = tl.maximum(highest, tl.max(tl.abs(grad_up * factor), axis=1))
-            own_rows = first + start + rows
-            tl.store(maxima + tile * num_rows + own_rows, highest, mask=own_rows < num_rows)
+            highest = _largest_of_rows(grad_gate, grad_up, factors, tile * COLUMNS + columns)
+            tl.store(maxima + tile * num_rows + row + rows, highest, mask=rows < num_rows - row)
         else:
             _write(grad_gate, gate + at, rows, columns, width, are_there)
             _write(grad_up, up + at, rows, columns, width, are_there)
@@ -339,12 +341,16 @@ def backward(
         ROWS=_BACKWARD_ROWS,
         COLUMNS=columns,
         CHUNK=_BACKWARD_CHUNK,
-        STAGES=_BACKWARD_STAGES,
         num_warps=_BACKWARD_WARPS,
     )
     results = grad_low.sum(0), *sums.sum(1)
-    if maxima is None:
-        return results
+    return results if maxima is None else (*results, *_quantize(given, maxima, is_gelu=is_gelu))
+
+
+def _quantize(given: Sequence[Any], maxima: Tensor, *, is_gelu: bool) -> tuple[Tensor, Tensor]:
+    # Compute the gradients of gate and up again, side by side in e4m3 with a scale for each row.
+    gate, b_gate = given[1], given[5]
+    (num_rows, width), rank = gate.shape, b_gate.shape[1]
     scales = maxima.amax(0).clamp_min_(fp8.SMALLEST) / fp8.LARGEST
     quantized = torch.empty(num_rows, 2 * width, dtype=torch.float8_e4m3fn, device=gate.device)
     _quantize_kernel[(triton.cdiv(num_rows, _ROWS), triton.cdiv(width, _CHUNK))](
@@ -355,13 +361,13 @@ def backward(
         width,
         rank,
         IS_GELU=is_gelu,
-        RANK=filled,
+        RANK=_filled(rank),
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         CHUNK=_CHUNK,
         num_warps=_WARPS,
     )
-    return *results, quantized, scales
+    return quantized, scales
 
 
 def _filled(rank: int) -> int:
