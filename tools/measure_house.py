@@ -24,6 +24,8 @@ from typing import Any
 ROOT = Path.cwd()
 ROOMS = ("app", "common", "data_modules")
 LONG_FUNCTION = 60
+_LINES_OF_A_PACKAGE = 100
+"""a package's `__init__` with as many is a module"""
 ROW = '{"instruction": "Say one.", "input": "", "output": "one"}\n'
 WORDS = (
     *("model=tiny", "trainer.max_steps=2", "trainer.checkpoint.every_steps=1"),
@@ -58,7 +60,7 @@ def measure_sizes() -> dict[str, int]:
         text = file.read_text(encoding="utf-8")
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         modules[name] = ast.parse(text)
-        if file.name == "__init__.py":
+        if file.name == "__init__.py" and len(text.splitlines()) < _LINES_OF_A_PACKAGE:
             packages.add(name)
         lines += sum(bool(line.strip()) for line in text.splitlines())
         long_functions += sum(

@@ -76,7 +76,7 @@ def test_an_optimizer_a_strategy_and_a_format_are_added_in_the_files_that_it_nam
     (conf / "strategy/toy.yaml").write_text("name: toy\n")
 
     put(
-        tmp_path / "data_modules/format/__init__.py",
+        tmp_path / "data_modules/format/format.py",
         '        Format("sharegpt", ',
         '        Format("toy", (("question",), ("reply",)), (), lambda values, origin: '
         '_read_alpaca({"instruction": values["question"], "output": values["reply"]}, origin)),\n',

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from common.errors import DataError, Origin
-from data_modules.format import FORMATS, RowError, convert_row, guess_format, sort_unread, unread_in
+from data_modules.format import RowError, convert_row, guess_format, sort_unread, unread_in
+from data_modules.format.format import FORMATS
 from data_modules.types import Conversation, Document, Item, Row, Tokens
 
 ORIGIN = Origin("rows.jsonl", 7)

@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 
 from common.errors import Origin
 from data_modules.format import (
-    FORMATS,
     EmptyAnswerError,
     MissingColumnError,
     RowError,
     check_columns,
     check_format,
     convert_row,
-    format_of,
     unread_in,
 )
 from data_modules.format.fields import check_json, check_text, read_json, read_path, read_weight
+from data_modules.format.format import FORMATS, format_of
 from data_modules.types import Conversation, Document, Row, Tokens
 
 ORIGIN = Origin("rows.json", 7)

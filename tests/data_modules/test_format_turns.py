@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import Origin
-from data_modules.format import EmptyAnswerError, RowError, convert_row, format_of
+from data_modules.format import EmptyAnswerError, RowError, convert_row
+from data_modules.format.format import format_of
 from data_modules.types import Conversation, Row, ToolCall, Turn
 
 ORIGIN = Origin("rows.jsonl", 7)

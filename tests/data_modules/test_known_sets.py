@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, Origin
-from data_modules.format import convert_row, format_of, guess_format, read_path, suggest_settings
+from data_modules.format import convert_row, guess_format
+from data_modules.format.fields import read_path
+from data_modules.format.format import format_of
+from data_modules.format.meaning import suggest_settings
 from data_modules.types import Conversation, Document, Row
 
 ORIGIN = Origin("rows.jsonl", 1)

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from common.errors import DataError, Origin
 from data_modules.format import convert_row
-from data_modules.source import count_rows, opening, read_file
+from data_modules.source import opening
 from data_modules.source.opening import BadRow, Budget, Chunk, ReadOptions
+from data_modules.source.source import count_rows, read_file
 from data_modules.source.tables import arrow_errors
 from data_modules.types import Conversation, Row
 from tests.data_modules.conftest import arrow_bytes, lines_of, parquet_bytes, zst

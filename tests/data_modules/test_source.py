@@ -26,13 +26,13 @@ from data_modules.source import (
     fingerprint,
     is_hub_id,
     is_remote,
-    is_url,
     name_of,
     num_bytes,
     opening,
     read_chunks,
     resolved_revision,
 )
+from data_modules.source.locating import is_url
 from data_modules.types import Row
 from tests.data_modules.conftest import arrow_bytes, parquet_bytes, read_rows
 
