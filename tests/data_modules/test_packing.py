@@ -200,6 +200,7 @@ def test_the_summary_has_documents_packs_steps_and_epochs() -> None:
 
 
 def test_last_step_of_an_epoch_is_filled_with_empty_packs() -> None:
+    assert make_plan([64] * 5, accumulation_steps=64, num_epochs=1).num_steps == 1
     plan = make_plan([64] * 5, num_epochs=2)
     assert plan.num_steps == 4
     sizes = [[len(p) for b in plan.micro_batches(s, 0) for p in b.packs] for s in range(4)]

@@ -318,7 +318,11 @@ def test_a_base_without_experts_is_refused() -> None:
     assert "has no fused experts" in problem
 
 
-def test_few_experts_stay_frozen_and_layers_choose_among_many() -> None:
+def test_few_experts_stay_frozen_and_layers_choose_among_many(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    adapt(tiny_mixture("qwen3_moe"), experts="frozen")
+    assert "the experts stay frozen: adapter.experts=frozen" in caplog.text
     modules = describe_model(tiny_mixture("qwen3_moe", moe_intermediate_size=3))
     assert "they hold 27 % of the weights" in find_targets(LoraConfig(r=2), modules).frozen_experts
     modules = describe_model(tiny_mixture("qwen3_moe"))

@@ -372,6 +372,7 @@ def test_a_step_is_the_same_however_it_is_split(shell: Shell, tmp_path: Path) ->
     for words in (
         ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=4"],
         ["trainer.micro_batch_size=2", "trainer.devices=2", "strategy=fsdp"],
+        ["trainer.micro_batch_size=2", "trainer.devices=2", "strategy=zero3"],
     ):
         split = tmp_path / words[-1].replace("=", "-")
         shell.train_into(split, *RUN, *words)

@@ -98,6 +98,8 @@ def test_a_token_loss_is_minus_its_log_probability_and_none_where_ignored() -> N
             label = int(labels[row, column])
             expected = 0.0 if label == IGNORED else -logs[row, column, label].item()
             assert losses[row, column].item() == pytest.approx(expected, rel=1e-6)
+    half = logits.bfloat16()
+    assert torch.equal(token_losses(half, labels), token_losses(half.float(), labels)), "in fp32"
 
 
 def test_sums_are_exact_whatever_their_order() -> None:

@@ -257,13 +257,19 @@ def test_evaluate_reproduces_the_metrics_of_the_run(run: Run, tmp_path: Path) ->
         assert all(":" in row["source"] and row["prompt"] and row["reference"] for row in kept)
 
 
-@pytest.mark.parametrize(("adapter", "precision"), [("full", "bf16"), ("freeze", "bf16-pure")])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "adapter=full trainer.precision=bf16",
+        "adapter=freeze trainer.precision=bf16-pure",
+        "quantization=fp8",
+    ],
+)
 def test_evaluate_reproduces_any_kind_of_run(
-    adapter: str, precision: str, tmp_path: Path, train_run: TrainRun
+    kind: str, tmp_path: Path, train_run: TrainRun
 ) -> None:
     words = (
-        f"adapter={adapter}",
-        f"trainer.precision={precision}",
+        *kind.split(),
         "optimizer.lr=1e-3",
         "trainer.max_steps=2",
         "evaluation.exact_match=true",

@@ -219,6 +219,15 @@ def test_checkpoints_stand_at_the_ends_of_epochs_and_of_the_run(
 
 
 @pytest.mark.slow
+def test_a_finished_run_goes_on_as_if_it_had_been_longer(tmp_path: Path) -> None:
+    words = ("schedule=constant", "schedule.warmup_steps=0", "adapter.dropout=0.1")
+    longer = (*words, "trainer.max_steps=5")
+    whole = run_into(tmp_path / "whole", *longer)
+    run = run_into(tmp_path / "run", *words, "trainer.max_steps=3")
+    check_same_run(run_into(run, *longer, "resume=must", "resume_allow=[epochs]"), whole)
+
+
+@pytest.mark.slow
 def test_a_run_that_died_after_its_last_step_trains_nothing_more(tmp_path: Path, seen: Ids) -> None:
     words = (*FULL, "optimizer=schedule_free", "trainer.max_steps=3")
     for more in ((), ("data.val_set_size=0",)):

@@ -289,7 +289,11 @@ def test_a_snapshot_waits_for_the_write_that_reads_its_buffers(writer: Backgroun
 
 def test_buffers_are_used_again(writer: BackgroundWriter) -> None:
     state = {"a": torch.ones(5), "b": torch.ones(3, dtype=torch.int8), "c": torch.empty(0)}
+    writer.reserve({"model": state})
+    writer.wait()
+    reserved = writer._buffers["model"]
     first = writer.snapshot("model", state)
+    assert first["a"].data_ptr() == reserved.data_ptr()
     second = writer.snapshot("model", state)
     assert [first[name].data_ptr() for name in "ab"] == [second[name].data_ptr() for name in "ab"]
     other = writer.snapshot("optimizer", state)
