@@ -356,7 +356,7 @@ def _headline(facts: Mapping[str, Any]) -> str:
     if fastest is None or fastest["tokens_per_second"] < speed * _NOTABLE_GAIN:
         others = "none of the settings below that fit is notably faster"
         return f"fits: {speed:,.0f} tokens/s, and {others}"
-    names = ("strategy", "quantization", "recompute", "micro_batch_size", "recompute_layers")
+    names = ("strategy", "quantization", "recompute", "micro_batch_size")
     kept = [
         f"{name.replace('_', ' ')} {settings[name]}"
         for name in names
