@@ -167,6 +167,17 @@ def test_a_disk_that_fails_ends_tensorboard_and_not_the_run(
     assert points_in(tmp_path / "tensorboard")[0] == (1, 1.0)
 
 
+def test_a_folder_that_tensorboard_cannot_make_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    logger = TensorBoardLogger(tmp_path / "tensorboard")
+    for step in (1, 2):
+        logger.log_metrics({"train/loss": 1.0}, step=step)
+    logger.finalize("success")
+    assert len(caplog.messages) == 1 and "could not be written" in caplog.text
+
+
 @pytest.mark.parametrize("fails", ["write", "fsync"])
 def test_rows_that_do_not_fit_the_disk_are_reported(
     tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,7 @@ from app.training.optimizers import (
     build_optimizer,
 )
 from app.training.prepare import (
+    MAX_BRIEF_ROWS,
     MAX_ROWS,
     TrainedPattern,
     describe_parameters,
@@ -95,6 +96,9 @@ def test_more_patterns_than_rows_are_summed_up_in_the_last_row() -> None:
     assert sum(counts) == sum(pattern.num_weights for pattern in patterns)
     left_out = [p.num_weights for p in patterns if p.pattern not in shown]
     assert max(left_out) <= min(counts[:-1])
+    brief = trainable_table(patterns, is_brief=True)
+    numbers = sum(int(cell.replace(",", "")) for cell in brief.columns[3].cells)
+    assert (brief.row_count, numbers) == (MAX_BRIEF_ROWS, sum(counts))
 
 
 def test_the_groups_are_listed_with_their_settings_and_sum_up(
