@@ -113,8 +113,9 @@ def test_the_best_are_kept_by_the_validation_behind_them(tmp_path: Path, done: l
     assert [done[index - 1] for index, name in enumerate(done) if name == "commit"] == ["save"] * 6
 
 
-def test_an_asynchronous_save_keeps_no_nonfinite_number_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_save_keeps_no_nonfinite_number(
+    asynchronous: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = CheckpointSaver.save
 
@@ -129,7 +130,7 @@ def test_an_asynchronous_save_keeps_no_nonfinite_number_either(
 
     monkeypatch.setattr(CheckpointSaver, "save", save)
     with pytest.raises(TrainingFault, match=r"step 4: exp_avg/.* has non-finite values"):
-        words = ("trainer.checkpoint.every_steps=1", "trainer.checkpoint.async=true")
+        words = ("trainer.checkpoint.every_steps=1", f"trainer.checkpoint.async={asynchronous}")
         train_into(tmp_path / "run", *QUIET, *words)
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=9)
     assert [checkpoint.step for checkpoint in store.checkpoints()] == [2, 3]
