@@ -22,11 +22,12 @@ from app.config import load_run_config
 from app.config.schema import list_settings
 from app.config.verbs import PARTS, TrainConfig
 from app.model.adapter import keep_start
+from app.run.find import select_checkpoint
 from app.run.folder import LOCK_FILE, lock_run
 from common.errors import UserError
 from common.installation import ROOT
 from tests.in_process import accepted, make_adapter, make_data, make_model, refused, run_command
-from tests.resumed import contents, damage, damage_all, make_run, start
+from tests.resumed import contents, damage, damage_all, make_run, seal, start
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +264,17 @@ def test_a_typed_checkpoint_is_taken_or_named_as_damaged(run: Path) -> None:
     damage(typed / "training.json")
     with pytest.raises(UserError, match=r"step-2 is damaged \(sha256 of training.json\)"):
         start(f"resume={typed}")
+
+
+def test_documents_are_checked_before_a_run_resumes_or_is_measured(run: Path) -> None:
+    step = run / "checkpoints" / "step-4"
+    training = json.loads((step / "training.json").read_text())
+    del training["optimizer"]
+    (step / "training.json").write_text(json.dumps(training))
+    seal(step)
+    for read in (lambda: start(f"resume={run}"), lambda: select_checkpoint(run, "newest")):
+        with pytest.raises(UserError, match=r"training.json: optimizer is missing"):
+            read()
 
 
 @pytest.mark.parametrize("word", ["auto", "must"])
