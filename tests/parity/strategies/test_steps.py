@@ -23,7 +23,7 @@ from tests.parity.strategies.layouts import (
 from tests.tiny import SAMPLES
 
 IN_MAKE_TEST = {("lora", "ddp"), ("lora", "fsdp")}
-IN_TEST_ALL = {("lora", "zero3"), ("lora", "fsdp_tp"), ("full", "fsdp")}
+IN_TEST_ALL = {("lora", "zero3"), ("lora", "fsdp_tp"), ("full", "fsdp"), ("full", "zero2")}
 BF16 = 2e-2
 """absolute tolerance of losses of about 6: sums are rounded to 8 bits in another order"""
 FP8 = 0.02
