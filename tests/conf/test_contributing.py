@@ -72,7 +72,7 @@ def test_an_optimizer_a_strategy_and_a_format_are_added_in_the_files_that_it_nam
     put(optimizers, '"paged_adamw8bit": 0}', '"toy": 0, ')
     (conf / "optimizer/toy.yaml").write_text("name: toy\n")
 
-    put(app / "strategy/settings.py", '    "zero2_offload": Zero', '    "toy": DdpConfig,\n')
+    put(app / "strategy/settings.py", '    "fsdp_pp": Pipe', '    "toy": DdpConfig,\n')
     (conf / "strategy/toy.yaml").write_text("name: toy\n")
 
     put(

@@ -24,7 +24,7 @@ from tests.reliability.cases import Chain, Death, Operations, Variant
 from tests.reliability.plans import plan_counted
 from tests.reliability.shell import ExitStatus, Shell
 from tests.runs import check_same_run
-from tests.training.checkpoint.test_store import DAMAGES
+from tests.training.checkpoint.test_checkpoint_store import DAMAGES
 
 RUN = "run"
 COMES_WITHIN = 240.0

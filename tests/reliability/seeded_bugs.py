@@ -43,7 +43,7 @@ MODULE = "app/training/module.py"
 RESUME = "app/training/checkpoint/state.py"
 START = "app/run/start.py"
 KILLED = "tests/training/checkpoint/test_store_killed.py"
-ROTATION = "tests/training/checkpoint/test_store.py"
+ROTATION = "tests/training/checkpoint/test_checkpoint_store.py"
 RESUMED = "tests/training/checkpoint/test_resume.py"
 RESUMED_RUN = f"{RESUMED}::test_a_resumed_run_is_the_uninterrupted_one[lora packed]"
 STEPS = "tests/parity/strategies/test_steps.py::test_lora_accumulated_and_clipped"
@@ -196,7 +196,7 @@ BUGS = [
             for _, older in self._folders():
                 self._remove(older)
 """,
-        test="tests/training/checkpoint/test_store.py"
+        test="tests/training/checkpoint/test_checkpoint_store.py"
         "::test_a_full_disk_at_any_point_keeps_the_last_good_one",
     ),
     Bug(
@@ -204,14 +204,14 @@ BUGS = [
         file="app/training/checkpoint/checkpoint.py",
         right="if disk.read_hash(file) != expected.sha256:",
         wrong="if False:",
-        test="tests/training/checkpoint/test_store.py::test_every_damage_is_found_and_named",
+        test="tests/training/checkpoint/test_checkpoint_store.py::test_every_damage_is_found_and_named",
     ),
     Bug(
         name="the manifest is not checked against the marker",
         file="app/training/checkpoint/checkpoint.py",
         right="    if marker != marker_of(hashlib.sha256(text).hexdigest()):\n",
         wrong="    if not marker:\n",
-        test="tests/training/checkpoint/test_store.py::test_every_damage_is_found_and_named",
+        test="tests/training/checkpoint/test_checkpoint_store.py::test_every_damage_is_found_and_named",
     ),
     Bug(
         name="a run with only damaged checkpoints starts from scratch",
@@ -557,7 +557,7 @@ BUGS = [
         file="app/training/prepare.py",
         right="torch.initial_seed() + strategy.random_rank",
         wrong="torch.initial_seed()",
-        test="tests/training/test_prepare.py::test_ranks_draw_other_dropout_unless_they_share_rows",
+        test="tests/training/test_prepare_model.py::test_ranks_draw_other_dropout_unless_they_share_rows",
     ),
     Bug(
         name="a text passes for a number of config.json",
@@ -874,7 +874,7 @@ BUGS = [
         file="app/training/prepare.py",
         right="    module.reset_step()\n",
         wrong="",
-        test="tests/training/test_prepare.py::test_the_check_leaves_no_trace",
+        test="tests/training/test_prepare_model.py::test_the_check_leaves_no_trace",
     ),
     Bug(
         name="auto splits rows that are as fast whole",
