@@ -237,7 +237,8 @@ def fetch_run(url: str, folder: Path, *, resumes: bool) -> None:
     """Download the run at `url` into `folder`, unless the folder holds a newer checkpoint.
 
     The newest whole checkpoint comes along if the run `resumes` or has not finished. On several
-    machines newer ones are removed, since the others do not have them.
+    machines newer ones are removed, since the others do not have them, and a run has finished only
+    if the store says so.
     """
     with open_store(url) as store:
         names = store.sizes()
@@ -245,7 +246,8 @@ def fetch_run(url: str, folder: Path, *, resumes: bool) -> None:
         here = CheckpointStore(folder / CHECKPOINTS)
         newest_here, newest = here.newest_step() or 0, max(steps, default=0)
         _check_same_run(store, names, folder)
-        if resumes and newest_here > newest and read_launch().num_nodes > 1:
+        has_others = resumes and read_launch().num_nodes > 1
+        if has_others and newest_here > newest:
             if CONFIG_FILE not in names:
                 raise UserError(
                     f"{url} does not hold the run whose step-{newest_here} is in {folder}, and the "
@@ -255,6 +257,9 @@ def fetch_run(url: str, folder: Path, *, resumes: bool) -> None:
             for step in here.drop_newer(newest):
                 log.warning("RESUME: step-%d is removed: %s does not have it yet", step, url)
             newest_here = here.newest_step() or 0
+        if has_others and CONFIG_FILE in names and METRICS_FILE not in names:
+            # A machine that ends here would leave one with an empty folder waiting.
+            (folder / METRICS_FILE).unlink(missing_ok=True)
         if CONFIG_FILE not in names or newest_here > newest:
             return
         with into_folder(folder):

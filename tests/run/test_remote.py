@@ -481,16 +481,22 @@ def start_machines(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "kept"),
+    ("strategy", "until", "kept"),
     [
-        ("ddp_compressed strategy.compression=topk", [(True, False)]),
-        ("fsdp", [(False, True), (False, False)]),
+        # The first machine has finished, of which the bucket knows nothing.
+        ("ddp_compressed strategy.compression=topk", "metrics.json", [(True, False)]),
+        ("fsdp", "metrics.csv", [(False, True), (False, False)]),
     ],
 )
 def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
-    strategy: str, kept: list[tuple[bool, bool]], server: Server, shell: Shell, tmp_path: Path
+    strategy: str,
+    until: str,
+    kept: list[tuple[bool, bool]],
+    server: Server,
+    shell: Shell,
+    tmp_path: Path,
 ) -> None:
-    """Both are killed at random moments; then those that are not `kept` are replaced by empty ones.
+    """Both are killed, at random moments or so late; those not `kept` are replaced by empty ones.
 
     With topk each rank has tensors of its own, which the second machine's sends to the first.
     """
@@ -506,14 +512,16 @@ def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
     folders = [tmp_path / "first-0", tmp_path / "second-0"]
     for kill, stays in enumerate(kept):
         processes = start_machines(shell.python, folders, *words, f"output.dir={URL}")
-        training = folders[0] / "outputs/s3:/bucket/team/run/metrics.csv"
+        training = folders[0] / "outputs/s3:/bucket/team/run" / until
         # A machine that stays has nothing of which the bucket knows nothing.
         while not (training.exists() and "config.yaml" in names()) and processes[0].poll() is None:
             time.sleep(0.1)
-        time.sleep(chance.uniform(0, 4))
+        if until == "metrics.csv":
+            time.sleep(chance.uniform(0, 4))
         for process in processes:
             process.send_signal(signal.SIGKILL)
             process.communicate()
+        assert until == "metrics.csv" or until not in names()
         empty = (tmp_path / f"{name}-{kill + 1}" for name in ("first", "second"))
         folders = [
             old if is_kept else new for old, new, is_kept in zip(folders, empty, stays, strict=True)
