@@ -424,7 +424,7 @@ def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, fl
     split = 1 if model.widths.vocabulary % run.tensor_size else run.tensor_size
     vocabulary = model.widths.vocabulary // split
     rows = rows_per_chunk(vocabulary, "cuda" if run.is_on_gpu else "cpu")
-    has_kernel = run.fuses_loss and run.fuses_layers and run.is_on_gpu
+    has_kernel = run.fuses_loss and run.tensor_size == 1 and run.is_on_gpu
     if has_kernel:
         rows *= TRAINED_CHUNKS if model.trains_head else FUSED_CHUNKS
     rows = min(execution.tokens, rows)

@@ -253,7 +253,7 @@ class PlannedRun:
 
     @property
     def fuses_layers(self) -> bool:
-        """Whether fused kernels may replace a layer's modules.
+        """Whether a layer may read the weights of its modules without calling them.
 
         Not under tensor parallelism and ZeRO-3, which need a call of each module.
         """
@@ -318,9 +318,7 @@ class PlannedRun:
             tokens=math.ceil(self.trained_share * self.tokens),
             value_bytes=value_bytes,
             residual_bytes=HALF if gathers_half else residual,
-            fuses_norm_and_gate=self.fuses_norm_and_gate
-            and self.fuses_layers
-            and self.model.widths.kind.has_rms_norms,
+            fuses_norm_and_gate=self.fuses_norm_and_gate and self.model.widths.kind.has_rms_norms,
             trains_base=self.trains_base,
             drops_inputs=self.drops_inputs,
             # bitsandbytes' int8 product saves its own copy of the input as well.

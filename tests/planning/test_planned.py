@@ -49,7 +49,8 @@ def test_auto_is_resolved_for_the_hardware() -> None:
 def test_tensor_parallelism_splits_the_gradient_of_the_head() -> None:
     """As simulated: 51.62 GiB for a rank of these four, and 51.59 estimated."""
     words = ("+experiment=llama8b", "adapter=full", "hardware=4xh100", "recompute=none")
-    whole, _ = run_of(*words, "strategy=fsdp", "trainer.micro_batch_size=1")
+    words = (*words, "trainer.micro_batch_size=1", "trainer.kernels=torch")
+    whole, _ = run_of(*words, "strategy=fsdp")
     split, _ = run_of(*words, "strategy=fsdp_tp", "strategy.tensor_parallel_size=2")
     assert whole.tokens == split.tokens
     kept = [estimate_loss(run, run.execution)[1] for run in (whole, split)]
@@ -184,10 +185,9 @@ def test_saved_bytes_of_adapters_equal_traces(experiment: str, traced: int) -> N
 def test_unfused_norms_are_the_peak_under_tensor_parallelism() -> None:
     """A trace gave 11,068 MiB in the backward pass of 4 layers."""
     words = ("strategy=fsdp_tp", "strategy.tensor_parallel_size=4", "hardware=8xa100_80gb")
-    layers = "model.architecture.num_hidden_layers=4"
-    run, _ = run_of(
-        "+experiment=llama70b", *words, layers, "trainer.micro_batch_size=8", "recompute=full"
-    )
+    layers = ("model.architecture.num_hidden_layers=4",)
+    layers = (*layers, "trainer.micro_batch_size=8", "recompute=full", "trainer.kernels=torch")
+    run, _ = run_of("+experiment=llama70b", *words, *layers)
     peak = estimate_gpu_memory(run)
     assert peak.moment == "backward pass of the last layer"
     assert peak.activations + peak.loss == pytest.approx(11_068 * 2**20, rel=0.01)

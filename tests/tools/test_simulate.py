@@ -251,6 +251,8 @@ def test_estimates_and_simulation_of_experiments_agree(name: str) -> None:
     config, run = plan_shipped(name)
     period = PERIODS.get(name, 1)
     few, more = depths_of(period)
+    if (run.recompute_layers or 0) >= few:  # the layers after them would not add the same
+        run = replace(run, recompute_layers=None)
     while True:
         planned = [with_layers(config, run, depth) for depth in (few, more)]
         estimated = [estimate_gpu_memory(each) for _, each in planned]
@@ -328,7 +330,9 @@ def long(tokens: int) -> str:
     [
         f"{LLAMA_70B} strategy=fsdp hardware=8xh100",
         f"{LLAMA_70B} strategy=fsdp hardware=8x8xh100",
-        f"{LLAMA_70B} strategy=fsdp_tp strategy.tensor_parallel_size=8 hardware=8x8xh100",
+        # With kernels, four layers take as much with the head's weights as in their backward pass.
+        f"{LLAMA_70B} strategy=fsdp_tp strategy.tensor_parallel_size=8 hardware=8x8xh100 "
+        "trainer.kernels=torch",
         f"+experiment=llama8b_128k recompute=full hardware=8xh100 {long(2**19)}",
         f"+experiment=llama8b_qlora recompute=offload hardware=h100 {long(350 * 2**10)}",
         # Eight ranks cannot share 28 heads, and gather keys.

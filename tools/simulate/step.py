@@ -249,7 +249,7 @@ def _module(
         run.quantization,
         backend,
         config.adapter,
-        replace(config.recompute, mode=run.recompute),
+        replace(config.recompute, mode=run.recompute, num_layers=run.recompute_layers),
         run.precision,
         on_meta=True,
     )
