@@ -182,6 +182,14 @@ def test_saved_bytes_of_adapters_equal_traces(experiment: str, traced: int) -> N
     assert of_layer == pytest.approx(traced, rel=0.005)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp_tp strategy.tensor_parallel_size=2", "zero3"])
+def test_kernels_of_norms_and_gates_are_counted(strategy: str) -> None:
+    words = ("+experiment=llama8b", "hardware=4xh100", *f"strategy={strategy}".split())
+    for kernels in ("auto", "torch"):
+        run, _ = run_of(*words, f"trainer.kernels={kernels}")
+        assert run.execution.fuses_norm_and_gate is (kernels == "auto")
+
+
 def test_unfused_norms_are_the_peak_under_tensor_parallelism() -> None:
     """A trace gave 11,068 MiB in the backward pass of 4 layers."""
     words = ("strategy=fsdp_tp", "strategy.tensor_parallel_size=4", "hardware=8xa100_80gb")
