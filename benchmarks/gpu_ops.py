@@ -81,7 +81,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        recomputes = [word.replace("=", " ") for word in self.words if "recompute=" in word]
+        recomputes = [
+            word.replace("=", " ") for word in self.words if word.split("=")[0] == "recompute"
+        ]
         labels = [self.label] if self.label else []
         return ", ".join([self.kind, *recomputes, *labels, self.system])
 

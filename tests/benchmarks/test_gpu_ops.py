@@ -143,6 +143,10 @@ def test_transposed_copies_of_weights_in_fp8_are_counted(found: Any) -> None:
     assert in_fp8 == pytest.approx(in_bf16, rel=1e-3)  # twice one byte, and scales
 
 
+def test_each_case_has_a_name_of_its_own() -> None:
+    assert len({case.name for case in bench.CASES}) == len(bench.CASES)
+
+
 @pytest.mark.versions
 @pytest.mark.slow
 def test_two_depths_tell_a_third_exactly(found: Any) -> None:
