@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -255,19 +256,16 @@ class Collator:
             rows = [[document] for pack in documents for document in pack]
         else:
             rows = documents
-        inputs = _TokenRows(
-            [[example.input_ids for example in row] for row in rows],
-            self._row_len,
-            self._row_multiple,
-        )
+        inputs = _TokenRows(rows, attrgetter("input_ids"), self._row_len, self._row_multiple)
         ids = inputs.token_ids(self._pad_token_id)
         decoder = None
         labelled = inputs
         if self._decoder_start is None:
-            labels, weights = _shifted_labels(inputs, ids, rows)
+            labels, weights = _shifted_labels(inputs, ids)
         else:
-            labelled = _TokenRows([[_targets(example) for example in row] for row in rows])
-            labels, weights = _target_labels(labelled, rows)
+            labelled = _TokenRows(rows, _targets)
+            weights = labelled.weights()
+            labels = np.where(weights > 0, labelled.token_ids(_IGNORED), _IGNORED)
             decoder = self._decoder_inputs(labelled, self._decoder_start)
         columns = np.flatnonzero((labels != _IGNORED).any(axis=0))
         return Batch(
@@ -275,7 +273,7 @@ class Collator:
             position_ids=torch.from_numpy(inputs.positions()),
             labels=torch.from_numpy(labels),
             loss_weights=torch.from_numpy(weights),
-            dataset_ids=torch.from_numpy(labelled.dataset_ids(rows)),
+            dataset_ids=torch.from_numpy(labelled.dataset_ids()),
             trained_columns=torch.from_numpy(columns if len(columns) else np.zeros(1, np.int64)),
             document_lengths=inputs.lengths,
             step_weight=step_weight,
@@ -297,20 +295,25 @@ class Collator:
 
 
 class _TokenRows:
-    """The rows of the encoder or the decoder: `documents[row][document]`, each [tokens].
+    """The rows of the encoder or the decoder, whose documents have the ids `token_ids_of(example)`.
 
     A row has `row_len` tokens, or those of the longest row if that is more, rounded up to
     `multiple`.
     """
 
     def __init__(
-        self, documents: list[list[npt.NDArray[np.int32]]], row_len: int = 1, multiple: int = 1
+        self,
+        rows: list[Row],
+        token_ids_of: Callable[[Example], npt.NDArray[np.int32]],
+        row_len: int = 1,
+        multiple: int = 1,
     ) -> None:
-        self._documents = documents
-        self.lengths = [[len(document) for document in row] for row in documents]
+        self._rows = rows
+        self._documents = [[token_ids_of(example) for example in row] for row in rows]
+        self.lengths = [[len(document) for document in row] for row in self._documents]
         self.num_tokens = sum(map(sum, self.lengths))
         longest = max([row_len, *map(sum, self.lengths)])
-        self.shape = (len(documents), -(-longest // multiple) * multiple)
+        self.shape = (len(rows), -(-longest // multiple) * multiple)
 
     def starts(self, row: int) -> Ints:
         """Return the column at which each document of a row starts."""
@@ -318,11 +321,26 @@ class _TokenRows:
         return np.cumsum(lengths) - lengths
 
     def token_ids(self, pad_token_id: int) -> Ints:
-        ids = np.full(self.shape, pad_token_id, dtype=np.int64)
-        for index, row in enumerate(self._documents):
-            if row:
-                np.concatenate(row, out=ids[index, : sum(self.lengths[index])], casting="safe")
-        return ids
+        return self._padded(self._documents, np.int64(pad_token_id))
+
+    def weights(self) -> npt.NDArray[np.float32]:
+        return self._padded([[one.weights for one in row] for row in self._rows], np.float32(0))
+
+    def dataset_ids(self) -> Ints:
+        """Return the data set index of each token, int64 [rows, tokens]."""
+        datasets = [
+            [np.full(length, one.dataset) for one, length in zip(row, lengths, strict=True)]
+            for row, lengths in zip(self._rows, self.lengths, strict=True)
+        ]
+        return self._padded(datasets, np.int64(0))
+
+    def _padded(self, documents: list[list[npt.NDArray[Any]]], padding: np.generic) -> Any:
+        """Return a value for each token, [rows, tokens]."""
+        values = np.full(self.shape, padding)
+        for row, parts in zip(values, documents, strict=True):
+            if parts:
+                np.concatenate(parts, out=row[: sum(map(len, parts))], casting="safe")
+        return values
 
     def positions(self) -> Ints:
         """Return the position of each token in its document, int64 [rows, tokens]."""
@@ -332,42 +350,19 @@ class _TokenRows:
             positions[index, :total] = np.arange(total) - np.repeat(self.starts(index), lengths)
         return positions
 
-    def dataset_ids(self, rows: list[Row]) -> Ints:
-        """Return the data set index of each token, int64 [rows, tokens]."""
-        datasets = np.zeros(self.shape, dtype=np.int64)
-        for index, (row, lengths) in enumerate(zip(rows, self.lengths, strict=True)):
-            numbers = np.array([example.dataset for example in row], dtype=np.int64)
-            datasets[index, : sum(lengths)] = np.repeat(numbers, lengths)
-        return datasets
 
-
-def _shifted_labels(
-    inputs: _TokenRows, ids: Ints, rows: list[Row]
-) -> tuple[Ints, npt.NDArray[np.float32]]:
+def _shifted_labels(inputs: _TokenRows, ids: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
     """Return what each position of a causal model must predict, and its weight."""
-    labels = np.full(inputs.shape, _IGNORED, dtype=np.int64)
-    loss_weights = np.zeros(inputs.shape, dtype=np.float32)
-    for index, row in enumerate(rows):
-        if not row:
-            continue
-        weights = np.concatenate([example.weights for example in row])
+    weights = inputs.weights()
+    for row in range(len(weights)):
         # No position predicts the first token of a document.
-        weights[inputs.starts(index)] = 0
-        last = len(weights) - 1
-        loss_weights[index, :last] = weights[1:]
-        labels[index, :last] = np.where(weights[1:] > 0, ids[index, 1 : last + 1], _IGNORED)
-    return labels, loss_weights
-
-
-def _target_labels(targets: _TokenRows, rows: list[Row]) -> tuple[Ints, npt.NDArray[np.float32]]:
-    labels = targets.token_ids(_IGNORED)
-    loss_weights = np.zeros(targets.shape, dtype=np.float32)
-    for index, row in enumerate(rows):
-        if row:
-            weights = np.concatenate([example.weights for example in row])
-            loss_weights[index, : len(weights)] = weights
-    labels[loss_weights == 0] = _IGNORED
-    return labels, loss_weights
+        weights[row, inputs.starts(row)] = 0
+    labels = np.where(weights > 0, ids, _IGNORED)
+    last = ((0, 0), (0, 1))
+    return (
+        np.pad(labels[:, 1:], last, constant_values=_IGNORED),
+        np.pad(weights[:, 1:], last),
+    )
 
 
 def _targets(example: Example) -> npt.NDArray[np.int32]:

@@ -9,7 +9,6 @@ from data_modules.format.format import check_format as check_format
 from data_modules.format.format import check_guessed as check_guessed
 from data_modules.format.format import convert_row as convert_row
 from data_modules.format.format import guess_format as guess_format
-from data_modules.format.format import unread_in as unread_in
 from data_modules.format.meaning import CLASSIFICATION as CLASSIFICATION
 from data_modules.format.meaning import KTO as KTO
 from data_modules.format.meaning import PREFERENCE as PREFERENCE

@@ -13,7 +13,9 @@ import itertools
 import json
 import keyword
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -53,8 +55,13 @@ DOCUMENT_IDS = ("document_ids", "doc_ids", "segment_ids", "sequence_ids")
 """columns with the number of each token's document"""
 _MAX_ID = 2**31 - 1
 _WORDS = {"true": True, "false": False}
+_INDEX = re.compile(r"\[\d+\]")
 _OFFSETS = ("begin_offset", "end_offset")
 _DETAIL = "{begin_offset: 0, end_offset: LAST_CHARACTER, train: true}"
+
+
+UNREAD: ContextVar[set[str] | None] = ContextVar("UNREAD", default=None)
+"""gets the names of keys in the row that is read which its readers pass over; None if unwanted"""
 
 
 class RowError(ValueError):
@@ -89,6 +96,19 @@ def typo_hint(name: str, found: Iterable[str], cutoff: float = 0.6) -> str:
         return f"; '{name}' is empty or not text"
     close = difflib.get_close_matches(name, keys, 1, cutoff)
     return f"; did you mean '{name}' instead of '{close[0]}'?" if close else ""
+
+
+def is_filled(value: Any) -> bool:
+    """Return whether a value is more than null or empty."""
+    return value is not None and value != "" and value != [] and value != {}
+
+
+def note_unread(item: Mapping[str, Any], read: Iterable[str], where: str) -> None:
+    """Add the keys of an object that hold a value, but are not among those `read`, to UNREAD."""
+    names = UNREAD.get()
+    if names is not None and (others := item.keys() - set(read)):
+        place = _INDEX.sub("[]", where)
+        names.update(f"{place}.{key}" for key in others if is_filled(item[key]))
 
 
 def type_of(value: Any) -> str:
@@ -188,7 +208,9 @@ def read_text_part(part: Any, where: str) -> str:
 
 def read_part(part: dict[str, Any], name: str, where: str) -> str:
     """Return the text of a part of type `name`, from its field `text`, `value` or `name`."""
-    value = next((part[key] for key in ("text", "value", name) if part.get(key) is not None), None)
+    key = next((key for key in ("text", "value", name) if part.get(key) is not None), "")
+    note_unread(part, ("type", key, *MASK_KEYS), where)
+    value = part[key] if key else None
     if not isinstance(value, str):
         found = "no text" if value is None else f"{type_of(value)} instead of text"
         raise RowError(f"{where} has {found}; give a string under 'text'")
@@ -541,8 +563,7 @@ def _find_documents(values: Mapping[str, Any], count: int, first: int, end: int)
     """
     found: dict[str, list[int]] = {}
     if values.get("position_ids") is not None:
-        positions = _integers(values["position_ids"], "position_ids")
-        _check_length(positions, "position_ids", count)
+        positions = _integers(values["position_ids"], "position_ids", count)
         found["position_ids"] = _restarts(positions, first, end)
     if values.get("seq_lengths") is not None:
         lengths = _integers(values["seq_lengths"], "seq_lengths")
@@ -553,11 +574,8 @@ def _find_documents(values: Mapping[str, Any], count: int, first: int, end: int)
         found["cu_seqlens"] = _starts(lengths, "cu_seqlens", count, first, end)
     for name in DOCUMENT_IDS:
         if values.get(name) is not None:
-            numbers = _integers(values[name], name)
-            _check_length(numbers, name, count)
-            found[name] = [
-                i for i in range(first, end) if i == first or numbers[i] != numbers[i - 1]
-            ]
+            ids = _integers(values[name], name, count)
+            found[name] = [i for i in range(first, end) if i == first or ids[i] != ids[i - 1]]
     for (one, starts), (other, others) in itertools.pairwise(found.items()):
         if starts != others:
             raise RowError(
@@ -596,8 +614,7 @@ def _find_padding(values: Mapping[str, Any], count: int) -> tuple[int, int]:
     """Return the end of the padding before the tokens, and the start of that after them."""
     if values.get("attention_mask") is None:
         return 0, count
-    mask = _integers(values["attention_mask"], "attention_mask")
-    _check_length(mask, "attention_mask", count)
+    mask = _integers(values["attention_mask"], "attention_mask", count)
     if 1 not in mask:
         raise RowError("attention_mask masks every token; drop the row")
     first, end = mask.index(1), count - mask[::-1].index(1)
@@ -612,8 +629,7 @@ def _find_padding(values: Mapping[str, Any], count: int) -> tuple[int, int]:
 def _label_weights(
     value: Any, ids: list[int], weights: list[float], first: int, end: int
 ) -> list[float]:
-    labels = _integers(value, "labels")
-    _check_length(labels, "labels", len(ids))
+    labels = _integers(value, "labels", len(ids))
     if labels == ids:
         return weights
     label_weights = [
@@ -629,24 +645,23 @@ def _label_weights(
     return label_weights
 
 
-def _integers(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list):
-        raise RowError(f"{name} is {type_of(value)}, not a list of numbers")
+def _integers(value: Any, name: str, count: int | None = None) -> list[int]:
+    _check_list(value, name)
     if not set(map(type, value)) <= {int}:
         place = next(i for i, number in enumerate(value) if type(number) is not int)
         raise RowError(f"{name}[{place}] is {type_of(value[place])}, not a whole number")
-    return value
+    return _check_list(value, name, count)
 
 
 def _numbers(value: Any, name: str, count: int) -> list[float]:
+    return [read_weight(number, name) for number in _check_list(value, name, count)]
+
+
+def _check_list(value: Any, name: str, count: int | None = None) -> list[Any]:
     if not isinstance(value, list):
         raise RowError(f"{name} is {type_of(value)}, not a list of numbers")
-    _check_length(value, name, count)
-    return [read_weight(number, name) for number in value]
-
-
-def _check_length(value: list[Any], name: str, count: int) -> None:
-    if len(value) != count:
+    if count is not None and len(value) != count:
         raise RowError(
             f"{name} has {len(value):,} numbers and input_ids {count:,}; give one per token"
         )
+    return value

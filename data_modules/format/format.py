@@ -21,18 +21,24 @@ from common.errors import DataError, Origin
 from common.text import listed
 from data_modules.format.fields import (
     DOCUMENT_IDS,
+    FLAGS,
+    MASK_KEYS,
     MASKS,
     PACKED,
     TOKEN_MASKS,
     TURN_MASKS,
+    UNREAD,
     WEIGHTS,
     MissingColumnError,
     RowError,
     apply_turn_masks,
     check_no_details,
     check_no_token_mask,
+    is_filled,
+    is_flag,
     is_turns,
     nearest_hint,
+    note_unread,
     read_answer,
     read_optional_text,
     read_path,
@@ -55,7 +61,6 @@ from data_modules.format.meaning import (
     VERDICTS,
     MeaningError,
     check_meaning,
-    find_unread,
     may_mean_more,
     read_class,
     read_pair,
@@ -193,9 +198,12 @@ def check_columns(name: str, columns: Mapping[str, str]) -> None:
             )
 
 
-def convert_row(row: Row, name: str, columns: Mapping[str, str]) -> list[Item]:
+def convert_row(
+    row: Row, name: str, columns: Mapping[str, str], unread: set[str] | None = None
+) -> list[Item]:
     """Convert `row` by the format `name` to one item, or to several for a tree.
 
+    `unread` gets the names of columns and inner keys that hold a value and that nothing reads.
     Raises RowError if the row does not have this format, or its subclasses MissingColumnError and
     EmptyAnswerError.
     """
@@ -209,10 +217,13 @@ def convert_row(row: Row, name: str, columns: Mapping[str, str]) -> list[Item]:
                 break
         else:
             raise _missing(names, row.values, form)
+    token = UNREAD.set(unread)
     try:
         items = form.read(values, row.origin)
     except RowError as error:
         raise (_table_error(form, values) or error) from error
+    finally:
+        UNREAD.reset(token)
     if form.name != "pretokenized" and not _OF_OTHER_ROWS.isdisjoint(values):
         _check_text_row(form, values, items[0])
     if _KWARGS in values and (kwargs := read_template_kwargs(values[_KWARGS], _KWARGS)):
@@ -220,6 +231,8 @@ def convert_row(row: Row, name: str, columns: Mapping[str, str]) -> list[Item]:
             replace(item, template_kwargs=kwargs) if isinstance(item, Conversation) else item
             for item in items
         ]
+    if unread is not None:
+        unread |= _filled_unread(row.values, values, columns, form, items[0])
     return items
 
 
@@ -259,18 +272,29 @@ def _answered_by(columns: Iterable[str]) -> str | None:
     return next((name for name in _ANSWERED if FORMATS[name].fits(rest)), None)
 
 
-def unread_in(row: Row, name: str, columns: Mapping[str, str], items: Sequence[Item]) -> set[str]:
-    """Return the names of columns and inner keys of a row that nothing reads.
+def _filled_unread(
+    row: Mapping[str, Any],
+    values: Mapping[str, Any],
+    columns: Mapping[str, str],
+    form: Format,
+    item: Item,
+) -> set[str]:
+    """Return the names of a row's columns that hold a value and that nothing reads.
 
-    `items` is what `convert_row` returned for it.
+    `row` is as in its file, `values` the same after `columns` is applied. Columns of FLAGS are read
+    in any format if they hold a truth value, or one for each turn.
     """
-    form, item = FORMATS[name], items[0]
-    values = row.values
-    if columns:
-        values = _without_aliases(_apply_columns(values, columns), form, columns)
     has_turns = _has_turns(form, values, item)
-    others = _unread_columns(name, tuple(values), isinstance(item, Document), has_turns)
-    return find_unread(row.values, values, columns, others, has_turns=has_turns)
+    others = _unread_columns(form.name, tuple(values), isinstance(item, Document), has_turns)
+    unread = {name for name in others if is_filled(values[name])}
+    if columns:
+        hidden = {name for name in row if name in columns or name not in values}
+        unread |= {name for name in hidden if is_filled(row[name])}
+        unread -= {*columns.values(), *(path.split(".", 1)[0] for path in columns.values())}
+    for name in unread.intersection(FLAGS):
+        if is_flag(values.get(name)) or (has_turns and isinstance(values.get(name), list)):
+            unread.discard(name)
+    return unread
 
 
 @functools.lru_cache(maxsize=1024)
@@ -459,8 +483,10 @@ def _read_segment(item: Any, index: int, row_weight: float) -> Segment:
     check_no_details(item, where, "a segment, which has a weight")
     weight = turn_weight(item, where)
     weight = row_weight if weight is None else weight * row_weight
-    if isinstance(item.get("label"), bool):
+    label = ("label",) if isinstance(item.get("label"), bool) else ()
+    if label:
         weight *= item["label"]
+    note_unread(item, ("text", *label, *MASK_KEYS), where)
     return Segment(read_text(item["text"], f"{where}.text"), weight)
 
 

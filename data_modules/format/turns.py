@@ -18,6 +18,7 @@ from typing import Any
 from common.errors import Origin
 from common.text import listed, shown
 from data_modules.format.fields import (
+    MASK_KEYS,
     SKIP_EMPTY,
     EmptyAnswerError,
     RowError,
@@ -27,6 +28,7 @@ from data_modules.format.fields import (
     check_text,
     check_whole,
     is_blank,
+    note_unread,
     quote,
     read_details,
     read_json,
@@ -54,6 +56,7 @@ TOOLS = ("tools", "functions", "tool_defs")
 """columns that may hold the tools of a conversation"""
 MEDIA = frozenset(("image", "images", "video", "videos", "audio", "audios"))
 """columns and keys of a turn that hold what is not text"""
+_CALL_KEYS = ("type", "id", *MASK_KEYS)
 _REASONING_PARTS = ("reasoning", "thinking")
 # Calls in the text of an answer, as written for Hermes, Mistral, Glaive and Llama.
 _CALLS_IN_TEXT = ("<tool_call", "<function", "[TOOL_CALLS]", "<|python_tag|>")
@@ -93,24 +96,23 @@ def _read_call_part(part: dict[str, Any], where: str) -> ToolCall:
     """Return the call of a typed part: its own fields, or those under `tool_call` or `text`."""
     for key in ("tool_call", "text", "value"):
         if part.get(key) is not None:
+            note_unread(part, ("type", "id", key, *MASK_KEYS), where)
             call = _read_call(part[key], f"{where}.{key}")
             call_id = call.id or read_optional_string(part, "id", where)
             return ToolCall(call.name, call.arguments, call_id)
     return _read_call(part, where)
 
 
-def _read_call_fields(item: dict[str, Any], where: str) -> list[ToolCall]:
+def _read_call_field(item: dict[str, Any], key: str, where: str) -> list[ToolCall]:
     """Return the calls in `tool_calls`, or in the older `function_call`."""
-    if value := item.get("tool_calls"):
-        where = f"{where}.tool_calls"
-        if isinstance(value, str):
-            value = read_json(value, where)
-        if not isinstance(value, list):
-            raise RowError(f"{where} is {type_of(value)}, not a list of calls")
-        return [_read_call(call, f"{where}[{index}]") for index, call in enumerate(value)]
-    if value := item.get("function_call"):
-        return [_read_call(value, f"{where}.function_call")]
-    return []
+    value, where = item[key], f"{where}.{key}"
+    if key == "function_call":
+        return [_read_call(value, where)]
+    if isinstance(value, str):
+        value = read_json(value, where)
+    if not isinstance(value, list):
+        raise RowError(f"{where} is {type_of(value)}, not a list of calls")
+    return [_read_call(call, f"{where}[{index}]") for index, call in enumerate(value)]
 
 
 def _read_call_text(value: Any, where: str) -> list[ToolCall]:
@@ -136,7 +138,13 @@ def _read_call(value: Any, where: str) -> ToolCall:
     name = inner.get("name")
     if not isinstance(name, str) or is_blank(name):
         raise RowError(f"{where} has no tool name; found {listed(inner)}{typo_hint('name', inner)}")
-    arguments = inner.get(arguments_key(inner))
+    # Llama's calls have `parameters`.
+    has_parameters = inner.get("arguments") is None and "parameters" in inner
+    read = ("name", "parameters" if has_parameters else "arguments")
+    if inner is not value:
+        note_unread(inner, read, f"{where}.function")
+    note_unread(value, (*(read if inner is value else ["function"]), *_CALL_KEYS), where)
+    arguments = inner.get(read[1])
     if isinstance(arguments, str):
         arguments = {} if is_blank(arguments) else read_json(arguments, f"{where}.arguments")
     if arguments is None:
@@ -149,11 +157,6 @@ def _read_call(value: Any, where: str) -> ToolCall:
     return ToolCall(
         check_text(name, f"{where}.name"), arguments, read_optional_string(value, "id", where)
     )
-
-
-def arguments_key(call: Mapping[str, Any]) -> str:
-    """Return the key of a call's arguments: Llama's calls have `parameters`."""
-    return "parameters" if call.get("arguments") is None and "parameters" in call else "arguments"
 
 
 def read_turns(items: Any, name: str) -> list[Turn]:
@@ -243,7 +246,8 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
     role = ROLES[name]
     check_no_media(item, f"{where}.")
     value = None if field is None else item[field]
-    calls = _read_call_fields(item, where)
+    called = next((key for key in ("tool_calls", "function_call") if item.get(key)), "")
+    calls = _read_call_field(item, called, where) if called else []
     content, reasoning = "", ""
     if name in CALL_ROLES and not calls:
         calls = _read_call_text(value, f"{where}.{field or 'content'}")
@@ -256,21 +260,29 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
                 f"{where} has no content; found {listed(item)}{typo_hint('content', item)}"
             )
         content = read_text(value, f"{where}.{field}")
-    reasoning = _read_reasoning(item, reasoning, where)
+    thought = next((key for key in REASONING_FIELDS if item.get(key)), "")
+    if thought:
+        found = read_text(item[thought], f"{where}.{thought}")
+        if reasoning and reasoning != found:
+            raise RowError(f"{where} has reasoning twice, in its parts and in {thought}; keep one")
+        reasoning = found
     if role != "assistant" and (calls or reasoning):
         raise RowError(
             f"{where} is a {role} turn with {'a tool call' if calls else 'reasoning'}; only an "
             "assistant turn may have tool calls or reasoning"
         )
     weight, trained = _read_mask(item, role, value, where, calls)
+    answered = ("name", "tool_call_id") if role == "tool" else ()
+    speaker = "role" if item.get("role") is not None else "from"
+    note_unread(item, (speaker, field or "", called, thought, *answered, *MASK_KEYS), where)
     return Turn(
         role,
         content,
         weight=weight,
         reasoning=None if is_blank(reasoning) else reasoning,
         tool_calls=tuple(calls),
-        name=read_optional_string(item, "name", where) if role == "tool" else None,
-        tool_call_id=read_optional_string(item, "tool_call_id", where) if role == "tool" else None,
+        name=read_optional_string(item, "name", where) if answered else None,
+        tool_call_id=read_optional_string(item, "tool_call_id", where) if answered else None,
         trained=trained,
     )
 
@@ -287,18 +299,6 @@ def _read_mask(
     if trained is None:
         return weight, None
     return (1.0 if weight is None else weight) if trained else 0.0, trained
-
-
-def _read_reasoning(item: dict[str, Any], part_reasoning: str, where: str) -> str:
-    for field in REASONING_FIELDS:
-        if item.get(field):
-            found = read_text(item[field], f"{where}.{field}")
-            if part_reasoning and part_reasoning != found:
-                raise RowError(
-                    f"{where} has reasoning twice, in its parts and in {field}; keep one"
-                )
-            return found
-    return part_reasoning
 
 
 def _read_parts(parts: list[Any], where: str) -> tuple[str, str, list[ToolCall]]:
@@ -492,4 +492,6 @@ def _read_message(value: dict[str, Any], where: str) -> Turn:
             f"{SKIP_EMPTY}"
         )
     weight, trained = _read_mask(value, role, value["text"], where)
+    review = ("review_result",) if isinstance(value.get("review_result"), bool) else ()
+    note_unread(value, ("role", "text", "replies", "deleted", *review, *MASK_KEYS), "message")
     return Turn(role, text, weight, trained=trained)

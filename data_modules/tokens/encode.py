@@ -363,21 +363,23 @@ def read_chunk(
         if isinstance(row, source.BadRow):
             yield Rejected(row.origin, row.problem, row.raw)
             continue
-        found = convert(row, format_name, dataset)
-        if counts is not None and not isinstance(found, Rejected):
-            unread = formats.unread_in(row, format_name, dataset.columns, found)
-            origin = str(row.origin) if unread else ""
+        unread: set[str] | None = None if counts is None else set()
+        found = convert(row, format_name, dataset, unread)
+        if counts is not None and unread and not isinstance(found, Rejected):
+            origin = str(row.origin)
             for name in unread:
                 counts.add_unread(name, origin)
         yield found
 
 
-def convert(row: Row, format_name: str, dataset: DatasetConfig) -> list[Item] | Rejected:
-    """Return the items of a row, or its rejection."""
+def convert(
+    row: Row, format_name: str, dataset: DatasetConfig, unread: set[str] | None = None
+) -> list[Item] | Rejected:
+    """Return the items of a row, or its rejection; `unread` as of `convert_row`."""
     try:
         if dataset.format is None:
             formats.check_guessed(row, dataset.columns)
-        return formats.convert_row(row, format_name, dataset.columns)
+        return formats.convert_row(row, format_name, dataset.columns, unread)
     except formats.RowError as error:
         is_of_columns = isinstance(error, (formats.MissingColumnError, formats.MeaningError))
         return Rejected(

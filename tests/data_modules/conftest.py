@@ -20,7 +20,9 @@ from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
 from data_modules.types import Row
 
 # The same examples in every run and no folder of them in the tree: what fails here fails anywhere.
-hypothesis.settings.register_profile("loft", derandomize=True, database=None, deadline=None)
+hypothesis.settings.register_profile(
+    "loft", derandomize=True, database=None, deadline=None, max_examples=50
+)
 hypothesis.settings.load_profile("loft")
 
 WORDS = (

@@ -23,8 +23,6 @@ from data_modules.audit.findings import (
     AuditConfig,
     DatasetFacts,
     RunSettings,
-    short_file,
-    short_origins,
 )
 from data_modules.tokens.encode import Counts
 from data_modules.types import Example
@@ -113,7 +111,7 @@ def run_audit(
     )
 
 
-def test_clean_data_has_no_warnings_and_a_small_table() -> None:
+def test_clean_data_has_no_warnings_and_a_small_table(tmp_path: Path) -> None:
     found = run_audit([chat() for _ in range(6)], [chat(), chat()])
     assert (found.problems, found.warnings, found.facts) == ([], [], [])
     found.check()
@@ -121,6 +119,9 @@ def test_clean_data_has_no_warnings_and_a_small_table() -> None:
     assert heading.split() == ["data", "set", "rows", "train", "validation", "tokens", "trained"]
     assert row.split() == ["a", "8", "6", "2", "180", "120", "(67", "%)"]
     assert longest == "longest rows, in tokens: train.jsonl:1 30, :2 30, :3 30, :4 30, :5 30"
+    found.write(tmp_path)
+    assert (tmp_path / "audit.txt").read_text().splitlines() == found.full_lines()
+    assert json.loads((tmp_path / "audit.json").read_text()) == found.as_dict()
 
 
 @pytest.mark.parametrize(("wins", "kind"), [(7, "longer"), (4, ""), (1, "shorter")])
@@ -142,42 +143,31 @@ def test_pairs_whose_length_gives_the_chosen_answer_away_are_named(wins: int, ki
 
 
 def test_every_count_has_its_column_and_the_total_adds_up() -> None:
+    evil = "a\x1b[31m"
     both = [
-        facts("a", rows=10, dropped=2, empty=1, empty_origins=["a.jsonl:3"]),
+        facts(evil, rows=10, dropped=2, empty=1, empty_origins=["a.jsonl:3"]),
         facts("b", rows=7, truncated=3, rejected=1, notes={"lost_system": (2, "b.jsonl:5")}),
     ]
     shared = chat()
     train = [shared, chat(), shared, chat(dataset=1), chat(dataset=1, double_bos=True)]
     found = run_audit(train, [replace(shared, dataset=1)], datasets=both)
-    table = [line.split("  ") for line in found.full_lines()[:4]]
-    columns = [" ".join(c.split()) for c in table[0] if c]
-    rows = {row[0]: [c.strip() for c in row[1:] if c.strip()] for row in table[1:]}
-    assert columns[1:] == [
+    heading, *rows = ([c.strip() for c in row.split("  ") if c] for row in found.full_lines()[:4])
+    assert heading[1:] == [
         *("rows", "train", "validation", "tokens", "trained", "bad", "too long", "truncated"),
         *("nothing to train on", "two BOS", "duplicates", "in both", "overlap", "lost system"),
     ]
-    of_a = ["10", "3", "0", "90", "60 (67 %)", "-", "2", "-", "1", "-", "1", "-", "-", "-"]
-    of_b = ["7", "2", "1", "60", "40 (67 %)", "1", "-", "3", "-", "1", "-", "1", "1", "2"]
-    assert rows["a"] == of_a
-    assert rows["b"] == of_b
-    assert rows["all"][:5] == ["17", "5", "1", "150", "100 (67 %)"]
+    cells = [" ".join(cell for cell in row if cell) for row in rows]
+    assert cells[0] == "a\\x1b[31m 10 3 0 90 60 (67 %) - 2 - 1 - 1 - - -"
+    assert cells[1] == "b 7 2 1 60 40 (67 %) 1 - 3 - 1 - 1 1 2"
+    assert cells[2].startswith("all 17 5 1 150 100 (67 %) 1 2 3 1 1 1 1 1 2")
     lines = "\n".join(found.warnings)
-    assert "a: 1 of 10 rows have nothing to train on" in lines and ", first a.jsonl:3" in lines
+    assert "1 of 10 rows have nothing to train on" in lines and ", first a.jsonl:3" in lines
     assert "have a system turn that the chat template drops, first b.jsonl:5; set" in lines
     assert "b: 1 of 2 documents begin with two BOS tokens" in lines
-    assert "a: 1 of 3 training examples are duplicates, first train.jsonl:3, the same as" in lines
-    assert (
-        "b: 1 of 1 validation documents are also in the training data, first val.jsonl:1" in lines
-    )
+    assert "1 of 3 training examples are duplicates, first train.jsonl:3, the same as" in lines
+    assert "b: 1 of 1 validation documents are also in the training data, first val.jso" in lines
     assert found.problems == []
-
-
-def test_the_longest_rows_are_measured_before_the_cut() -> None:
-    cut = facts(longest=[(900, "a.jsonl:7"), (20, "a.jsonl:1")])
-    found = run_audit([chat(40), chat(30)], [chat(50)], datasets=[cut])
-    expected = [(900, "a.jsonl:7"), (50, "val.jsonl:1"), (40, "train.jsonl:1")]
-    assert found.longest[:3] == expected
-    assert len(found.longest) == 5
+    assert "\x1b" not in "\n".join(found.lines())
 
 
 MASKS: list[tuple[str, list[Doc], str]] = [
@@ -200,7 +190,6 @@ def test_an_implausible_mask_stops_the_run(docs: list[Doc], problem: str) -> Non
         found.check()
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(f"a.jsonl: {problem}")
-    assert any(line.startswith("problem: a.jsonl: ") for line in found.lines())
     assert found.full_lines()[-1] == f"problem: {caught.value.problems[0]}"
     if docs:  # the same weights are plausible for rows without a chat template
         raw = facts(chats=0, format="completion")
@@ -274,13 +263,66 @@ def test_shared_ngrams_are_found_at_any_position() -> None:
     assert expected in found.lines()
     found = run_audit(train, held_out, config=AuditConfig(overlap=False))
     assert (found.datasets[0].overlapping, found.warnings) == (0, [])
-
-
-def test_the_document_that_shares_most_is_named() -> None:
-    words = list(range(60_000, 60_030))
-    train = [with_words(words[:14]), with_words(words[12:]), with_words(words[:14])]
-    found = run_audit(train, [with_words(words)])
+    # The document that shares most is named.
+    run = list(range(60_000, 60_030))
+    found = run_audit([with_words(run[:14]), with_words(run[12:])], [with_words(run)])
     assert "first val.jsonl:1 with train.jsonl:2" in found.warnings[0]
+
+
+def long_rows(name: str = "a", **changes: Any) -> DatasetFacts:
+    given = {"rows": 1160, "dropped": 419, "lost_tokens": 9_300, "kept_tokens": 700} | changes
+    return facts(name, longest=[(2201, f"{name}.jsonl:7")], **given)
+
+
+@pytest.mark.parametrize(
+    ("lost", "is_pair", "count", "end"),
+    [
+        (long_rows(chats=0), False, 419, "dropped; data.on_long=split or a larger"),
+        (long_rows(), False, 419, "dropped; a larger"),
+        (long_rows(chats=0), True, 419, "dropped; a larger"),
+        (long_rows(on_long="truncate_left", dropped=0, truncated=419), False, 419, "cut; a larger"),
+        # Of a tree of conversations only some branches may be too long.
+        (long_rows(dropped=2, notes={"branch_dropped": (21, "")}), False, 23, "dropped; a larger"),
+    ],
+)
+def test_tokens_lost_with_long_rows_are_reported_first(
+    lost: DatasetFacts, is_pair: bool, count: int, end: str
+) -> None:
+    noted = lost.counts.notes | {"lost_system": (3, "a.jsonl:2")}
+    lost = replace(lost, counts=replace(lost.counts, notes=noted))
+    run = RunSettings(sequence_len=512, is_encoder_decoder=is_pair)
+    found = run_audit([chat(40), chat(30)], [chat(50)], datasets=[lost], run=run)
+    assert found.warnings[0].startswith(
+        f"a: {count} of 1,160 rows (93 % of the tokens) are longer than data.sequence_len=512 and "
+        f"{end} data.sequence_len keeps them"
+    )
+    assert found.warnings[0].endswith("; the longest has 2,201 tokens")
+    # The longest rows are measured before the cut.
+    assert found.longest[:3] == [(2201, "a.jsonl:7"), (50, "val.jsonl:1"), (40, "train.jsonl:1")]
+    assert found.as_dict()["datasets"][0]["lost_share"] == 0.93
+    few = run_audit([chat()], [chat()], datasets=[long_rows(lost_tokens=7, kept_tokens=693)])
+    assert few.warnings == []
+    # By default, the tokens of both sides are the tokens that are kept.
+    found = run_audit([chat()], [chat()], datasets=[long_rows(lost_tokens=60, kept_tokens=None)])
+    assert found.datasets[0].lost_share == 0.5
+
+
+def test_warnings_of_many_data_sets_take_one_line_per_kind() -> None:
+    names = [f"data_set_number_{number}" for number in range(11)]
+    several = [
+        long_rows(name, chats=int(name.endswith("0")), notes={"lost_tools": (2, f"{name}.jsonl:5")})
+        for name in names
+    ]
+    train = [chat(dataset=number) for number in range(11)]
+    found = run_audit(train, datasets=several, run=RunSettings(sequence_len=512))
+    lines = [line for line in found.lines() if line.startswith("warning")]
+    assert len(lines) == 3, "too long: chat and text; tools"
+    assert lines[0] == (
+        "warning: rows are longer than data.sequence_len=512 and dropped (tokens lost): "
+        "data_set_number_0 419 of 1,160 (93 %), data_set_number_10 419 of 1,160 (93 %); a larger "
+        "data.sequence_len keeps them, data.on_long=truncate_right keeps a part"
+    )
+    assert all(any(name in line for line in found.full_lines()) for name in names)
 
 
 def test_a_similar_question_overlaps_only_with_a_similar_answer() -> None:
@@ -424,117 +466,11 @@ def test_pieces_of_one_row_are_not_duplicates() -> None:
         found = audit_documents(AuditConfig(), [facts()], train, validation)
     assert found.datasets[0].duplicates == 1
     assert "first t.jsonl:3, the same as t.jsonl:1" in found.warnings[0]
-    (line,) = [line for line in found.lines() if line.startswith("warning")]
-    expected = "warning: a: 1 of 4 training examples are duplicates, first t.jsonl:3, the same as"
-    assert line.startswith(f"{expected} :1; remove them")
 
 
 def long_rows(name: str = "a", **changes: Any) -> DatasetFacts:
     given = {"rows": 1160, "dropped": 419, "lost_tokens": 9_300, "kept_tokens": 700} | changes
     return facts(name, longest=[(2201, f"{name}.jsonl:7")], **given)
-
-
-KEEPS, PART = "a larger data.sequence_len keeps them", ", data.on_long=truncate_right keeps a part"
-
-
-@pytest.mark.parametrize(
-    ("lost", "is_pair", "expected"),
-    [
-        (long_rows(chats=0), False, f"dropped; data.on_long=split or {KEEPS}{PART}"),
-        (long_rows(), False, f"dropped; {KEEPS}{PART}"),
-        (
-            long_rows(chats=0, on_long="truncate_left", dropped=0, truncated=419),
-            False,
-            f"cut; data.on_long=split or {KEEPS}",
-        ),
-        (long_rows(chats=0), True, f"dropped; {KEEPS}{PART}"),
-    ],
-    ids=["text", "chat", "cut", "encoder-decoder"],
-)
-def test_tokens_lost_with_long_rows_are_reported_first(
-    lost: DatasetFacts, is_pair: bool, expected: str
-) -> None:
-    noted = replace(lost, counts=replace(lost.counts, notes={"lost_system": (3, "a.jsonl:2")}))
-    run = RunSettings(sequence_len=512, is_encoder_decoder=is_pair)
-    found = run_audit([chat(), chat()], [chat()], datasets=[noted], run=run)
-    start = "a: 419 of 1,160 rows (93 % of the tokens) are longer than data.sequence_len=512 and"
-    sentence = f"{start} {expected}"
-    assert found.warnings[0] == f"{sentence}; the longest has 2,201 tokens"
-    lines = found.lines()
-    assert lines[2:] == found.remarks()
-    assert lines[3] == f"warning: {sentence}"
-    assert lines[0].split()[-1] == "lost"
-    assert lines[1].split()[-3:] == ["9,300", "(93", "%)"]
-    assert found.as_dict()["datasets"][0]["lost_share"] == 0.93
-    assert "9,300 (93 %)" in found.full_lines()[1]
-
-
-def test_rows_that_are_dropped_in_part_count_as_dropped() -> None:
-    trees = long_rows(dropped=2, notes={"branch_dropped": (21, "a.jsonl:3")})
-    found = run_audit([chat()], [chat()], datasets=[trees])
-    assert found.warnings[0].startswith(
-        "a: 23 of 1,160 rows (93 % of the tokens) are longer than data.sequence_len and dropped; "
-    )
-    assert found.warnings[1].startswith("a: 21 of 1,160 rows have branches that are longer than ")
-
-
-def test_a_few_lost_tokens_are_only_counted() -> None:
-    for lost, is_warned in ((long_rows(lost_tokens=7), False), (long_rows(lost_tokens=8), True)):
-        found = run_audit([chat()], [chat()], datasets=[replace(lost, kept_tokens=693)])
-        assert bool(found.warnings) == is_warned
-        assert found.full_lines()[0].split()[-3:] == ["lost", "too", "long"]
-    # By default, the tokens of both sides are the tokens that are kept.
-    found = run_audit([chat()], [chat()], datasets=[long_rows(lost_tokens=60, kept_tokens=None)])
-    assert found.datasets[0].lost_share == 0.5
-
-
-def test_warnings_of_many_data_sets_take_one_line_per_kind() -> None:
-    names = [f"data_set_number_{number}" for number in range(11)]
-    held_out = [chat(dataset=number) for number in range(11) for _ in range(number)]
-    train = [replace(doc, ids=[7, *doc.ids[1:]]) for doc in held_out]
-    train += [chat(dataset=number) for number in range(11)]
-    several = [
-        long_rows(name, chats=int(name.endswith("0")), notes={"lost_tools": (2, f"{name}.jsonl:5")})
-        for name in names
-    ]
-    found = run_audit(train, held_out, datasets=several, run=RunSettings(sequence_len=512))
-    lines = [line for line in found.lines() if line.startswith("warning")]
-    assert len(lines) == 4, "too long: chat and text; tools; overlap"
-    assert max(map(len, lines)) <= 280, "these names are long"
-    assert lines[0] == (
-        "warning: rows are longer than data.sequence_len=512 and dropped (tokens lost): "
-        "data_set_number_0 419 of 1,160 (93 %), data_set_number_10 419 of 1,160 (93 %); a larger "
-        "data.sequence_len keeps them, data.on_long=truncate_right keeps a part"
-    )
-    (overlapping,) = [line for line in lines if "overlap" in line]
-    assert "training: data_set_number_10 10 of 10, data_set_number_9 9 of 9, and 8" in overlapping
-    # In full, each data set has its own line.
-    assert len(found.warnings) == 11 + 11 + 10
-    assert all(any(name in line for line in found.full_lines()) for name in names)
-
-
-def test_origins_are_short_and_a_file_is_named_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    here = f"{tmp_path}/data/orders.jsonl"
-    deep = f"{tmp_path}/a/folder/below/the/working/directory/d.jsonl"
-    assert short_file(deep) == "a/folder/below/the/working/directory/d.jsonl"
-    far = "/somewhere/that/is/far/away/from/here/or/there/text/c4 demo.jsonl"
-    assert short_origins([f"{here}:23 68", f"{here}:27 68", f"{far}:3 <s>:1", f"{here}:1"]) == [
-        *("data/orders.jsonl:23 68", ":27 68", ".../text/c4 demo.jsonl:3 <s>:1"),
-        "data/orders.jsonl:1",
-    ]
-    assert short_origins(["/a/b/c.json:1", "no place", "s3://bucket/x.json:2"]) == [
-        *("/a/b/c.json:1", "no place", "s3://bucket/x.json:2")
-    ]
-    longest = [(90, f"{far}:7"), (80, f"{far}:9"), (70, f"{here}:1")]
-    found = run_audit([chat()], datasets=[facts(longest=longest)])
-    assert (
-        "longest rows, in tokens: .../text/c4 demo.jsonl:7 90, :9 80, data/orders.jsonl:1 70, "
-        "train.jsonl:1 30"
-    ) in found.lines()
-    assert f"{far}:9 80, data/orders.jsonl:1 70" in found.full_lines()[2]
 
 
 def test_a_search_of_a_sample_is_reported() -> None:
@@ -546,22 +482,3 @@ def test_a_search_of_a_sample_is_reported() -> None:
     assert found.datasets[0].overlapping == 3, "every third document, and copies in all of them"
     (fact,) = found.facts
     assert "searched in 34 % of the training tokens" in fact
-
-
-def test_control_characters_of_a_file_are_escaped() -> None:
-    evil = facts("a\x1b[31m", notes={"control_token": (1, "a.jsonl:2 \x1b]0;x\x07")})
-    found = run_audit([chat()], datasets=[evil])
-    text = "\n".join(found.lines())
-    assert "\x1b" not in text
-    assert "\x07" not in text
-    assert "\\x1b" in text
-
-
-def test_audit_is_written_to_the_run_folder(tmp_path: Path) -> None:
-    found = run_audit([chat(), chat(weights=[0.0] * 29 + [1.0])], [chat()])
-    found.write(tmp_path)
-    assert (tmp_path / "audit.txt").read_text().splitlines() == found.full_lines()
-    kept = json.loads((tmp_path / "audit.json").read_text())
-    assert kept == found.as_dict()
-    assert kept["datasets"][0]["trained_share"] == pytest.approx(21 / 60)
-    assert kept["longest"][0] == {"tokens": 30, "origin": "train.jsonl:1"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.errors import Origin
-from data_modules.collator import Batch, Collator
+from data_modules.collator import Collator
 from data_modules.types import Example
 
 
@@ -32,6 +32,9 @@ def test_packed_row() -> None:
     assert batch.trained_columns.tolist() == [1, 3, 5]
     assert batch.document_lengths == [[3, 4]]
     assert (batch.step_weight, batch.num_tokens) == (3.5, 7)
+    assert {batch.labels.dtype, batch.trained_columns.dtype, batch.input_ids.dtype} == {torch.int64}
+    assert batch.loss_weights.dtype == torch.float32
+    assert FIRST.weights.tolist() == [1, 0, 1]  # not modified
 
 
 def test_padded_rows() -> None:
@@ -44,9 +47,7 @@ def test_padded_rows() -> None:
     assert batch.trained_columns.tolist() == [0, 1, 2]
     assert batch.document_lengths == [[3], [4], []]
     assert batch.num_tokens == 7
-
-
-def test_end_token_that_is_also_the_pad_token_is_trained_on() -> None:
+    # An end token that is also the pad token is trained on.
     ended = make_example([1, 2, 99], [0, 1, 1])
     batch = Collator(99, packed=False)([[ended], [SECOND]], 1.0)
     assert batch.labels[0].tolist() == [2, 99, -100, -100]
@@ -60,39 +61,21 @@ def test_an_empty_micro_batch_has_one_column_and_no_label() -> None:
         assert batch.trained_columns.tolist() == [0]
         assert batch.document_lengths == [[]] * rows
         assert batch.num_tokens == 0
+    batch = Collator(0, True, decoder_start_token_id=9)([[]], 1.0)
+    assert batch.labels.tolist() == [[-100]] and batch.num_tokens == 0
+    assert batch.decoder is not None and batch.decoder.input_ids.tolist() == [[0]]
 
 
-def test_dtypes_and_shapes() -> None:
-    batch = Collator(0, packed=True)([[FIRST, SECOND]], 1.0)
-    for name in ("input_ids", "position_ids", "labels", "dataset_ids"):
-        assert getattr(batch, name).dtype == torch.int64
-        assert getattr(batch, name).shape == (1, 7)
-    assert batch.loss_weights.dtype == torch.float32
-    assert batch.trained_columns.dtype == torch.int64
+def test_lightning_moves_all_tensors_of_a_batch() -> None:
+    from lightning.fabric.utilities.apply_func import move_data_to_device
 
-
-def test_examples_are_not_modified() -> None:
-    before = FIRST.weights.copy()
-    Collator(0, packed=True)([[FIRST, SECOND]], 1.0)
-    assert np.array_equal(FIRST.weights, before)
-
-
-def test_all_tensors_of_a_batch_are_moved() -> None:
     batch = Collator(0, packed=True)([[FIRST]], 1.5)
     batch = replace(batch, others=batch)
-    moved = batch.to(torch.device("meta"), non_blocking=True)
+    moved = move_data_to_device(batch, torch.device("meta"))
     assert moved.others is not None and moved.others.labels.device.type == "meta"
     assert moved.input_ids.device.type == moved.trained_columns.device.type == "meta"
     assert moved.document_lengths == [[3]] and moved.step_weight == 1.5
     assert batch.input_ids.device.type == "cpu"
-
-
-def test_lightning_moves_a_batch() -> None:
-    from lightning.fabric.utilities.apply_func import move_data_to_device
-
-    batch = Collator(0, packed=True)([[FIRST]], 1.5)
-    moved = move_data_to_device(batch, torch.device("meta"))
-    assert isinstance(moved, Batch) and moved.labels.device.type == "meta"
 
 
 def pair(source: list[int], targets: list[int], weights: list[float], dataset: int = 0) -> Example:
@@ -130,12 +113,6 @@ def test_decoder_inputs_are_labels_shifted_by_a_start_token(packed: bool) -> Non
     moved = batch.to("meta").decoder
     assert moved is not None and moved.document_lengths == decoder.document_lengths
     assert moved.input_ids.device.type == moved.position_ids.device.type == "meta"
-
-
-def test_an_empty_pack_of_pairs_is_padding() -> None:
-    batch = Collator(0, True, decoder_start_token_id=9)([[]], 1.0)
-    assert batch.labels.tolist() == [[-100]] and batch.num_tokens == 0
-    assert batch.decoder is not None and batch.decoder.input_ids.tolist() == [[0]]
 
 
 def test_a_causal_example_is_refused_as_a_pair() -> None:

@@ -18,7 +18,7 @@ from data_modules.collator import Collator
 from data_modules.format import PREFERENCE, RowError, convert_row
 from data_modules.tokens.encode import Counts
 from data_modules.tokens.store import DocumentBuilder, StoreWriter, TokenStore
-from data_modules.types import Conversation, Document, Encoded, Row
+from data_modules.types import Document, Encoded, Row
 from tests.data_modules.test_datamodule import build as build_module
 from tests.tiny import SAMPLES, TINY_BASE
 
@@ -43,23 +43,18 @@ def convert(values: dict[str, Any]) -> list[Any]:
     return convert_row(Row(values, ORIGIN), PREFERENCE, {})
 
 
-@pytest.mark.parametrize("values", CHATS, ids=lambda values: "-".join(values))
-def test_both_answers_follow_the_same_prompt(values: dict[str, Any]) -> None:
-    chosen, rejected = convert(values)
-    for item, answer in ((chosen, "good"), (rejected, "bad")):
-        assert isinstance(item, Conversation)
-        assert [(t.role, t.content) for t in item.turns] == [("user", "q"), ("assistant", answer)]
-        assert item.turns[-1].weight is None
-
-
-def test_texts_with_a_text_as_prompt_are_documents() -> None:
-    chosen, rejected = convert({"prompt": "q", "chosen": " good", "rejected": " bad"})
-    for item, answer in ((chosen, " good"), (rejected, " bad")):
+def test_both_answers_follow_the_same_prompt() -> None:
+    for values in CHATS:
+        for item, answer in zip(convert(values), ("good", "bad"), strict=True):
+            assert [(t.role, t.content) for t in item.turns] == [
+                ("user", "q"),
+                ("assistant", answer),
+            ]
+            assert item.turns[-1].weight is None
+    for item, answer in zip(convert(CHATS[1] | {"prompt": "q"}), ("good", "bad"), strict=True):
         assert isinstance(item, Document)
         assert [(part.text, part.weight) for part in item.segments] == [("q", 0.0), (answer, 1.0)]
-
-
-def test_answers_in_the_prompt_are_masked_and_the_input_is_read() -> None:
+    # Answers in the prompt are masked.
     for values in (
         {"chosen": [*FIRST, GOOD], "rejected": [*FIRST, BAD]},
         {"prompt": FIRST, "chosen": "good", "rejected": "bad"},
@@ -75,7 +70,6 @@ def test_answers_in_the_prompt_are_masked_and_the_input_is_read() -> None:
     [
         ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "p"}, BAD]}, "the same prompt"),
         ({"prompt": "p", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "the prompt ends with"),
-        ({"prompt": "q", "answers": ["a", "b", "c"]}, "chosen: answers.0, rejected: answers.2"),
         (
             {"prompt": "q", "completions": [{"response": "a"}, {"response": "b"}], "ranks": [1, 2]},
             "write a row for each pair .* rejected: completions.1.response",
@@ -83,7 +77,6 @@ def test_answers_in_the_prompt_are_masked_and_the_input_is_read() -> None:
         ({"chosen": "good", "rejected": "bad"}, "have no prompt before them"),
         ({"prompt": "q", "chosen": "", "rejected": "bad"}, "chosen is empty"),
         ({"prompt": "q", "chosen": "good"}, "missing 'rejected'.*objective=sft"),
-        ({"instruction": "q", "output": "a"}, "missing 'chosen'.*objective=sft"),
         ({"prompt": [ASK], "chosen": [GOOD, ASK], "rejected": [BAD]}, "chosen ends with a turn of"),
     ],
 )
@@ -172,28 +165,20 @@ def test_stored_references_stay_with_their_pairs_whatever_is_held_out(tmp_path: 
     assert module.val_order and module.val_examples[0].origin != again.val_examples[0].origin
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rejected", "left"), [(12, 4, (6, 4)), (4, 12, (4, 6)), (9, 8, (5, 5))]
-)
-def test_the_longer_answer_of_a_long_pair_is_cut(
-    chosen: int, rejected: int, left: tuple[int, int]
-) -> None:
-    pair = encoded([1], [3] * (chosen - 1)), encoded([1], [4] * (rejected - 1))
-    documents, counts = build(pair, sequence_len=10, on_long="truncate_right")
-    (example,) = documents.examples(0)
-    assert tuple(len(document.input_ids) for document in example.documents()) == left
-    assert (counts.truncated, counts.lost_tokens) == (1, chosen + rejected - 10)
-    assert build(pair, sequence_len=10)[1].dropped == 1
-
-
-def test_pairs_without_a_difference_are_left_out_and_named() -> None:
+def test_the_longer_answer_of_a_long_pair_is_cut_and_one_without_a_difference_is_left_out() -> None:
+    for chosen, rejected, left in ((12, 4, (6, 4)), (4, 12, (4, 6)), (9, 8, (5, 5))):
+        pair = encoded([1], [3] * (chosen - 1)), encoded([1], [4] * (rejected - 1))
+        documents, counts = build(pair, sequence_len=10, on_long="truncate_right")
+        (example,) = documents.examples(0)
+        assert tuple(len(document.input_ids) for document in example.documents()) == left
+        assert (counts.truncated, counts.lost_tokens) == (1, chosen + rejected - 10)
+        assert build(pair, sequence_len=10)[1].dropped == 1
     same = encoded([1], [3, 2]), encoded([1], [3, 2])
-    documents, counts = build(same, same)
-    assert documents is None
-    assert counts.notes == {"same_answers": (2, "pairs.jsonl:1")} and counts.empty == 2
     late = encoded([1], [3] * 8 + [2]), encoded([1], [3] * 8 + [4, 2])
-    documents, counts = build(late, sequence_len=10, on_long="truncate_right")
-    assert documents is None and counts.notes == {"cut_to_the_same": (1, "pairs.jsonl:1")}
+    for pair, note in ((same, "same_answers"), (late, "cut_to_the_same")):
+        documents, counts = build(pair, sequence_len=10, on_long="truncate_right")
+        assert documents is None and counts.notes == {note: (1, "pairs.jsonl:1")}
+        assert counts.empty == 1
 
 
 def test_the_format_is_said_by_the_objective_and_never_guessed(tmp_path: Path) -> None:

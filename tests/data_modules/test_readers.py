@@ -21,7 +21,6 @@ from data_modules.format import convert_row
 from data_modules.source import opening
 from data_modules.source.opening import BadRow, Budget, Chunk, ReadOptions
 from data_modules.source.source import count_rows, read_file
-from data_modules.source.tables import arrow_errors
 from data_modules.types import Conversation, Row
 from tests.data_modules.conftest import arrow_bytes, lines_of, parquet_bytes, zst
 
@@ -61,8 +60,16 @@ def problems_of(file: Path, content: bytes, **settings: Any) -> list[str]:
     return [problem.replace(f"{file.parent}/", "") for problem in problems]
 
 
+ROW = b'\n{"a": "fourth"}\n'
+PACKED: list[tuple[str, Callable[[bytes], bytes]]] = [
+    ("", bytes),
+    (".gz", gzip.compress),
+    (".zst", zst),
+]
+
+
 @pytest.mark.parametrize("name", CONTENTS)
-@pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zst)])
+@pytest.mark.parametrize(("suffix", "pack"), PACKED)
 def test_every_format_is_read_plain_and_compressed(
     tmp_path: Path, name: str, suffix: str, pack: Callable[[bytes], bytes]
 ) -> None:
@@ -73,42 +80,29 @@ def test_every_format_is_read_plain_and_compressed(
     first = 2 if name in ("d.csv", "d.tsv") else 1
     assert [row.origin.line for row in rows] == [first, first + 1, first + 2]
     assert {row.origin.file for row in rows} == {str(file)}
-    assert count_rows(file, ReadOptions()) == 3
+    budget = Budget(1)
+    assert count_rows(file, ReadOptions(budget=budget)) == 3 and budget.left == 1
 
 
-@pytest.mark.parametrize("name", ["d.csv", "d.tsv"])
 @pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
-@pytest.mark.parametrize("head", ["a{}b", '\n"a"{}"b"', 'a{}"b"'])
-def test_the_separator_of_a_table_is_that_of_its_header(
-    tmp_path: Path, name: str, mark: str, head: str
-) -> None:
-    file = tmp_path / name
-    cell = '"; , | "'
-    file.write_text(f"{head.format(mark)}\n{cell}{mark}2\n3{mark}")
-    (first, second) = read(file)
-    assert isinstance(first, Row) and first.values == {"a": "; , | ", "b": "2"}
-    assert isinstance(second, Row) and second.values == {"a": "3", "b": ""}
-    assert second.origin.line == head.count("\n") + 3
-
-
-def test_a_quoted_name_with_separators_is_one_column(tmp_path: Path) -> None:
-    file = tmp_path / "d.csv"
+def test_the_separator_of_a_table_is_that_of_its_header(tmp_path: Path, mark: str) -> None:
+    for name in ("d.csv", "d.tsv"):
+        for head in ("a{}b", '\n"a"{}"b"'):
+            file = tmp_path / name
+            cell = '"; , | "'
+            file.write_text(f"{head.format(mark)}\n{cell}{mark}2\n3{mark}")
+            (first, second) = read(file)
+            assert isinstance(first, Row) and first.values == {"a": "; , | ", "b": "2"}
+            assert isinstance(second, Row) and second.values == {"a": "3", "b": ""}
+            assert second.origin.line == head.count("\n") + 3
     file.write_text('"a; b, c"\nfirst; second\n')
     (row,) = read(file)
     assert isinstance(row, Row) and row.values == {"a; b, c": "first; second"}
 
 
-def test_compressed_files_of_several_frames_are_read_to_the_end(tmp_path: Path) -> None:
-    for name, pack in (("d.jsonl.gz", gzip.compress), ("d.jsonl.zst", zst)):
-        file = tmp_path / name
-        file.write_bytes(pack(lines_of(ROWS)) + pack(lines_of(ROWS)))
-        assert len(read(file)) == 6
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("d.jsonl", zst(b'{"a": 1}'), "d.jsonl: is zstd-compressed; name it .zst"),
         ("d.json.gz", zst(b'[{"a": 1}]'), "d.json.gz: is zstd-compressed; name it .zst"),
         ("d.csv.zst", zst(b"a\n1\n" * 99)[:-6], "d.csv.zst: cannot be read: Truncated"),
         ("d.csv", CONTENTS["d.arrow"], "d.csv: is an arrow file; name it .arrow"),
@@ -120,14 +114,16 @@ def test_compressed_files_of_several_frames_are_read_to_the_end(tmp_path: Path) 
             "d.csv:2 1 cells, the header has 2 (a, b); quote cells that hold a semi",
         ),
         ("d.csv", b"a,b,a\n1,2,3\n", "d.csv:1 column 'a' is twice in the header (a, b, a)"),
-        ("d.tsv", b"a\tb\n1\n", "d.tsv:2 1 cells, the header has 2 (a, b); quote cells that hold"),
         ("d.csv", b'a,b\n"x\n\xe9",2\n', "d.csv:3 byte 0xE9 at column 1 is not UTF-8"),
-        ("d.csv", b"\xe9,b\n1,2\n", "d.csv:1 byte 0xE9 at column 1 is not UTF-8"),
+        ("d.csv", b"a,b\n1,2\na,b\n3,4\n", "d.csv:3 repeats the header"),
         ("d.txt", b"one\ntwo\n\nthr\xe9e\n", "d.txt:4 byte 0xE9 at column 4 is not UTF-8"),
         ("d.arrow", b"ARROW1\0\0nonsense", "d.arrow: not a readable arrow file"),
         ("d.arrow", b"", "d.arrow: not a readable arrow file"),
         ("d.json", b'[{"a": 1},', "d.json:1:11 invalid JSON"),
         ("d.json", b'[{"a": 1},\n{"a": "caf\xe9"}]', "d.json:2 byte 0xE9 at column 11 is not"),
+        ("d.json", b'[{"a": 1},\n{"a": 2}\n, \n]\n', "d.json:3:1 invalid JSON: trailing comma"),
+        ("d.json", b'[{"a": 1}]\n\n[{"a": 2}]\n', "d.json:3:1 more than one JSON value"),
+        ("d.json", b'[{"a": 1}]\xef\xbb\xbf[{"a": 2}]', "d.json:1:11 more than one JSON value"),
         ("d.jsonl", b'{"a": 1} x\n', "d.jsonl:1:10 invalid JSON: Extra data, near `{"),
     ],
 )
@@ -135,57 +131,6 @@ def test_content_that_does_not_match_the_file_name_is_reported(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     assert problems_of(tmp_path / name, content)[0].startswith(message)
-
-
-TAILS = {"itself": b"", "zeros": b"\0" * 16, "a page": b"<html>", "a row": b'\n{"a": "fourth"}\n'}
-
-
-# Each name with each tail, packed in turn: how a file is packed is undone before it is read.
-@pytest.mark.parametrize(
-    ("name", "tail", "pack"),
-    [
-        (name, tail, (bytes, gzip.compress, zst)[(first + second) % 3])
-        for first, name in enumerate(CONTENTS)
-        for second, tail in enumerate(TAILS)
-    ],
-)
-def test_what_follows_the_rows_of_a_file_is_read_or_refused(
-    tmp_path: Path, name: str, tail: str, pack: Callable[[bytes], bytes]
-) -> None:
-    suffix = {gzip.compress: ".gz", zst: ".zst"}.get(pack, "")
-    content = CONTENTS[name] + (TAILS[tail] or CONTENTS[name])
-    file = tmp_path / f"{name}{suffix}"
-    problems = problems_of(file, pack(content))
-    assert problems or len(read(file)) == len(ROWS) * (2 if tail == "itself" else 1) + (
-        name.endswith("sv") or tail == "a row"
-    )
-    if name == "d.json":
-        line, column = (2, 1) if tail == "a row" else (1, len(CONTENTS[name].decode()) + 1)
-        assert problems[0].startswith(
-            f"d.json{suffix}:{line}:{column} more than one JSON value; name it .jsonl or join them"
-        )
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'[{"a": 1},\n{"a": 2}\n, \n]\n', "d.json:3:1 invalid JSON: trailing comma"),
-        (b'[{"a": 1}]\n\n[{"a": 2}]\n', "d.json:3:1 more than one JSON value"),
-        (b"[,]", "d.json:1:2 invalid JSON"),
-        (b'[{"a": 1}]\xef\xbb\xbf[{"a": 2}]', "d.json:1:11 more than one JSON value"),
-    ],
-)
-def test_the_end_of_an_array_is_the_end_of_its_file(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
-    assert problems_of(tmp_path / "d.json", content)[0].startswith(message)
-    assert problems_of(tmp_path / "d.json", b'\n [{"a": 1}\n ] \r\n\n') == []
-
-
-def test_a_header_in_the_middle_of_a_table_is_a_bad_row(tmp_path: Path) -> None:
-    (problem,) = problems_of(tmp_path / "d.csv", b"a,b\n1,2\na,b\n3,4\n")
-    assert problem.startswith("d.csv:3 repeats the header")
-    assert problems_of(tmp_path / "d.csv", b"a\n1\na\n") == []
 
 
 def test_indexes_and_dictionaries_are_not_taken_for_a_second_file(tmp_path: Path) -> None:
@@ -213,8 +158,26 @@ def test_truncated_files_are_reported(tmp_path: Path, name: str) -> None:
         assert problems_of(tmp_path / f"cut-{name}", content[: len(content) - 7])
 
 
+@pytest.mark.parametrize("name", CONTENTS)
+def test_what_follows_the_rows_of_a_file_is_read_or_refused(tmp_path: Path, name: str) -> None:
+    for number, tail in enumerate((CONTENTS[name], b"\0" * 16, b"<html>", ROW)):
+        suffix, pack = PACKED[(list(CONTENTS).index(name) + number) % 3]
+        file = tmp_path / f"{name}{suffix}"
+        problems = problems_of(file, pack(CONTENTS[name]) + pack(tail))  # packed: two frames
+        assert problems or len(read(file)) == len(ROWS) * (1 if number else 2) + (
+            name.endswith("sv") or tail == ROW
+        )
+        if name == "d.json":
+            assert "more than one JSON value; name it .jsonl or join them" in problems[0]
+
+
 def test_bad_rows_keep_their_position_reason_and_text(tmp_path: Path) -> None:
+    problems = problems_of(tmp_path / "d.json", b'[{"a": 1, "a": 2},\n3,\n{"a": 3},\n{"a": }, 5]')
+    assert [problem.split(" ")[0] for problem in problems] == ["d.json:1", "d.json:2", "d.json:4:7"]
     file = tmp_path / "d.jsonl"
+    file.write_text('{"a": ' + "x" * 5000 + "\n")
+    (row,) = read(file)
+    assert isinstance(row, BadRow) and len(row.raw) == 2000
     file.write_bytes(b'{"a": 1}\n{"a": }\n{"b": "\xe9"}\n{"a": 4}\n')
     good, broken, latin, last = read(file)
     assert isinstance(good, Row) and isinstance(last, Row) and last.origin.line == 4
@@ -222,18 +185,6 @@ def test_bad_rows_keep_their_position_reason_and_text(tmp_path: Path) -> None:
     assert broken.raw == '{"a": }' and broken.reason.startswith("invalid JSON: Expecting value")
     assert broken.problem == f"{file}:2:7 {broken.reason}"
     assert latin.problem == f"{file}:3 {latin.reason}" and latin.raw == '{"b": "\ufffd"}'
-
-
-def test_bad_row_keeps_the_beginning_of_its_text(tmp_path: Path) -> None:
-    file = tmp_path / "d.jsonl"
-    file.write_text('{"a": ' + "x" * 5000 + "\n")
-    (row,) = read(file)
-    assert isinstance(row, BadRow) and len(row.raw) == 2000
-
-
-def test_reading_continues_after_a_duplicate_key_but_not_after_broken_json(tmp_path: Path) -> None:
-    problems = problems_of(tmp_path / "d.json", b'[{"a": 1, "a": 2},\n3,\n{"a": 3},\n{"a": }, 5]')
-    assert [problem.split(" ")[0] for problem in problems] == ["d.json:1", "d.json:2", "d.json:4:7"]
 
 
 BLANK_LINES = st.sampled_from(["", " ", "\t", "\r"])
@@ -283,26 +234,10 @@ def test_paragraphs_do_not_depend_on_chunk_borders(
         rows = read(file)
     found = [(row.origin.line, row.values["text"]) for row in rows if isinstance(row, Row)]
     assert found == paragraphs(lines)
-
-
-def test_text_without_blank_lines_has_one_row_per_line(tmp_path: Path) -> None:
-    file = tmp_path / "d.txt"
+    # Text without blank lines has a row per line.
     file.write_bytes(b"\n\none\r\n two\nthree\n\n")
-    rows = read(file)
-    assert [(row.origin.line, row.values["text"]) for row in rows if isinstance(row, Row)] == [
-        (3, "one"),
-        (4, " two"),
-        (5, "three"),
-    ]
-
-
-def test_lines_are_decoded_lazily(tmp_path: Path) -> None:
-    file = tmp_path / "d.jsonl"
-    file.write_bytes(b"never parsed\n" * 300_000)
-    chunks = list(read_file(file, ReadOptions()))
-    assert 3 <= len(chunks) <= 5 and sum(chunk.num_bytes for chunk in chunks) == 13 * 300_000
-    assert sum(chunk.count() for chunk in chunks) == 300_000
-    assert all(len(pickle.dumps(chunk)) < chunk.num_bytes + 500 for chunk in chunks)
+    found = [(row.origin.line, row.values["text"]) for row in read(file) if isinstance(row, Row)]
+    assert found == [(3, "one"), (4, " two"), (5, "three")]
 
 
 def test_piece_of_a_batch_is_sent_without_the_rest(tmp_path: Path) -> None:
@@ -371,24 +306,21 @@ def test_the_size_limit_is_inclusive_and_in_bytes(tmp_path: Path) -> None:
         data = content.encode()
         assert problems_of(tmp_path / name, data, max_row_bytes=size) == [], name
         assert len(problems_of(tmp_path / name, data, max_row_bytes=size - 3)) == 1, name
-
-
-@pytest.mark.parametrize("chunk_bytes", range(1, 40, 4))
-def test_a_large_paragraph_does_not_depend_on_chunk_borders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
-) -> None:
-    monkeypatch.setattr(opening, "CHUNK_BYTES", chunk_bytes)
-    file = tmp_path / "d.txt"
-    file.write_bytes(b"s\n\n" + b"long\n" * 20 + b" \t\nt\n\nu")
-    rows = read(file, max_row_bytes=20)
-    assert [row.origin.line for row in rows] == [1, 3, 24, 26]
-    assert [isinstance(row, BadRow) for row in rows] == [False, True, False, False]
-
-
-def test_a_csv_row_above_the_size_limit_ends_reading(tmp_path: Path) -> None:
     content = f'a,b\n1,2\n"{"x" * 5000},2\n3,4\n'.encode()
     (problem,) = problems_of(tmp_path / "d.csv", content, max_row_bytes=1000)
     assert problem.startswith("d.csv:3 row of more than 1,000 bytes (data.max_row_bytes)")
+
+
+def test_a_large_paragraph_does_not_depend_on_chunk_borders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "d.txt"
+    file.write_bytes(b"s\n\n" + b"long\n" * 20 + b" \t\nt\n\nu")
+    for chunk_bytes in range(1, 40, 4):
+        monkeypatch.setattr(opening, "CHUNK_BYTES", chunk_bytes)
+        rows = read(file, max_row_bytes=20)
+        assert [row.origin.line for row in rows] == [1, 3, 24, 26]
+        assert [isinstance(row, BadRow) for row in rows] == [False, True, False, False]
 
 
 def peak_of(file: Path, **settings: Any) -> int:
@@ -453,21 +385,6 @@ def test_the_budget_ends_reading_between_rows(tmp_path: Path) -> None:
         assert len(rows) == 3
 
 
-def test_counting_rows_does_not_use_the_budget(tmp_path: Path) -> None:
-    for name, content in CONTENTS.items():
-        file = tmp_path / name
-        file.write_bytes(content)
-        budget = Budget(1)
-        assert count_rows(file, ReadOptions(budget=budget)) == 3, name
-        assert budget.left == 1, name
-
-
-def test_a_memory_error_from_a_damaged_file_blames_the_file(tmp_path: Path) -> None:
-    expected = pytest.raises(DataError, match=r"d\.arrow: not a readable arrow file")
-    with expected, arrow_errors(tmp_path / "d.arrow", "arrow"):
-        raise MemoryError("malloc of size 68719476736 failed")
-
-
 def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     kinds = {key: {"type": type(value).__name__} for key, value in arguments.items()}
     function = {"name": name, "parameters": {"type": "object", "properties": kinds}}
@@ -501,11 +418,8 @@ def values_of(name: str, rows: list[dict[str, Any]], folder: Path) -> list[dict[
 @pytest.mark.parametrize("name", ["d.parquet", "file.arrow", "stream.arrow", "d.jsonl"])
 def test_a_call_has_its_own_arguments_only(name: str, tmp_path: Path) -> None:
     assert values_of(name, CALLS, tmp_path) == CALLS
-
-
-def test_jsonl_keeps_its_nulls(tmp_path: Path) -> None:
     rows = [call("weather", {"city": None, "where": {"country": None}})]
-    assert values_of("d.jsonl", rows, tmp_path) == rows
+    assert (values_of(name, rows, tmp_path) == rows) == (name == "d.jsonl")  # it keeps its nulls
 
 
 def test_a_field_that_is_null_in_a_row_can_still_be_named_as_its_column(tmp_path: Path) -> None:
@@ -517,32 +431,3 @@ def test_a_field_that_is_null_in_a_row_can_still_be_named_as_its_column(tmp_path
         assert isinstance(item, Conversation)
         asked.append(item.turns[0].content)
     assert asked == ["q\n\ne", "q"]
-
-
-KEYS = st.sampled_from(["a", "b", "c"])
-LEAVES = st.integers(0, 9) | st.just(None)
-OBJECTS = st.dictionaries(
-    KEYS,
-    st.dictionaries(
-        KEYS, st.lists(st.dictionaries(KEYS, LEAVES, max_size=2), max_size=2), max_size=2
-    ),
-    max_size=3,
-)
-
-
-def without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-@given(st.lists(OBJECTS, min_size=1, max_size=4))
-def test_objects_of_any_depth_come_back(
-    tmp_path_factory: pytest.TempPathFactory, objects: list[dict[str, Any]]
-) -> None:
-    rows = [{"n": 1, "x": one, "text": None} for one in objects]
-    try:
-        found = values_of("d.parquet", rows, tmp_path_factory.mktemp("d"))
-    except (pyarrow.ArrowException, NotImplementedError):
-        return  # a struct without any field
-    assert found == [{**row, "x": without_nulls(row["x"])} for row in rows]

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from data_modules import source
-from tests.composing import CONF
 from tests.tiny import SAMPLES
 from tools.tiny_base import write
-from tools.tiny_base.corpus import ANSWER_WEIGHT, CORPORA, TEXT_WEIGHT, Document, read_corpus, words
+from tools.tiny_base.corpus import TEXT_WEIGHT, Document, words
 from tools.tiny_base.probes import GATE, probe_rows
 from tools.tiny_base.tokenizer import skills_corpus
 
@@ -65,10 +62,6 @@ def is_held_out(problem: str) -> bool:
     return zlib.crc32(problem.encode()) % 10 == 0
 
 
-def text_of(document: Document) -> str:
-    return "".join(segment["text"] for segment in document["segments"])
-
-
 @pytest.fixture(scope="module")
 def documents() -> list[Document]:
     return list(skills_corpus(num_documents=NUM_DOCUMENTS))
@@ -90,12 +83,6 @@ def test_problems_are_on_their_side_of_the_split(stem: str) -> None:
     test = {problem_in(prompt) for prompt, _ in read_pairs(f"{stem}_test")}
     assert not any(is_held_out(problem) for problem in tuning)
     assert all(is_held_out(problem) for problem in test)
-
-
-@pytest.mark.parametrize("stem", DATA_FILES)
-def test_numbers_of_distinct_rows(stem: str) -> None:
-    assert len(set(read_pairs(stem))) >= 0.95 * len(read_pairs(stem)) == 950
-    assert len(read_pairs(f"{stem}_test")) == 200
 
 
 @pytest.mark.parametrize("stem", ["lists", "lists_test", "orders", "orders_test"])
@@ -131,48 +118,6 @@ def test_the_corpus_has_no_held_out_problem(documents: list[Document]) -> None:
         facts, *later = [s["text"] for s in document["segments"] if s["weight"] == TEXT_WEIGHT]
         problems = [problem_in(facts), *(digits for text in later for digits in lists_in(text))]
         assert not any(is_held_out(problem) for problem in problems), problems
-
-
-def test_the_corpus_does_not_use_the_wording_of_the_tuning_rows(documents: list[Document]) -> None:
-    wordings = [
-        write.ORDER_SYSTEM,
-        *(wording for wordings in write.LIST_INSTRUCTIONS.values() for wording in wordings),
-        *(q.split("{")[0] for qs in write.ORDER_QUESTIONS.values() for q in qs if q[0] != "{"),
-        *write.PERSON_QUESTIONS.values(),
-    ]
-    corpus = "\n".join(map(text_of, documents))
-    assert not [wording for wording in wordings if wording in corpus]
-    assert "<|im_start|>" not in corpus and "?" not in corpus
-    assert not set(write.PERSON_SENTENCES) & set(words()["person_facts"])
-
-
-def test_the_corpus_is_deterministic_and_extended_at_its_end(documents: list[Document]) -> None:
-    assert list(skills_corpus(num_documents=100)) == documents[:100]
-    assert list(skills_corpus(seed=1, num_documents=100)) != documents[:100]
-
-
-def test_the_base_is_trained_on_the_files_of_its_corpora(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, (skill, seed, _) in CORPORA.items():
-        monkeypatch.setitem(CORPORA, name, (skill, seed, 100))
-    write.write_corpora(tmp_path)
-    datasets = yaml.safe_load((CONF / "data/skills_corpora.yaml").read_text())["datasets"]
-    paths = [Path(dataset["path"]) for dataset in datasets]
-    assert {path.parent for path in paths} == {write.CORPUS_FOLDER}
-    for path, name in zip(paths, CORPORA, strict=True):
-        rows = [row for row, _ in source.read_rows(str(tmp_path / path.name))]
-        assert len(rows) == 100 and rows == list(read_corpus(name))
-
-
-def test_each_document_ends_with_an_answer_of_full_weight(documents: list[Document]) -> None:
-    for document in documents:
-        assert all(segment["text"] for segment in document["segments"])
-        assert {segment["weight"] for segment in document["segments"]} == {
-            TEXT_WEIGHT,
-            ANSWER_WEIGHT,
-        }
-        assert document["segments"][-1]["weight"] == ANSWER_WEIGHT
 
 
 @pytest.mark.parametrize("skill", GATE)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
-import threading
-import time
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,13 @@ import pytest
 import torch
 
 from common.errors import DataError
-from data_modules import Batch, DataConfig, DatasetConfig, Example
+from data_modules import Batch, DataConfig, DatasetConfig
 from data_modules.datamodule import FinetuneDataModule
 from data_modules.settings import MixtureConfig, check_datasets
-from data_modules.stream import StreamPlan, TokenStream
+from data_modules.stream import StreamPlan
 from tests.batches import micro_batches
+from tests.data_modules.conftest import write_jsonl
 from tests.data_modules.test_datamodule import build as build_module
-from tests.processes import LONGEST
 from tests.reliability.shell import Shell
 
 
@@ -33,9 +31,9 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def write(file: Path, count: int, word: str = "one") -> DatasetConfig:
-    rows = ({"prompt": f"{index}", "completion": f" {word} {index}"} for index in range(count))
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DatasetConfig(path=str(file))
+    return write_jsonl(
+        file, [{"prompt": f"{index}", "completion": f" {word} {index}"} for index in range(count)]
+    )
 
 
 def build(
@@ -77,22 +75,20 @@ def test_number_and_weight_of_steps_are_exact(tmp_path: Path, tokenizer: Any) ->
         assert first.step_weight == second.step_weight == weight > 0
 
 
-def test_each_row_is_read_once_before_any_repeats(tmp_path: Path, tokenizer: Any) -> None:
-    module = build([write(tmp_path / "a.jsonl", 150)], tokenizer)
-    seen = texts(stream_of(module, 60), tokenizer)
+def test_the_ranks_together_read_each_row_once_before_any_repeats(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    files = [write(tmp_path / "a.jsonl", 150)]
+    seen = texts(stream_of(build(files, tokenizer), 60), tokenizer)
     # A window may reach from one round into the next, and the end cuts through one.
-    assert len(set(seen)) == 150
-    counts = [seen.count(text) for text in set(seen)]
-    assert max(counts) - min(counts) <= 2
-
-
-def test_ranks_read_different_rows_and_miss_none(tmp_path: Path, tokenizer: Any) -> None:
-    files = [write(tmp_path / "a.jsonl", 200)]
-    shares = []
-    for rank in range(3):
-        module = build(files, tokenizer, rank=rank, num_ranks=3)
-        shares.append(set(texts(stream_of(module, 40), tokenizer)))
-    assert sum(map(len, shares)) == len(set.union(*shares)) == 200
+    counts = Counter(seen)
+    assert len(counts) == 150 and max(counts.values()) - min(counts.values()) <= 2
+    modules = [build(files, tokenizer, rank=rank, num_ranks=3) for rank in range(3)]
+    shares = [set(texts(stream_of(module, 30), tokenizer)) for module in modules]
+    assert sum(map(len, shares)) == len(set.union(*shares)) == 150
+    few = build([write(tmp_path / "b.jsonl", 2)], tokenizer, rank=3, num_ranks=4)
+    with pytest.raises(DataError, match=r"too small for a stream: set data\.streaming=false"):
+        stream_of(few, 1)
 
 
 def test_loader_workers_share_the_rows_of_a_rank(tmp_path: Path, tokenizer: Any) -> None:
@@ -133,30 +129,6 @@ def test_ranks_share_the_weight_of_a_step_without_reading_it(
     assert first.step_weight == second.step_weight == 2 * own > 0
 
 
-def test_the_next_window_is_prefetched(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[str] = []
-    take = TokenStream._take_window
-
-    def counted(stream: TokenStream, *args: Any) -> Iterator[Example]:
-        started.append(threading.current_thread().name)
-        return take(stream, *args)
-
-    monkeypatch.setattr(TokenStream, "_take_window", counted)
-    batches = iter(build([write(tmp_path / "a.jsonl", 200)], tokenizer)._stream())
-    next(batches)
-    until = time.monotonic() + LONGEST
-    while len(started) < 2:
-        assert time.monotonic() < until, "nothing is read ahead"
-        time.sleep(0.01)
-    list(itertools.islice(batches, 3))  # the rest of the first window
-    assert len(started) == 2
-    assert threading.main_thread().name not in started
-    batches.close()
-    assert not [thread for thread in threading.enumerate() if thread.name in started]
-
-
 def test_a_fatal_row_does_not_affect_earlier_windows(tmp_path: Path, tokenizer: Any) -> None:
     good = write(tmp_path / "a.jsonl", 60)
     whole = stream_of(build([good], tokenizer), 4)
@@ -181,55 +153,39 @@ def test_weights_are_shares_of_rows(tmp_path: Path, tokenizer: Any) -> None:
         assert abs(ours / sum(sizes) - 0.75) < 0.05
 
 
-def test_rows_for_validation_are_never_trained_on(tmp_path: Path, tokenizer: Any) -> None:
-    module = build([write(tmp_path / "a.jsonl", 100)], tokenizer, val_set_size=10)
-    held_out = {tokenizer.decode(example.input_ids) for example in module.val_examples}
-    seen = set(texts(stream_of(module, 60), tokenizer))
-    assert len(held_out) == 10 and len(seen) == 90 and not held_out & seen
-    assert "its first 10 rows are for validation" in module.report.lines()[0]
-    assert [one.train for one in module.audit.datasets] == [10]
-
-
-def test_a_repeated_validation_row_is_masked(tmp_path: Path, tokenizer: Any) -> None:
+def test_rows_for_validation_are_never_trained_on_even_if_they_repeat(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     dataset = write(tmp_path / "a.jsonl", 60)
     lines = Path(dataset.path).read_text().splitlines(keepends=True)
     Path(dataset.path).write_text("".join(lines + lines[:20]))
     module = build([dataset], tokenizer, val_set_size=10)
-    seen = set(texts(stream_of(module, 60), tokenizer))
     held_out = {tokenizer.decode(example.input_ids) for example in module.val_examples}
-    assert len(seen) == 50 and not held_out & seen
+    seen = set(texts(stream_of(module, 60), tokenizer))
+    assert len(held_out) == 10 and len(seen) == 50 and not held_out & seen
+    assert "its first 10 rows are for validation" in module.report.lines()[0]
+    without = build([dataset], tokenizer)
+    assert without.prompts(5) == {} and not without.val_dataloader()
+    without.write_reports(tmp_path)
+    assert len(without.probe()["input_ids"]) > 3
 
 
-def test_all_ranks_read_one_format(tmp_path: Path, tokenizer: Any) -> None:
-    kinds = [{"prompt": "q", "completion": "a"}, {"text": "one"}]
-    rows = kinds * 20
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = [DatasetConfig(path=str(tmp_path / "a.jsonl"))]
-    with pytest.raises(DataError, match="missing"):
-        for rank in range(2):
-            stream_of(build(files, tokenizer, rank=rank, num_ranks=2), 3)
-
-
-def test_a_stream_without_validation_has_no_prompts(tmp_path: Path, tokenizer: Any) -> None:
-    module = build([write(tmp_path / "a.jsonl", 30)], tokenizer)
-    assert module.prompts(5) == {} and not module.val_dataloader()
-    module.write_reports(tmp_path)
-    assert len(module.probe()["input_ids"]) > 3
-
-
-def test_tokens_beyond_the_embedding_are_named(tmp_path: Path, tokenizer: Any) -> None:
-    module = build([write(tmp_path / "a.jsonl", 30)], tokenizer, vocab_size=50)
-    with pytest.raises(DataError, match=r"a\.jsonl:\d+ holds token id .* embedding has 50 rows"):
-        stream_of(module, 1)
-
-
-def test_long_rows_can_stop_a_stream(tmp_path: Path, tokenizer: Any) -> None:
+def test_rows_that_stop_a_stream_are_named(tmp_path: Path, tokenizer: Any) -> None:
     dataset = write(tmp_path / "a.jsonl", 30)
+    with pytest.raises(DataError, match=r"a\.jsonl:\d+ holds token id .* embedding has 50 rows"):
+        stream_of(build([dataset], tokenizer, vocab_size=50), 1)
     with Path(dataset.path).open("a") as file:
         file.write(json.dumps({"prompt": "q", "completion": "one " * 99}) + "\n")
     with pytest.raises(DataError, match=r"a\.jsonl:31 has \d+ tokens"):
         stream_of(build([dataset], tokenizer, on_long="error"), 99)
     assert len(stream_of(build([dataset], tokenizer), 30)) == 30
+    with pytest.raises(DataError, match=r"trainer\.max_steps"):
+        build([dataset], tokenizer, max_steps=None).train_dataloader()
+    # All ranks read the format of the first row.
+    rows: list[dict[str, str]] = [{"prompt": "q", "completion": "a"}, {"text": "one"}] * 20
+    files = [write_jsonl(tmp_path / "b.jsonl", rows)]
+    with pytest.raises(DataError, match="missing"):
+        stream_of(build(files, tokenizer, rank=1, num_ranks=2), 3)
 
 
 def test_an_error_of_a_worker_is_reported_as_it_is(
@@ -248,18 +204,6 @@ def test_an_error_of_a_worker_is_reported_as_it_is(
     assert set(multiprocessing.active_children()) <= before  # its worker has ended with it
 
 
-def test_a_stream_without_an_end_needs_max_steps(tmp_path: Path, tokenizer: Any) -> None:
-    module = build([write(tmp_path / "a.jsonl", 100)], tokenizer, max_steps=None)
-    with pytest.raises(DataError, match=r"trainer\.max_steps"):
-        module.train_dataloader()
-
-
-def test_too_few_rows_for_the_ranks(tmp_path: Path, tokenizer: Any) -> None:
-    module = build([write(tmp_path / "a.jsonl", 2)], tokenizer, rank=3, num_ranks=4)
-    with pytest.raises(DataError, match=r"too small for a stream: set data\.streaming=false"):
-        stream_of(module, 1)
-
-
 def test_settings_not_available_for_streams_are_refused(tmp_path: Path) -> None:
     datasets = [write(tmp_path / "a.jsonl", 3), write(tmp_path / "b.jsonl", 3)]
     datasets[0].split, datasets[1].max_rows = "train[:90%]", 5
@@ -276,8 +220,7 @@ def test_settings_not_available_for_streams_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_trains_on_a_stream_with_workers(shell: Shell, tmp_path: Path, stories: Path) -> None:
     # In a process of its own: a tokenizer that used its threads before the fork hung the workers.
-    rows = [{"prompt": f"Once upon a time {index}", "completion": " yes"} for index in range(400)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path / "a.jsonl", 400)
     words = [
         f"model.path={stories}",
         f"data.datasets=[{{path: {tmp_path / 'a.jsonl'}}}]",

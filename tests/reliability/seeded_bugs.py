@@ -310,8 +310,8 @@ BUGS = [
     Bug(
         name="a document's first token is predicted from the previous document",
         file=COLLATOR,
-        right="        weights[inputs.starts(index)] = 0\n",
-        wrong="",
+        right="        weights[row, inputs.starts(row)] = 0\n",
+        wrong="        pass\n",
         test="tests/data_modules/test_collator.py::test_packed_row",
     ),
     Bug(
