@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config import MergeConfig, load_run_config, run_verb, save_config, words_to_type
 from app.model.adapter import is_adapter, saves_whole_model
-from app.model.gguf import OLLAMA_FILE, convert, find_converter
+from app.model.gguf import OLLAMA_FILE, convert_to_gguf, find_converter
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, return_freed_memory, run_program
 from app.process.launch import quote_words
@@ -68,7 +68,7 @@ def merge(config: MergeConfig) -> Difference | None:
     if config.merge.verify:
         differences = verify(config, tuned, env, adapters, unfinished, dtype)
     if converter is not None:
-        file = convert(converter, unfinished, str(dtype).removeprefix("torch."), kind)
+        file = convert_to_gguf(converter, unfinished, str(dtype).removeprefix("torch."), kind)
         check_gguf(config, tuned, unfinished, file)
         write_atomically(unfinished / OLLAMA_FILE, render_ollama_file(tuned, unfinished))
     objective = None if config.run is None else asdict(load_run_config(Path(config.run)).objective)

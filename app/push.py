@@ -17,7 +17,7 @@ from typing import Any
 
 from app.config import changed_settings, load_config, load_run_config, words_to_type
 from app.config.dispatch import run_plain_verb
-from app.model.adapter.settings import CONFIG_FILE, ORIGIN_FILE, SETTINGS_KEY
+from app.model.adapter.settings import ADAPTER_CONFIG, ORIGIN_FILE, SETTINGS_KEY
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, run_program
 from app.report.model_card import write_card
@@ -31,7 +31,7 @@ from common.facts import setting
 from common.redaction import redact
 from common.text import counted, printable
 
-_NAMES_BASE = {CONFIG_FILE: "base_model_name_or_path", ORIGIN_FILE: "path"}
+_NAMES_BASE = {ADAPTER_CONFIG: "base_model_name_or_path", ORIGIN_FILE: "path"}
 """files of an adapter that name its base, and the key under which they do"""
 
 _WRITTEN = re.compile(
@@ -182,7 +182,7 @@ def _replace_base_path(file: Path, key: str) -> None:
         name = Path(path).resolve().name
         named = document | {key: name}
         if isinstance(settings := document.get(SETTINGS_KEY), str):  # of adapter_config.json
-            base = {_NAMES_BASE[CONFIG_FILE]: name}
+            base = {_NAMES_BASE[ADAPTER_CONFIG]: name}
             named[SETTINGS_KEY] = json.dumps(json.loads(settings) | base)
         file.write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
 

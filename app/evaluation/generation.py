@@ -19,7 +19,7 @@ from app.evaluation.likelihood import has_growing_cache, padded
 from app.evaluation.metrics import METRICS, Answer
 from app.evaluation.tasks.questions import TaskConfig
 from app.model.attention import generation_attention
-from app.model.contexts import eval_mode
+from app.model.layers import eval_mode
 from common.facts import setting
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.model.attention import generation_attention
-from app.model.contexts import eval_mode
+from app.model.layers import eval_mode
 
 if TYPE_CHECKING:
     from torch import Tensor

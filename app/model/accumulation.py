@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.model.activation_checkpointing import product_once
-from app.model.contexts import replaced
+from app.model.layers import replaced
 
 
 class _Accumulation:

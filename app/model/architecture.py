@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.config_values import check_keys, check_values, newer_transformers
-from app.model.contexts import replaced
+from app.model.layers import replaced
 from app.model.multimodal import from_config, language_model_class, outermost, tower_modules
 from app.model.rope import DEFAULT_SCALING, dynamic_factor, extend_context
 from common.errors import UserError

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-WEIGHT = re.compile(r"(^|\.)weight$")
+_WEIGHT = re.compile(r"(^|\.)weight$")
 """matches names of weights; other tensors may be masks or positions"""
 _DIGITS = re.compile(r"\d+")
 _LABELS = re.compile(r"Classification|Reward|QuestionAnswering|MultipleChoice|NextSentence")
@@ -211,7 +211,7 @@ def _read_weights(
     folder = Path(str(config.path))
     shapes = read_shapes(weight_files(folder)) if folder.is_dir() else {}
     if shapes and not stored:
-        check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
+        _check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
     at = device if on_host or is_staged else None
     with quantizable_layers(architecture.model_type), quantize_on_device(at):
         model, loading = model_class(architecture).from_pretrained(
@@ -263,7 +263,7 @@ def check_described(config: ModelConfig, architecture: PretrainedConfig) -> None
             problems = check_head(where, architecture.architectures, shapes)
             if problems and not config.labels:
                 raise UserError(problems)
-            check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
+            _check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
 
 
 def _check_loaded(
@@ -292,7 +292,7 @@ def _check_loaded(
         if problems := check_dtypes(read_headers(files)):
             raise UserError(problems)
         check_all_used(model, loading["unexpected_keys"], shapes, str(config.path))
-        check_finite(files, dtype)
+        _check_finite(files, dtype)
 
 
 def _log_download(config: ModelConfig) -> None:
@@ -383,7 +383,7 @@ def check_dtypes(headers: Mapping[Path, Header]) -> list[str]:
     At most one problem, for the first such file.
     """
     for file, header in headers.items():
-        if others := header.non_floats(WEIGHT):
+        if others := header.non_floats(_WEIGHT):
             return [
                 f"{file}: {others[0]}, but config.json has no quantization_config for it; expected "
                 "F32, BF16, F16 or F64: download config.json and the weights again, or use "
@@ -440,7 +440,7 @@ def read_tensor(file: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def check_shapes(
+def _check_shapes(
     architecture: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], folder: Path, **how: bool
 ) -> None:
     """Raise UserError if the shapes in the weight files are not those of config.json.
@@ -550,7 +550,7 @@ def _is_in_extra_layer(name: str, config: PretrainedConfig) -> bool:
     return bool(layers <= int(number[0]) < layers + extra)
 
 
-def check_finite(files: Iterable[Path], dtype: torch.dtype) -> None:
+def _check_finite(files: Iterable[Path], dtype: torch.dtype) -> None:
     """Raise UserError for weights that are not finite, or would overflow in `dtype`.
 
     The first rank of each node checks the node's own files. transformers has just read them, so

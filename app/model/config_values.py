@@ -31,7 +31,7 @@ _TEXT_CONFIGS = ("text_config", "decoder", "generator", "text_encoder")
 """keys that transformers takes for the config of a language model"""
 _AGAIN = "; download the file again"
 
-RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         r"(num|n)_(\w+_)?(layers?|experts|blocks)|(en|de)coder_layers",
         lambda value: type(value) is int and 0 <= value <= _MAX_COUNT,
@@ -139,7 +139,7 @@ def _expected(path: str, key: str, value: float) -> str | None:
     if key == "factor" and any(name in path for name in SCALED) and not 1 <= value <= _MAX_FACTOR:
         return f"a number from 1 to {_MAX_FACTOR:,}; download config.json again"
     is_single = path.endswith(key) or key.endswith("_factor")  # lists differ by layer
-    for keys, is_valid, expected in RULES if is_single else ():
+    for keys, is_valid, expected in RANGES if is_single else ():
         if re.fullmatch(keys, key):
             return None if is_valid(value) else expected
     if abs(value) >= _MAX_INTEGER and type(value) is int and not is_bound:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROWS = 64
 """oneDNN is used for multiples of this row count; it compiles a kernel for each row count, and
 others are rare"""
-MAX_TOKENS = 1024
+MAX_SAVED_TOKENS = 1024
 """last token of a document whose attention probabilities are saved for the backward pass; those of
 later tokens are recomputed"""
 BLOCK = 64
@@ -170,7 +170,7 @@ class _DocumentAttention(torch.autograd.Function):
             for block in _blocks(queries, keys):
                 probs = _probabilities(queries[:, block.rows], keys[:, : block.end], future)
                 _put(attended, torch.bmm(probs, values[:, : block.end]), stack, block.start)
-                if block.end <= MAX_TOKENS:
+                if block.end <= MAX_SAVED_TOKENS:
                     saved.append(probs)
         ctx.save_for_backward(query, key, value, future, *saved)
         ctx.stacks, ctx.scale = stacks, scale
@@ -192,7 +192,7 @@ class _DocumentAttention(torch.autograd.Function):
             for block in reversed(_blocks(queries, keys)):
                 block_queries, block_keys = queries[:, block.rows], keys[:, : block.end]
                 grad_block = grad_outputs[:, block.rows]
-                if block.end <= MAX_TOKENS:
+                if block.end <= MAX_SAVED_TOKENS:
                     probs = saved.pop()
                 else:
                     probs = _probabilities(block_queries, block_keys, future)

@@ -34,7 +34,7 @@ _PREFIXES = ("", "model.", "transformer.")
 """names of the outermost module, which some files omit"""
 _TABLE = re.compile(r"(^|\.)((?!embed_out$)\w*embed\w*|wte|wpe|shared|relative_attention_bias)$")
 """modules whose matrix is a lookup table (an embedding)"""
-HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
 INPUT_EMBEDDING = re.compile(r"(^|\.)(shared|embed_tokens|wte|word_embeddings|embed_in)$")
 _NO_PREFIX = re.compile(r"(h|layers|blocks)\.\d+\.")
 """a layer's tensor in a file that omits the outermost module's name"""
@@ -131,7 +131,7 @@ def describe_files(
         return BaseDescription(name=name, config=config)  # the names in memory are unknown
     matrices = matrices_of(tensors)
     paths = [name.split(".")[:-1] for name in tensors] + [name.split(".") for name in described]
-    head = next(filter(HEAD.search, matrices), "lm_head")
+    head = next(filter(_HEAD.search, matrices), "lm_head")
     paths.append(head.split("."))
     tables = [each for each in described | matrices if _TABLE.search(each)]
     return _describe(
@@ -170,7 +170,7 @@ def _describe(
     embedding = next(filter(INPUT_EMBEDDING.search, sorted(matrices, key=len)), None)
     tables = {each: shape for each, shape in matrices.items() if _TABLE.search(each)}
     linear = {each: shape for each, shape in matrices.items() if each not in tables}
-    head = next(filter(HEAD.search, linear), "lm_head")
+    head = next(filter(_HEAD.search, linear), "lm_head")
     if embedding is not None:
         linear.setdefault(head, matrices[embedding])
     return BaseDescription(

@@ -27,7 +27,8 @@ _ALIGNED_BYTES = 16
 """alignment that grouped products require for the rows of their operands, in bytes"""
 _PACKED = "_4bit"
 """suffix of the name of a module that holds 4-bit experts"""
-Dequantize = Callable[[Tensor], Tensor]
+_Unpack = Callable[[Tensor], Tensor]
+_Read = Callable[[Any], tuple[Tensor, _Unpack]]
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """returns the outputs of experts for rows that are sorted by expert; given the expert of each row,
 and the index after the last row of each expert"""
@@ -160,7 +161,7 @@ def _project(module: Any, name: str, rows: Tensor, experts: Tensor, ends: Tensor
     return output if bias is None else output + bias[experts].to(dtype)
 
 
-def _stored_experts(module: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, Dequantize]:
+def _stored_experts(module: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, _Unpack]:
     """Return the stored weight of the experts, and a function from it to matrices in `dtype`."""
     packed = module._modules.get(packed_name(name))
     if packed is None:
@@ -169,9 +170,7 @@ def _stored_experts(module: Any, name: str, dtype: torch.dtype) -> tuple[Tensor,
             # Tensors in a memory-mapped file may be unaligned.
             return weight.to(dtype).clone(), _identity
         return weight.to(dtype), _identity
-    from app.model.quantization import stored_4bit
-
-    stored, unpack = stored_4bit(packed)
+    stored, unpack = packed.read(packed)
     return stored, lambda values: unpack(values).to(dtype)
 
 
@@ -185,20 +184,25 @@ class PackedExperts(torch.nn.Module):
 
     quant_state: Any = None
 
-    def __init__(self, weight: torch.nn.Parameter, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: torch.nn.Parameter, shape: torch.Size, dtype: torch.dtype, read: _Read
+    ) -> None:
         super().__init__()
         self.register_parameter("weight", weight)
-        self.shape, self.compute_dtype = shape, dtype
+        self.shape, self.compute_dtype, self.read = shape, dtype, read
 
 
 def pack_experts(
-    model: torch.nn.Module, pack: Callable[[torch.nn.Parameter], torch.nn.Parameter]
+    model: torch.nn.Module, pack: Callable[[torch.nn.Parameter], torch.nn.Parameter], read: _Read
 ) -> None:
-    """Quantize the fused experts of a model to 4 bits by `pack`, one weight at a time."""
+    """Quantize the fused experts of a model to 4 bits by `pack`, one weight at a time.
+
+    `read` returns the stored weight of a packed module, and a function from it to the matrices.
+    """
     for _, module in expert_modules(model):
         for name, weight in list(module.named_parameters(recurse=False)):
             if weight.ndim == 3:
-                packed = PackedExperts(pack(weight), weight.shape, weight.dtype)
+                packed = PackedExperts(pack(weight), weight.shape, weight.dtype, read)
                 del module._parameters[name]
                 module.add_module(packed_name(name), packed)
 
@@ -270,7 +274,7 @@ class _GroupedLinear(torch.autograd.Function):
         a: Tensor | None,
         b: Tensor | None,
         scale: float,
-        dequantize: Dequantize,
+        dequantize: _Unpack,
         is_transposed: bool,
     ) -> Tensor:
         ctx.scale, ctx.dequantize, ctx.is_transposed = scale, dequantize, is_transposed

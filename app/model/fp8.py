@@ -24,8 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from app.model.layers import find_bypassed_linears, is_inside, repeated_layers
-from app.model.quantization import num_layers_in_fp8
+from app.model.layers import (
+    find_bypassed_linears,
+    is_inside,
+    num_layers_in_fp8,
+    repeated_layers,
+)
 from common.errors import UserError
 from common.text import percent
 
@@ -43,7 +47,7 @@ _MULTIPLE = 16
 """FP8 kernels need widths that are multiples of it"""
 _MAX_UNQUANTIZED = 0.1
 """largest share of weights in layers that stays unquantized"""
-ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 """names of routers, whose rounding would send tokens to other experts"""
 
 
@@ -369,7 +373,7 @@ def _find_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
         if type(layer) is torch.nn.Linear
         and layer is not head
         and name.rpartition(".")[2] not in bypassed
-        and not ROUTER.search(name)
+        and not _ROUTER.search(name)
         and not (layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE)
     }
 

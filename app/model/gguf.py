@@ -22,7 +22,7 @@ _TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 """dtype of the merged weights -> the converter's name for it"""
 Q4_K_M = "q4_k_m"
 """the type that the converter cannot write: llama.cpp quantizes to it from a file"""
-KINDS = ("f16", "q8_0", Q4_K_M)
+GGUF_TYPES = ("f16", "q8_0", Q4_K_M)
 _UNKNOWN_TOKENIZER = "pre-tokenizer was not recognized"
 """the converter's error for a tokenizer that it does not know"""
 _EXTRA = "gguf"
@@ -65,14 +65,16 @@ def find_converter(kind: bool | str, folder: str | None) -> Path:
     return Path(found)
 
 
-def convert(converter: Path, model: Path, dtype: str, kind: bool | str) -> Path:
+def convert_to_gguf(converter: Path, model: Path, dtype: str, kind: bool | str) -> Path:
     """Write a model's folder as GGUF into it, `dtype` naming the type of its weights.
 
     UserError with the converter's last line.
     """
     file, merged_type = model / MODEL_FILE, _TYPES[dtype]
     if kind == Q4_K_M:
-        unquantized = convert(converter, model, dtype, True).rename(model / "unquantized.gguf")
+        unquantized = convert_to_gguf(converter, model, dtype, True).rename(
+            model / "unquantized.gguf"
+        )
         _quantize(unquantized, file)
         unquantized.unlink()
         return file

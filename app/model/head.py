@@ -16,8 +16,8 @@ from torch import Tensor
 
 from app.model import cpu as onednn
 from app.model.attention.inputs import attention_inputs, pair_inputs
-from app.model.chunks import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
-from app.model.contexts import eval_mode
+from app.model.layers import eval_mode
+from app.model.recompute import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
 
 LossKernel = Callable[..., None]
 """`app.model.loss_kernel.cross_entropy_`"""
@@ -300,13 +300,13 @@ _LOGITS_SCALES = {"logits_scaling": -1, "logit_scale": 1}
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """config.json keys of the softcap of the logits, of Gemma, RecurrentGemma and xLSTM"""
 _PROBE_TOKENS = 8
-TOLERANCE, ROUNDING_STEPS = 1e-2, 100
+_TOLERANCE, _ROUNDING_STEPS = 1e-2, 100
 """largest relative difference of the two losses, absolute and in eps of the logits' dtype; the
 smaller of both counts"""
 
 
 @dataclass(slots=True)
-class Targets:
+class _Targets:
     """What a head computes in place of logits in the next forward pass.
 
     `labels` and `loss_weights` [rows, positions]; None: the result is no loss. `columns`
@@ -334,7 +334,7 @@ class LossHead(torch.nn.Linear):
     strategy has gathered the head's weights.
     """
 
-    targets: Targets | None = None
+    targets: _Targets | None = None
     computed: tuple[Tensor, Tensor] | None = None
     softcap: float | None = None
     scale: float = 1.0
@@ -368,7 +368,7 @@ class LossHead(torch.nn.Linear):
         return _logits_of(products, self.bias, self.softcap, needs_slope=False)[0]
 
     def pop_loss(self) -> tuple[Tensor, Tensor]:
-        """Return and clear what the last forward computed, the results of `Targets.compute`."""
+        """Return and clear what the last forward computed, the results of `_Targets.compute`."""
         if self.computed is None:
             raise RuntimeError("the model's forward did not call its head")
         computed, self.computed = self.computed, None
@@ -387,7 +387,7 @@ def fuse_head(model: Any) -> None:
         head.scale *= (numbers.get(name) or 1.0) ** power
 
 
-def _head_results(model: Any, inputs: dict[str, Any], targets: Targets) -> tuple[Tensor, Tensor]:
+def _head_results(model: Any, inputs: dict[str, Any], targets: _Targets) -> tuple[Tensor, Tensor]:
     """Run a model that has a `LossHead`; return the results of `targets.compute`."""
     head = model.get_output_embeddings()
     head.targets = targets
@@ -411,7 +411,7 @@ def head_loss(
     """
     weights = loss_weights.flatten()
     compute = partial(linear_cross_entropy, loss_weights=weights, chunk_loss=chunk_loss)
-    targets = Targets(labels, compute, loss_weights, inputs.get("logits_to_keep"))
+    targets = _Targets(labels, compute, loss_weights, inputs.get("logits_to_keep"))
     if isinstance(model.get_output_embeddings(), LossHead):
         return _head_results(model, inputs, targets)
     logits = targets.select(model(**inputs).logits)
@@ -440,7 +440,7 @@ def head_log_probs(model: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor
         log_probs = linear_log_probs(*arguments, **options)
         return log_probs, log_probs.detach()
 
-    targets = Targets(labels, compute, columns=inputs.get("logits_to_keep"))
+    targets = _Targets(labels, compute, columns=inputs.get("logits_to_keep"))
     if isinstance(model.get_output_embeddings(), LossHead):
         return _head_results(model, inputs, targets)[0].view_as(labels)
     return -token_losses(targets.select(model(**inputs).logits), labels)
@@ -452,7 +452,7 @@ def head_hidden(model: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor:
     def compute(hidden: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         return hidden, hidden
 
-    targets = Targets(labels, compute, columns=inputs.get("logits_to_keep"))
+    targets = _Targets(labels, compute, columns=inputs.get("logits_to_keep"))
     if isinstance(model.get_output_embeddings(), LossHead):
         return _head_results(model, inputs, targets)[1]
     return targets.select(model(**inputs).logits).flatten(0, 1)
@@ -491,7 +491,7 @@ def check_head_loss(model: Any, backend: str, device: torch.device | None = None
         plain = token_losses(logits, labels).flatten()
         _, own = head_loss(model, inputs, labels, torch.ones_like(labels, dtype=torch.float32))
     difference = (plain - own).abs().max().item()
-    tolerance = min(TOLERANCE, ROUNDING_STEPS * torch.finfo(logits.dtype).eps)
+    tolerance = min(_TOLERANCE, _ROUNDING_STEPS * torch.finfo(logits.dtype).eps)
     if not difference <= tolerance * max(1.0, plain.max().item()):
         head.__class__ = _without_loss(type(head))
         log.info("loss: from full logits (the chunked loss differs by %.2g)", difference)

@@ -38,10 +38,9 @@ from app.model.accumulation import accumulated_linear, accumulating_in_products
 from app.model.activation_checkpointing import RandomState, read_autocasts, restored_autocasts
 from app.model.adapter import is_fused
 from app.model.attention.mixers import MixerForward
-from app.model.chunks import FEED_FORWARD_TOKENS
-from app.model.contexts import eval_mode, replaced
 from app.model.head import LossHead, linear_cross_entropy
-from app.model.layers import repeated_layers
+from app.model.layers import eval_mode, repeated_layers, replaced
+from app.model.recompute import FEED_FORWARD_TOKENS
 from app.process.collectives import all_gather
 from common.text import reason_of
 
@@ -59,7 +58,7 @@ _ROUNDING_STEPS = 8
 _NORM_VARIANTS = ((0.0, "llama"), (1.0, "gemma"))
 """offset added to a norm's weight, and Liger's name for where the norm rounds"""
 _TIMED_RUNS, _TIMED_TOKENS, _MAX_SLOWDOWN = 10, 4096, 1.1
-FEED_FORWARD, EXPERTS = "mlp", "experts"
+_FEED_FORWARD, _EXPERTS = "mlp", "experts"
 """names of the feed-forward in a layer, and of the experts in one that has some"""
 NORMED = "normed"
 """attribute of a residual sum that was normed with it: the `FusedNorm`, and its output"""
@@ -578,13 +577,13 @@ class ChunkedFeedForward:
 def chunk_feed_forwards(model: Any) -> None:
     """Compute the dense feed-forwards of recomputed layers in chunks; call after `fuse_layers`."""
     for layer in map(model.get_submodule, repeated_layers(model)):
-        module: Any = dict(layer.named_children()).get(FEED_FORWARD)
+        module: Any = dict(layer.named_children()).get(_FEED_FORWARD)
         if module is None or not (
             isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing
         ):
             continue
         takes_one = len(signature(type(module).forward).parameters) == 2  # and `self`
-        has_experts = EXPERTS in dict(module.named_children())
+        has_experts = _EXPERTS in dict(module.named_children())
         if takes_one and not has_experts and not isinstance(module.forward, MixerForward):
             module.forward = ChunkedFeedForward(module)
 

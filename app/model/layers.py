@@ -20,19 +20,21 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from app.model.config_values import read_source
-from app.model.contexts import replaced
 from common.errors import UserError, nearest
 from common.untrusted import LIMITS_VARIABLE, LimitError, ProcessLimits, limits, run_limited
 
 if TYPE_CHECKING:
     import torch
 
+_MIN_LAYERS_TO_KEEP_ONE = 10
+"""decoder layers from which on `quantization=fp8` leaves the last one as it is"""
 _TOP = re.compile(r"top\s+(\d+)")
 Rule = Callable[[str, Iterable[str]], list[str]]
 """(pattern, names) -> the names that the pattern matches"""
@@ -78,6 +80,11 @@ def repeated_layers(model: torch.nn.Module) -> list[str]:
         if is_numbered and not is_inside and is_layer:
             layers.append(name)
     return layers
+
+
+def num_layers_in_fp8(num_layers: int) -> int:
+    """Return how many decoder layers, from the first on, `quantization=fp8` quantizes of these."""
+    return num_layers - (num_layers >= _MIN_LAYERS_TO_KEEP_ONE)
 
 
 def compile_error(numbers: Mapping[str, Any]) -> str | None:
@@ -334,3 +341,31 @@ def _is_plain(module: torch.nn.Module) -> bool:
     is_wrapped = type(module).__module__.partition(".")[0] not in ("torch", "transformers")
     weight = module._parameters.get("weight")  # an Identity has none
     return not is_wrapped and (weight is None or type(weight) is torch.nn.Parameter)
+
+
+@contextmanager
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Disable dropout and gradients in this context; afterwards, the model has its mode again."""
+    import torch
+
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def replaced(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, each (object, name, value); after this context they have their own again."""
+    attributes = list(attributes)
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
+    for owner, name, value in attributes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)

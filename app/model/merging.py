@@ -17,7 +17,7 @@ from app.model.architecture import HEAD, base_folder, is_classifier
 from app.model.attention import attention_implementation
 from app.model.base import has_own_head, load_base, read_shapes, read_tensor, weight_files
 from app.model.description import names_by_id
-from app.model.gguf import KINDS
+from app.model.gguf import GGUF_TYPES
 from app.model.multimodal import record_tower_files
 from app.model.quantization import (
     QuantizationConfig,
@@ -76,7 +76,7 @@ class MergingConfig:
     verify: bool = setting(True, shown=True)
     """compare logits and greedy tokens of the merged model with those of base + adapter, and the
     tokens of conversations with those in training; needs memory for one of the models in fp32"""
-    gguf: bool | str = setting(False, choices=(False, True, *KINDS), shown=True)
+    gguf: bool | str = setting(False, choices=(False, True, *GGUF_TYPES), shown=True)
     """also write model.gguf with weights of this type (true = that of the merged weights), and a
     Modelfile for Ollama; by llama.cpp, of the extra gguf"""
     llama_cpp: str | None = setting(None, is_path=True, grants="code")

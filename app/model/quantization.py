@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.contexts import replaced
-from app.model.layers import find_bypassed_linears
+from app.model.layers import find_bypassed_linears, replaced
 from common.errors import UserError
 from common.facts import setting
 from common.text import percent
@@ -39,10 +38,6 @@ _MAX_UNQUANTIZED = 0.1
 it would need far more memory than the requested quantization"""
 
 
-MIN_LAYERS_TO_KEEP_ONE = 10
-"""decoder layers from which on `fp8` leaves the last one as it is"""
-
-
 @dataclass(kw_only=True, slots=True)
 class QuantizationConfig:
     method: str = setting("none", choices=("none", "nf4", "int8", "fp8"))
@@ -52,11 +47,6 @@ class QuantizationConfig:
     the last one stays as it is)"""
     double_quant: bool = True
     """nf4: quantize the scales as well (0.4 bits a weight less)"""
-
-
-def num_layers_in_fp8(num_layers: int) -> int:
-    """Return how many decoder layers, from the first on, `fp8` quantizes of so many."""
-    return num_layers - (num_layers >= MIN_LAYERS_TO_KEEP_ONE)
 
 
 def quantization_settings(
@@ -228,7 +218,7 @@ def quantize_experts(
             return packed
         return packed.to(device or weight.device).to(weight.device)
 
-    pack_experts(model, pack)
+    pack_experts(model, pack, stored_4bit)
 
 
 def quantize_on_meta(

@@ -1,4 +1,7 @@
-"""Activation recompute (checkpointing): trades time in the backward pass for memory."""
+"""What of a step is in memory at once: layers that are recomputed, and chunks of long tensors.
+
+Importing this needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,20 @@ BY_SPEED = ("none", "selective", "full", "offload")
 """modes by speed with equal micro-batches; offload is full recompute plus copies to the host"""
 WHOLE_LAYERS = ("full", "offload")
 """modes that compute layers twice"""
+LOGITS_PER_CHUNK = 2**25
+"""logits in memory at once: 128 MiB in fp32, enough for products at full speed"""
+CPU_LOGITS, CPU_ROWS = 2**21, 256
+"""logits per chunk that fit in a CPU's cache, and the smallest chunk with fast matrix products"""
+_GPU_ROWS = 1024
+"""smallest chunk on a GPU, in positions: with fewer, reading the weight dominates the time"""
+_GPU_TILE = 128
+"""rows of a matrix product's tile on a GPU"""
+FUSED_CHUNKS, TRAINED_CHUNKS = 2, 4
+"""factors on the chunk length: with the fused loss kernel, which needs no fp32 logits; and with a
+trainable head, whose whole gradient is updated once per chunk"""
+
+FEED_FORWARD_TOKENS = 2**14
+"""tokens for which a recomputed layer has its feed-forward's activations in memory at once"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,3 +88,15 @@ def _build_checkpoint(mode: str) -> Callable[..., Any]:
     if mode == "offload":
         return OffloadedInputs().run_layer
     return SelectiveLayers().run_layer if mode == "selective" else run_recomputed
+
+
+def rows_per_chunk(vocabulary: int, device: str) -> int:
+    """Return the number of positions whose logits are in memory at the same time."""
+    rows = max(1, LOGITS_PER_CHUNK // vocabulary)
+    if device == "cpu":
+        from app.model.cpu import ROWS
+
+        rows = min(rows, max(CPU_LOGITS // vocabulary, CPU_ROWS))
+        return rows - rows % ROWS or rows
+    rows = max(rows, _GPU_ROWS)
+    return rows - rows % _GPU_TILE

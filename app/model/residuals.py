@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.model.contexts import eval_mode
 from app.model.kernels import NORMED, Fused, FusedNorm, Gathered, agree
-from app.model.layers import repeated_layers
+from app.model.layers import eval_mode, repeated_layers
 from common.text import reason_of
 
 log = logging.getLogger(__name__)

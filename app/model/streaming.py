@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from app.model.adapter.wrap import KINDS
+from app.model.adapter.wrap import ADAPTER_PARTS
 from app.model.layers import decoder_layers
 from common.errors import UserError
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 512
+WEIGHT_ALIGNMENT = 512
 """bytes that each weight is aligned to, as by PyTorch's allocator for GPUs"""
 _PINNED_BYTES = 64 << 20
 """bytes of a piece of pinned memory, which PyTorch's allocator rounds up to a power of two"""
@@ -40,7 +40,7 @@ MEASURED_BYTES = 64 << 20
 _GIB = 1 << 30
 
 
-class Piece(NamedTuple):
+class _Piece(NamedTuple):
     """Bytes of a layer in host memory or in a mapped file, and where its buffer has them."""
 
     offset: int
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
     """uint8 [bytes]"""
 
 
-class Weight(NamedTuple):
+class _Weight(NamedTuple):
     """A matrix of a layer, or the scales of one, and how it is replaced."""
 
     name: str
@@ -118,7 +118,7 @@ class LayerStream:
         self.slots = [Slot(_empty(num_bytes, device)) for _ in range(2)]
         self.num_copied = 0
         """bytes that were copied to the device so far"""
-        self._layers: list[list[Piece]] = []
+        self._layers: list[list[_Piece]] = []
         self._running: int | None = None
         self._copies = torch.cuda.Stream(device) if self._is_gpu else None
         self._reader = ThreadPoolExecutor(1, "stream") if reads_files else None
@@ -130,7 +130,7 @@ class LayerStream:
     def num_bytes(self) -> int:
         return sum(map(_num_bytes, self._layers))
 
-    def add(self, layer: torch.nn.Module, weights: Sequence[Weight]) -> None:
+    def add(self, layer: torch.nn.Module, weights: Sequence[_Weight]) -> None:
         """Give the next layer's weights their places in its buffer; keep their values on the host.
 
         `weights` must not be used any more.
@@ -140,7 +140,7 @@ class LayerStream:
         sizes = (_padded(weight.values.nbytes) for weight in weights)
         for weight, offset in zip(weights, accumulate(sizes, initial=0), strict=False):
             values = weight.values.contiguous()
-            pieces.append(Piece(offset, values.view(-1).view(torch.uint8)))
+            pieces.append(_Piece(offset, values.view(-1).view(torch.uint8)))
             place = buffer[offset : offset + values.nbytes].view(values.dtype).view(values.shape)
             # `.data`: copies into the buffer must not count as changes of what autograd saved.
             weight.replace(place.data)
@@ -148,15 +148,15 @@ class LayerStream:
         layer.register_forward_pre_hook(lambda *_: self.enter(number))
         layer.register_forward_hook(partial(self._enter_in_backward, number))
 
-    def _pinned(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _pinned(self, pieces: Sequence[_Piece]) -> list[_Piece]:
         """Copy a layer to as few pieces of pinned memory as possible; to one for a CPU."""
         whole = _empty(sum(_padded(piece.values.nbytes) for piece in pieces))
         for offset, values in pieces:
             whole[offset : offset + len(values)] = values
         if not self._is_gpu:
-            return [Piece(0, whole)]
+            return [_Piece(0, whole)]
         parts = whole.split(_PINNED_BYTES)
-        return [Piece(n * _PINNED_BYTES, part.pin_memory()) for n, part in enumerate(parts)]
+        return [_Piece(n * _PINNED_BYTES, part.pin_memory()) for n, part in enumerate(parts)]
 
     def _enter_in_backward(self, number: int, layer: Any, given: Any, output: Any) -> None:
         """Have the backward pass enter the layer when it has the gradient of its output."""
@@ -194,7 +194,7 @@ class LayerStream:
         else:
             slot.reading = self._reader.submit(self._read, slot, self._layers[number], computed)
 
-    def _read(self, slot: Slot, pieces: Sequence[Piece], computed: Any) -> None:
+    def _read(self, slot: Slot, pieces: Sequence[_Piece], computed: Any) -> None:
         """Copy a layer from its file; runs in the reader's thread."""
         if slot.staging is not None:
             if slot.copied is not None:
@@ -202,10 +202,10 @@ class LayerStream:
             for offset, values in pieces:
                 slot.staging[offset : offset + len(values)] = values
             size = pieces[-1].offset + len(pieces[-1].values) if pieces else 0
-            pieces = [Piece(0, slot.staging[:size])]
+            pieces = [_Piece(0, slot.staging[:size])]
         self._copy(slot, pieces, computed)
 
-    def _copy(self, slot: Slot, pieces: Sequence[Piece], computed: Any) -> None:
+    def _copy(self, slot: Slot, pieces: Sequence[_Piece], computed: Any) -> None:
         """Copy a layer to its buffer; on a GPU after `computed`, while kernels run."""
         if self._copies is None:
             _fill(slot.buffer, pieces)
@@ -216,7 +216,7 @@ class LayerStream:
             slot.copied = self._copies.record_event()
 
 
-def _fill(buffer: Tensor, pieces: Sequence[Piece]) -> None:
+def _fill(buffer: Tensor, pieces: Sequence[_Piece]) -> None:
     for offset, values in pieces:
         buffer[offset : offset + len(values)].copy_(values, non_blocking=True)
 
@@ -225,13 +225,13 @@ def _parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     return (weight for weight in module._parameters.values() if weight is not None)
 
 
-def _frozen_matrices(layer: torch.nn.Module, owners: Counter[int]) -> Iterator[Weight]:
+def _frozen_matrices(layer: torch.nn.Module, owners: Counter[int]) -> Iterator[_Weight]:
     """Yield the frozen matrices of a layer and the scales of 4-bit ones.
 
     An adapter's are left out, and those that several modules share: some may be outside of layers.
     """
     for name, module in layer.named_modules():
-        if not KINDS.keys().isdisjoint(name.split(".")):
+        if not ADAPTER_PARTS.keys().isdisjoint(name.split(".")):
             continue
         for weight in _parameters(module):
             if weight.requires_grad or weight.ndim < 2 or owners[id(weight)] > 1:
@@ -241,10 +241,10 @@ def _frozen_matrices(layer: torch.nn.Module, owners: Counter[int]) -> Iterator[W
                     "model.stream: the weights of the base are stored in int8, whose layers keep "
                     "copies of them; type model.stream=null, or a base in nf4 or 16 bits"
                 )
-            yield Weight(name, weight.data, partial(setattr, weight, "data"))
+            yield _Weight(name, weight.data, partial(setattr, weight, "data"))
             # Not the nested scales, one for 16,384 weights.
             if (state := vars(weight).get("quant_state")) is not None:
-                yield Weight(name, state.absmax, partial(setattr, state, "absmax"))
+                yield _Weight(name, state.absmax, partial(setattr, state, "absmax"))
 
 
 def read_mb_per_second(file: FileIO, num_bytes: int = MEASURED_BYTES) -> float:
@@ -256,7 +256,7 @@ def read_mb_per_second(file: FileIO, num_bytes: int = MEASURED_BYTES) -> float:
     return size / 1e6 / (time.perf_counter() - start)
 
 
-def _mapped_file(weights: Iterator[Weight]) -> str:
+def _mapped_file(weights: Iterator[_Weight]) -> str:
     """Return the mapped file of the last weight; UserError unless all are in files of the base."""
     file = ""
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
@@ -282,8 +282,8 @@ def _empty(num_bytes: int, device: torch.device | None = None) -> Tensor:
 
 
 def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return -(-num_bytes // WEIGHT_ALIGNMENT) * WEIGHT_ALIGNMENT
 
 
-def _num_bytes(pieces: Sequence[Piece]) -> int:
+def _num_bytes(pieces: Sequence[_Piece]) -> int:
     return sum(piece.values.nbytes for piece in pieces)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from app.model.attention import gather_reason, key_repeats
-from app.model.chunks import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
+from app.model.recompute import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
 from app.planning.planned_model import Widths
 
 if TYPE_CHECKING:

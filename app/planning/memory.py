@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from app.model.attention.backends import MAX_FLASH_HEAD_DIM
-from app.model.chunks import FEED_FORWARD_TOKENS
-from app.model.quantization import QuantizationConfig, num_layers_in_fp8
-from app.model.recompute import WHOLE_LAYERS
+from app.model.layers import num_layers_in_fp8
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import FEED_FORWARD_TOKENS, WHOLE_LAYERS
 from app.planning.activations import (
     FP32,
     HALF,

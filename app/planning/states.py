@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from app.model.quantization import QuantizationConfig, num_layers_in_fp8
+from app.model.layers import num_layers_in_fp8
+from app.model.quantization import QuantizationConfig
 from app.planning.planned_model import EXPERTS, PlannedModel, Weights
 from app.strategy.settings import (
     MAX_UNSHARDED_SHARE,

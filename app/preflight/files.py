@@ -24,7 +24,7 @@ from app.model.adapter import (
     saves_whole_model,
 )
 from app.model.adapter.apply import find_neftune_problem
-from app.model.adapter.settings import CONFIG_FILE, KINDS, read_adapter_config
+from app.model.adapter.settings import ADAPTER_CONFIG, PEFT_TYPES, read_adapter_config
 from app.model.architecture import num_experts, text_numbers
 from app.model.attention import EXCHANGED, batching_error
 from app.model.base import ModelConfig
@@ -349,12 +349,12 @@ def check_saved_adapter(
         return [f"{what} is a file; type {key}={folder.parent} if that folder is the adapter"]
     if not folder.is_dir():
         return [f"{what}: no such folder in {current_folder()}"]
-    if (folder / "adapter" / CONFIG_FILE).exists():
+    if (folder / "adapter" / ADAPTER_CONFIG).exists():
         return [f"{what} is a run, not an adapter; type {key}={folder}/adapter"]
     whole = folder / "model" if (folder / "model" / "config.json").exists() else folder
-    if (whole / "config.json").exists() and not (folder / CONFIG_FILE).exists():
+    if (whole / "config.json").exists() and not (folder / ADAPTER_CONFIG).exists():
         return [
-            f"{what} has no {CONFIG_FILE}: it is a whole model, not an adapter; "
+            f"{what} has no {ADAPTER_CONFIG}: it is a whole model, not an adapter; "
             f"type model.path={whole} and leave {key} out"
         ]
     file = folder / ADAPTER_FILE
@@ -366,7 +366,7 @@ def check_saved_adapter(
         ]
     problems = [
         f"{what}: the folder has no {name}"
-        for name in (CONFIG_FILE, ADAPTER_FILE)
+        for name in (ADAPTER_CONFIG, ADAPTER_FILE)
         if not (folder / name).exists()
     ]
     if problems:
@@ -394,12 +394,12 @@ def check_saved_adapter(
 
 def check_same_settings(adapter: AdapterConfig, folder: Path) -> list[str]:
     """List the typed settings that differ from those of the adapter in `folder`."""
-    if not (folder / CONFIG_FILE).exists():
+    if not (folder / ADAPTER_CONFIG).exists():
         return []  # `check_saved_adapter` reports it
     settings, problems = read_adapter_config(folder)
     if problems:
         return []
-    kind = KINDS[read_json_object(folder / CONFIG_FILE)[0]["peft_type"]]
+    kind = PEFT_TYPES[read_json_object(folder / ADAPTER_CONFIG)[0]["peft_type"]]
     if kind != adapter.name:
         return [
             f"adapter.path={folder} was trained with adapter={kind}, but adapter={adapter.name} is "

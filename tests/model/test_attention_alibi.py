@@ -8,54 +8,30 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-)
+from transformers import FalconConfig, FalconForCausalLM
 
 from app.model.attention import AttentionConfig, choose_backend, packing_error
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.probes import check_isolation
+from tests.families import tiny_family
 
 
-def bloom() -> Any:
-    shape = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-    return BloomForCausalLM(BloomConfig(**shape, initializer_range=0.2))
-
-
-def mpt() -> Any:
-    shape = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4}
-    return MptForCausalLM(MptConfig(**shape, max_seq_len=128, initializer_range=0.2))
-
-
-def falcon(*, alibi: bool) -> Any:
-    config = FalconConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        initializer_range=0.2,
-        alibi=alibi,
-        attn_implementation="eager",
-    )
+def falcon(*, alibi: bool = False) -> Any:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = FalconConfig(**shape, initializer_range=0.2, alibi=alibi, attn_implementation="eager")
     return FalconForCausalLM(config)
 
 
 MODELS: dict[str, Callable[..., Any]] = {
-    "bloom": bloom,
-    "mpt": mpt,
-    "falcon alibi": partial(falcon, alibi=True),
-    "falcon": partial(falcon, alibi=False),
+    "bloom": partial(tiny_family, "bloom"),
+    "mpt": partial(tiny_family, "mpt", d_model=32, n_layers=2, n_heads=4, max_seq_len=128),
+    "falcon": falcon,
 }
 
 
-def made(name: str) -> Any:
-    torch.manual_seed(0)
-    model = MODELS[name]().eval()
+def made(name: str, **numbers: Any) -> Any:
+    model = MODELS[name](**numbers).eval()
     assert choose_backend(AttentionConfig(), model.config, "cpu", "fp32").backend == "eager"
     return model
 
@@ -86,9 +62,9 @@ def test_a_padded_row_has_the_logits_of_the_row_alone(name: str) -> None:
         assert torch.allclose(padded[row, :length], alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon alibi"])
+@pytest.mark.parametrize("name", MODELS)
 def test_alibi_is_not_packed(name: str) -> None:
-    model = made(name)
+    model = made(name, **({"alibi": True} if name == "falcon" else {}))
     with pytest.raises(ValueError, match=r"models compute their ALiBi bias .* packing=none"):
         check_isolation(model, "eager")
     assert packing_error(model.config.to_dict())

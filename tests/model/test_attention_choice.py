@@ -13,9 +13,7 @@ from torch.nn.attention import varlen
 from transformers import (
     AutoConfig,
     BloomConfig,
-    DeepseekV3Config,
     FalconConfig,
-    FalconForCausalLM,
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
@@ -29,10 +27,8 @@ from app.model.architecture import model_class
 from app.model.attention import (
     AttentionConfig,
     backends,
-    check_implementation,
     choose_backend,
 )
-from app.model.attention.inputs import attention_inputs
 from common.errors import ENVIRONMENT_ERROR, USER_ERROR, exit_code
 from tests.model.test_attention_varlen import varlen_2_10, varlen_2_13
 from tests.tiny import tiny_llama, tiny_t5
@@ -96,20 +92,11 @@ BROKEN = {"flash_attn": ImportError(MISSING_SYMBOL)}
 @pytest.mark.parametrize(
     ("capability", "packages", "backend", "message"),
     [
-        (AMPERE, {}, "varlen", "flash-attn is not installed"),
         (AMPERE, WORKS, "flash2", "flash-attn 2.8.3"),
         (HOPPER, {}, "varlen", "flash-attn-3 is not installed; flash-attn is not installed"),
-        (HOPPER, WORKS, "flash2", "flash-attn-3 is not installed"),
         (HOPPER, BOTH, "flash3", "flash-attn-3 2.8.3"),
-        (BLACKWELL, BOTH, "flash2", "flash-attn 2.8.3"),
         (TURING, BOTH, "sdpa", "needs an Ampere GPU (sm80) or a newer one, and this is sm75"),
         (AMPERE, BROKEN, "varlen", f"its import fails ({MISSING_SYMBOL})"),
-        (
-            AMPERE,
-            {"flash_attn": OSError("libcudart.so.11.0:\nno such file")},
-            "varlen",
-            "its import fails (libcudart.so.11.0: no such file)",
-        ),
     ],
 )
 def test_a_gpu_in_half_precision_gets_the_fastest_available_backend(
@@ -126,36 +113,12 @@ def test_a_gpu_in_half_precision_gets_the_fastest_available_backend(
         assert message in str(chosen) and "\n" not in str(chosen)
 
 
-def test_a_typed_backend_is_used(machine: Machine) -> None:
-    machine.is_of(HOPPER, **BOTH)
-    for backend in ("flash2", "flash3", "varlen", "flex", "sdpa", "eager"):
-        assert choose(backend).backend == backend
-
-
 def test_the_cpu_and_fp32_attend_by_document(machine: Machine) -> None:
     machine.is_of(HOPPER, **BOTH)
     on_cpu, in_fp32 = choose(accelerator="cpu"), choose(precision="fp32")
     assert on_cpu.backend == in_fp32.backend == "sdpa"
     assert "document by document; flash attention needs an NVIDIA GPU" in str(on_cpu)
     assert "half precision only, and the precision is fp32" in str(in_fp32)
-
-
-def test_a_pytorch_without_flash_attention(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-    assert choose().backend == "sdpa"
-    with pytest.raises(ValueError, match=r"varlen: .* built without .* type attention=sdpa"):
-        choose("varlen")
-
-
-def test_a_package_that_transformers_does_not_accept(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine.is_of(**WORKS)
-    monkeypatch.setattr(backends, "_transformers_accepts", lambda backend: False)
-    assert choose().backend == "varlen"
-    assert "transformers does not accept it" in str(choose())
 
 
 def gemma4() -> PretrainedConfig:
@@ -168,11 +131,8 @@ MODELS = [
     (GPT2Config(), "flash2", "sdpa", "varlen has no attention dropout, and this model has 0.1"),
     (Gemma2Config(head_dim=256), "flash2", "eager", "sdpa has no softcap of attention logits"),
     (LlamaConfig(head_dim=512), "sdpa", "sdpa", "head dimensions up to 256, not 512"),
-    (LlamaConfig(head_dim=100), "flash2", "sdpa", "a multiple of 8, not 100"),
     (GptOssConfig(), "varlen", "varlen", "transformers has no flash2 for gpt_oss models"),
     (gemma4(), "sdpa", "sdpa", "head dimensions up to 256, not 512"),
-    (MistralConfig(sliding_window=4096), "flash2", "varlen", "PyTorch's own"),
-    (DeepseekV3Config(), "flash2", "varlen", "PyTorch's own"),
     (tiny_t5().config, "sdpa", "sdpa", "an encoder and a decoder"),
 ]
 
@@ -190,8 +150,6 @@ def test_auto_chooses_a_backend_that_supports_the_model(
 @pytest.mark.parametrize(
     ("kind", "version", "backend"),
     [
-        ("bart", "5.3.0", "eager"),
-        ("bart", "5.4.0", "sdpa"),
         ("umt5", "5.17.0", "eager"),
         ("umt5", "5.18.0", "sdpa"),
     ],
@@ -222,10 +180,7 @@ def test_a_window_needs_a_pytorch_with_windows(
         ("flash2", {"precision": "fp32"}, "half precision only"),
         ("flash3", {}, "for Hopper GPUs; type attention=varlen"),
         ("varlen", {"model": GPT2Config()}, "has no attention dropout"),
-        ("flex", {"model": LlamaConfig(attention_dropout=0.1)}, "has no attention dropout"),
-        ("flex", {"model": GPT2Config()}, "transformers has no flex for gpt2 models"),
         ("sdpa", {"model": Gemma2Config()}, "type attention=eager"),
-        ("flash2", {"model": GptOssConfig()}, "type attention=varlen"),
         ("sdpa", {"model": GptOssConfig()}, "computed on a CPU only, and without dropout; type"),
     ],
 )
@@ -261,19 +216,6 @@ def test_falcon_has_separate_layers_for_flash_attention(machine: Machine) -> Non
         choose("flash2", model=BloomConfig())
 
 
-def test_falcons_flash_attention_supports_one_packed_row_per_batch() -> None:
-    model: Any = FalconForCausalLM(
-        FalconConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, vocab_size=64)
-    )
-    row, rows = torch.zeros(1, 8), torch.zeros(2, 8)
-    assert "cu_seq_lens_q" in attention_inputs(model, "flash2", [[3, 5]], row)
-    assert "cu_seq_lens_q" in attention_inputs(model, "flash2", [[8], [5]], rows)
-    with pytest.raises(ValueError, match=r"see each other .* type trainer.micro_batch_size=1"):
-        attention_inputs(model, "flash2", [[8], [3, 5]], rows)
-    llama = tiny_llama()
-    assert "cu_seq_lens_q" in attention_inputs(llama, "flash2", [[8], [3, 5]], rows)
-
-
 def test_a_package_that_cannot_be_imported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The actual check, on a package that was built for another PyTorch."""
     (tmp_path / "flash_attn.py").write_text(f"raise ImportError({MISSING_SYMBOL!r})")
@@ -284,15 +226,6 @@ def test_a_package_that_cannot_be_imported(tmp_path: Any, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     fault = backends.find_package_problem("flash2")
     assert fault == f"flash-attn 2.8.3 is installed, but its import fails ({MISSING_SYMBOL})"
-
-
-def test_another_attention_in_a_submodel_is_found() -> None:
-    model = tiny_t5(attn_implementation="eager")
-    model.decoder.config._attn_implementation = "sdpa"
-    with pytest.raises(
-        ValueError, match="T5Stack should run eager, but transformers replaced it by sdpa"
-    ):
-        check_implementation(model, "eager")
 
 
 def test_a_loaded_model_is_checked(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,15 +131,3 @@ def test_a_run_learns_as_with_sdpa(tmp_path: Path) -> None:
         folder = train_into(tmp_path / backend, *words, f"attention={backend}")
         losses.append(json.loads((folder / "metrics.json").read_text())["tuned/val/loss"])
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
-
-
-def test_a_run_logs_the_backend_for_this_gpu(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = ["trainer.precision=bf16", "trainer.accelerator=gpu", "trainer.devices=1"]
-    train_into(tmp_path, *words)
-    captured = capfd.readouterr()
-    printed = captured.out + captured.err
-    assert "recompute: none (all activations fit" in printed
-    assert "loss: by PyTorch's operators" not in printed
-    assert "attention varlen" in printed or "attention flash" in printed

@@ -50,9 +50,9 @@ def plant(leak: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(inputs, name, with_leak(getattr(inputs, name)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_isolated_documents_pass(backend: str, dtype: torch.dtype) -> None:
-    check_isolation(base(backend, dtype), backend)
+def test_isolated_documents_pass(backend: str) -> None:
+    for dtype in DTYPES:
+        check_isolation(base(backend, dtype), backend)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,8 @@ def test_a_leak_is_found(
         check_isolation(model, backend)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_leak_in_one_layer_is_found(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = base("sdpa", dtype)
+def test_a_leak_in_one_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = base("sdpa", torch.bfloat16)
     last = model.model.layers[-1].self_attn
     plain = last.forward
     monkeypatch.setattr(last, "forward", lambda **rest: plain(**rest | {"documents": None}))
@@ -77,12 +76,12 @@ def test_a_leak_in_one_layer_is_found(dtype: torch.dtype, monkeypatch: pytest.Mo
         check_isolation(model, "sdpa")
 
 
-@pytest.mark.parametrize(("offset", "dtype"), zip([-60.0, 60.0, -20.0], DTYPES, strict=True))
+@pytest.mark.parametrize("offset", [-60.0, 60.0])
 def test_an_offset_of_all_logits_changes_nothing(
-    offset: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    offset: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = base("sdpa", dtype)
-    head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size, dtype=dtype)
+    model = base("sdpa", torch.bfloat16)
+    head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size).bfloat16()
     head.weight = model.lm_head.weight
     torch.nn.init.constant_(head.bias, offset)
     model.lm_head = head
@@ -92,14 +91,11 @@ def test_an_offset_of_all_logits_changes_nothing(
         check_isolation(model, "sdpa")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rounding_in_experts_is_not_a_leak(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounding_in_experts_is_not_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = tiny_llama().config.to_dict() | {"num_local_experts": 4}
     torch.manual_seed(0)
     config = MixtralConfig(**shape, attn_implementation=attention_implementation("sdpa"))
-    model = MixtralForCausalLM(config).to(dtype)
+    model = MixtralForCausalLM(config).bfloat16()
     check_isolation(model, "sdpa")
     plant(LEAKS["all"], monkeypatch)
     with pytest.raises(ValueError, match="see each other"):
@@ -122,22 +118,6 @@ def test_the_rounding_limit_follows_autocast(monkeypatch: pytest.MonkeyPatch) ->
         plant(LEAKS["one token"], monkeypatch)
         with pytest.raises(ValueError, match="see each other"):
             check_isolation(model, "sdpa")
-
-
-def test_eager_is_suggested_only_if_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = base("sdpa", torch.float32)
-    with monkeypatch.context() as patch:
-        patch.setattr(inputs, "group_documents", lambda *_: None)
-        with pytest.raises(ValueError, match="type attention=eager, or packing=none"):
-            check_isolation(model, "sdpa")
-        # Like eager masks that an older transformers passes to recurrent layers.
-        patch.setattr(inputs, "_dense_masks", lambda *_: torch.zeros(1, 1, 9, 9))
-        with pytest.raises(ValueError, match=r"\): type packing=none"):
-            check_isolation(model, "sdpa")
-    mixed = partial(torch.roll, shifts=4, dims=1)
-    model.model.embed_tokens.register_forward_hook(lambda _, __, out: out + mixed(out))
-    with pytest.raises(ValueError, match=r"\): type packing=none"):
-        check_isolation(model, "sdpa")
 
 
 def test_a_probe_without_effect_raises() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     BartForCausalLM,
     BlenderbotForCausalLM,
     RobertaConfig,
@@ -24,9 +23,8 @@ from app.model.attention.backends import ModelOnDevice, support_error
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.probes import check_against_eager, check_isolation
 from tests.parity.test_attention_families import SHAPE, build
-from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, train_into
+from tests.tiny import save_with_tokenizer, tiny_bart, train_into
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WINDOWED = ["llama4_text", "phimoe", "mistral", "gemma3_text", "gemma3"]
 NUMBERED = "compute positions from the start of the row, .* packing=none"
 WRONG = "than for the same document alone with their own eager attention"
@@ -53,7 +51,7 @@ def shifted(**options: Any) -> MaskRule | None:
 @pytest.mark.parametrize(
     ("family", "dtype", "is_packed"),
     [
-        *itertools.product(WINDOWED, [torch.bfloat16], [True, False]),
+        *itertools.product(WINDOWED, [torch.bfloat16], [True]),
         ("llama4_text", torch.float32, True),
         ("mistral", torch.float16, False),
     ],
@@ -68,7 +66,7 @@ def test_correct_windows_pass(family: str, dtype: torch.dtype, is_packed: bool) 
 @pytest.mark.parametrize(
     ("lost", "family", "dtype", "is_packed"),
     [
-        *itertools.product([no_rule, shifted], WINDOWED[:2], [torch.bfloat16], [True, False]),
+        *itertools.product([no_rule, shifted], WINDOWED[:2], [torch.bfloat16], [True]),
         (shifted, "phimoe", torch.float32, True),
         (shifted, "llama4_text", torch.float16, False),
     ],
@@ -98,18 +96,6 @@ def test_the_probe_restores_windows_and_chunks() -> None:
     assert windowed.config.text_config.sliding_window == 4096
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_shipped_base_passes(dtype: torch.dtype) -> None:
-    for backend in ("sdpa", "eager"):
-        name = attention_implementation(backend)
-        model = AutoModelForCausalLM.from_pretrained(
-            TINY_BASE, dtype=dtype, attn_implementation=name
-        )
-        check_against_eager(model, backend, is_packed=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            check_against_eager(model, backend, is_packed=True)
-
-
 @pytest.mark.parametrize("family", ["doge", "deepseek_v32"])
 def test_models_that_read_masks_need_eager(family: str) -> None:
     model = build(family)
@@ -120,8 +106,9 @@ def test_models_that_read_masks_need_eager(family: str) -> None:
         check_against_eager(model, "sdpa", is_packed=True)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("model_class", [BartForCausalLM, BlenderbotForCausalLM])
+@pytest.mark.parametrize(
+    ("model_class", "backend"), [(BartForCausalLM, "sdpa"), (BlenderbotForCausalLM, "eager")]
+)
 def test_a_decoder_that_computes_positions_is_never_packed(
     model_class: Any, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,14 +141,6 @@ def test_models_compute_the_positions_of_single_documents() -> None:
     check_against_eager(model, "sdpa", is_packed=False)
     with pytest.raises(ValueError, match="roberta models compute positions"):
         check_against_eager(model, "sdpa", is_packed=True)
-
-
-def test_nan_weights_are_not_reported_as_a_fault_of_attention() -> None:
-    model = build("llama", "sdpa")
-    torch.nn.init.constant_(model.model.norm.weight, torch.nan)
-    check_isolation(model, "sdpa")
-    check_against_eager(model, "sdpa", is_packed=True)
-    check_against_eager(model, "sdpa", is_packed=False)
 
 
 def test_a_run_is_refused_before_its_first_step(

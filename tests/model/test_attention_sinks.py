@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import varlen as torch_varlen
-from transformers import AutoConfig
 
 from app.model.adapter import FullConfig
-from app.model.attention.attend import attend_by_document, window_rule
-from app.model.attention.backends import ModelOnDevice, support_error
-from app.model.attention.documents import group_documents
-from app.model.attention.exchange import exchanging
-from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
 from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from common.errors import UserError
 from tests.model.test_attention_varlen import PACKED, PADDED, run, varlen_2_13
 from tests.model.test_experts import MIXTURES, SIZES
 
@@ -154,48 +146,3 @@ def test_a_selective_recompute_changes_nothing(backend: str, flash: None) -> Non
         found = run(selective, backend, PACKED)
         assert torch.equal(found[0], plain[0])
         assert all(map(torch.equal, found[1], plain[1]))
-
-
-@pytest.mark.parametrize("window", [None, 2])
-def test_gradients_are_those_of_the_formula(window: int | None, flash: None) -> None:
-    torch.manual_seed(0)
-    lengths, tokens = [3, 4], 7
-    inputs = [
-        torch.randn(1, heads, tokens, 8, dtype=torch.float64, requires_grad=True)
-        for heads in (4, 2, 2)
-    ]
-    inputs.append(torch.randn(4, dtype=torch.float64, requires_grad=True))
-    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
-    groups = group_documents([lengths], (1, tokens), CPU)
-    rule = None if window is None else window_rule(window)
-    kernel, layer = VarlenKernel.installed(), torch.nn.Identity()
-
-    def by_document(query: Any, key: Any, value: Any, sinks: Any) -> torch.Tensor:
-        options = {"scaling": 0.5, "documents": groups, "s_aux": sinks}
-        return attend_by_document(layer, query, key, value, rule, **options)[0]
-
-    def by_boundaries(query: Any, key: Any, value: Any, sinks: Any) -> torch.Tensor:
-        options = {"scaling": 0.5, "sliding_window": window, "s_aux": sinks}
-        options |= {"cu_seq_lens_q": ends, "max_length_q": 4, "kernel": kernel}
-        return attend_by_boundaries(layer, query, key, value, rule, **options)[0]
-
-    torch.testing.assert_close(by_document(*inputs), by_boundaries(*inputs))
-    assert torch.autograd.gradcheck(by_document, inputs)
-    assert torch.autograd.gradcheck(by_boundaries, inputs)
-
-
-def test_dropout_is_refused() -> None:
-    config = AutoConfig.for_model("gpt_oss", attention_dropout=0.1)
-    refused = support_error("sdpa", ModelOnDevice(config, "cpu", "fp32"))
-    assert refused is not None and "without dropout" in refused
-    part, sinks = torch.zeros(1, 4, 6, 8), torch.zeros(4)
-    with pytest.raises(ValueError, match="without dropout; type attention=eager"):
-        attend_by_document(torch.nn.Identity(), part, part, part, None, dropout=0.1, s_aux=sinks)
-
-
-def test_gathered_keys_on_a_gpu_are_refused_with_what_to_type() -> None:
-    parts = [torch.empty(1, heads, 64, 8, device="meta") for heads in (4, 2, 2)]
-    attend = exchanging(attend_by_document)
-    slices: Any = SimpleNamespace(ranks=SimpleNamespace(size=lambda: 3))
-    with pytest.raises(UserError, match="context_parallel_size=1"):
-        attend(torch.nn.Module(), *parts, None, exchange=slices, s_aux=torch.zeros(4))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BloomConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from app.model import save as saving
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, probe_logits
-from app.model.architecture import context_len, load_architecture
+from app.model.architecture import load_architecture
 from app.model.attention import attention_implementation
 from app.model.base import ModelConfig, load_base
 from app.model.build import load_tuned
@@ -111,11 +111,6 @@ def test_a_base_that_lacks_a_tensor_is_refused_and_not_filled_with_random_number
         load_base(ModelConfig(path=str(base)), "sdpa", FP32)
 
 
-def test_the_context_is_the_architectures() -> None:
-    assert context_len(tiny_llama().config) == 128
-    assert context_len(BloomConfig()) is None
-
-
 def test_after_saving_the_model_in_memory_is_the_saved_one_in_the_dtype_of_its_training(
     tmp_path: Path,
 ) -> None:
@@ -151,32 +146,29 @@ def spoil(file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def test_a_full_model_that_does_not_read_back_is_a_training_fault(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("adapter", "function", "file"),
+    [
+        (FullConfig(), "write_model", "model.safetensors"),
+        (LoraConfig(), "save_adapter", "adapter_model.safetensors"),
+    ],
+)
+def test_files_that_do_not_read_back_are_a_training_fault(
+    adapter: AdapterConfig,
+    function: str,
+    file: str,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = built(base, adapter=FullConfig())
-    write = saving.write_model
+    model = built(base, adapter=adapter)
+    move(model)
+    write = getattr(saving, function)
 
     def write_badly(model: Any, folder: Path, *rest: Any) -> None:
         write(model, folder, *rest)
-        spoil(folder / "model.safetensors")
+        spoil(folder / file)
 
-    monkeypatch.setattr(saving, "write_model", write_badly)
+    monkeypatch.setattr(saving, function, write_badly)
     with pytest.raises(TrainingFault, match=r"failed verification: .*logits differ"):
-        save(model, FullConfig(), base, tmp_path)
-
-
-def test_an_adapter_that_does_not_read_back_is_a_training_fault(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = built(base)
-    move(model)
-    write = saving.save_adapter
-
-    def write_badly(model: Any, folder: Path) -> None:
-        write(model, folder)
-        spoil(folder / "adapter_model.safetensors")
-
-    monkeypatch.setattr(saving, "save_adapter", write_badly)
-    with pytest.raises(TrainingFault, match=r"failed verification: .*logits differ"):
-        save(model, LoraConfig(), base, tmp_path)
+        save(model, adapter, base, tmp_path)

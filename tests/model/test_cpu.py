@@ -7,18 +7,11 @@ import torch
 from torch import Tensor
 
 from app.model import cpu
-from app.model.activation_checkpointing import is_expensive
 from app.model.attention import attend
 from app.model.attention.documents import (
-    MAX_PADDED_RATIO,
-    SHORT_TOKENS,
-    STACK_TOKENS,
     DocumentSpan,
     group_documents,
-    place_documents,
-    stack_documents,
 )
-from tests.operators import Operators
 
 
 def parts(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:
@@ -88,7 +81,7 @@ def test_half_precision_rounds_as_eager_attention_does(tokens: int) -> None:
 def test_documents_of_a_row_are_kept_apart(
     kept: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "MAX_TOKENS", kept)
+    monkeypatch.setattr(cpu, "MAX_SAVED_TOKENS", kept)
     tensors = parts(4, 2, 90, dtype)
     exact = [part.detach().double().requires_grad_() for part in tensors]
     lengths = [[3, 70, 17], [90], [1, 64, 25]]
@@ -110,46 +103,6 @@ def test_documents_of_a_row_are_kept_apart(
         assert torch.allclose(grad.double(), truth, **loose)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [({}, True), ({"sliding_window": 9}, True), ({"sliding_window": 8}, False)],
-)
-def test_it_runs_on_the_cpu_if_no_document_exceeds_the_window(
-    settings: dict[str, int], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = []
-    write = cpu.attend_causally
-    monkeypatch.setattr(cpu, "attend_causally", lambda *given: taken.append(1) or write(*given))
-    query, key, value = parts(4, 2, 18, torch.float32)
-    groups = group_documents([[9, 9]] * 3, (3, 18), torch.device("cpu"))
-    layer = torch.nn.Module()
-    attend.attend_by_document(layer, query, key, value, None, documents=groups, **settings)
-    assert bool(taken) is expected
-
-
-def test_fp32_queries_with_half_precision_values_are_cast() -> None:
-    query, key, value = parts(4, 2, 70, torch.float32)
-    layer = torch.nn.Module()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output, _ = attend.attend_by_document(layer, query, key, value.bfloat16(), None)
-    assert output.dtype == torch.bfloat16
-    truth = reference(query, key, value, None).transpose(1, 2)
-    assert torch.allclose(output.double(), truth, atol=5e-2)
-
-
-def test_short_documents_are_stacked_and_long_ones_are_not() -> None:
-    torch.manual_seed(0)
-    lengths = [int(length) for length in torch.randint(1, 150, (400,))]
-    documents = place_documents([lengths], sum(lengths))
-    stacks = stack_documents(documents)
-    assert sorted(one for stack in stacks for one in stack) == documents
-    assert max(map(len, stacks)) > 3
-    for stack in stacks:
-        longest, real = max(one.length for one in stack), sum(one.length for one in stack)
-        assert len(stack) == 1 or longest <= SHORT_TOKENS
-        assert longest * len(stack) <= min(MAX_PADDED_RATIO * real, STACK_TOKENS) or len(stack) == 1
-
-
 @pytest.mark.parametrize("width", [64, 30])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_it_is_the_product_also_with_a_transposed_matrix(width: int, has_bias: bool) -> None:
@@ -161,30 +114,3 @@ def test_it_is_the_product_also_with_a_transposed_matrix(width: int, has_bias: b
     )
     for matrix in (weight, weight.T.contiguous().T):
         assert torch.allclose(cpu.linear(rows, matrix, bias).double(), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("rows", "is_taken"),
-    [
-        (torch.zeros(64, 8), True),
-        (torch.zeros(128, 8), True),
-        (torch.zeros(65, 8), False),
-        (torch.zeros(64, 8, dtype=torch.bfloat16), False),
-        (torch.zeros(64, 8, device="meta"), False),
-    ],
-)
-def test_it_is_taken_for_full_tiles_in_fp32_on_the_cpu(rows: Tensor, is_taken: bool) -> None:
-    weight = torch.zeros(4, 8, dtype=rows.dtype, device=rows.device)
-    with Operators() as operators:
-        cpu.linear(rows, weight)
-    assert ("mkldnn::_linear_pointwise" in operators.counts) is is_taken
-
-
-@pytest.mark.parametrize(("features", "is_kept"), [(8, True), (4, True), (9, False)])
-def test_selective_recompute_keeps_its_products_that_do_not_widen(
-    features: int, is_kept: bool
-) -> None:
-    kept: list[bool] = []
-    with Operators(lambda func, args, *_: kept.append(is_expensive(func, args))):
-        cpu.linear(torch.zeros(64, 8), torch.zeros(features, 8))
-    assert any(kept) is is_kept

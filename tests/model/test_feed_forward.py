@@ -12,7 +12,6 @@ from app.model import kernels
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
 from app.model.kernels import (
-    ChunkedFeedForward,
     FusedGate,
     chunk_feed_forwards,
     unfuse_layers,
@@ -32,7 +31,6 @@ GPT2 = {
     "n_head": 8,
     **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
 }
-MOE = LLAMA | {"model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_experts": 4}
 
 
 def build(numbers: dict[str, Any], adapter: AdapterConfig, mode: str = "full") -> Any:
@@ -140,26 +138,3 @@ def test_dropout_of_chunks_is_drawn_again_in_the_backward_pass(
     assert ((above - below) / 2).item() == pytest.approx(
         (gradient * direction).sum().item(), rel=2e-2
     )
-
-
-def test_a_recompute_ends_before_the_feed_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "FEED_FORWARD_TOKENS", CHUNK)
-    model = build(LLAMA, FullConfig())
-    layer = model.get_submodule(repeated_layers(model)[0]).mlp.up_proj
-    tokens: list[int] = []
-    layer.register_forward_hook(lambda _, args, __: tokens.append(args[0].shape[:-1].numel()))
-    step(model)
-    whole = sum(tokens)
-    chunk_feed_forwards(model)
-    step(model)
-    assert sum(tokens) == 2 * whole == 4 * TOKENS  # a forward pass, and one in the backward pass
-    assert max(tokens[2:]) == CHUNK
-
-
-@pytest.mark.parametrize(("numbers", "mode"), [(LLAMA, "none"), (MOE, "full")])
-def test_experts_and_layers_that_are_not_recomputed_stay_whole(
-    numbers: dict[str, Any], mode: str
-) -> None:
-    model = build(numbers, FullConfig(), mode)
-    chunk_feed_forwards(model)
-    assert not any(isinstance(vars(m).get("forward"), ChunkedFeedForward) for m in model.modules())

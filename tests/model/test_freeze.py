@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from app.model.adapter import FreezeConfig, FullConfig, apply_adapter
+from app.model.adapter import FreezeConfig, apply_adapter
 from app.model.base import ModelConfig, load_base
 from app.model.quantization import QuantizationConfig
 from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
@@ -59,19 +58,6 @@ def test_layers_and_modules_add_up() -> None:
     assert len(trained(freeze(tiny_llama(), layers="all"))) == 18
 
 
-def test_training_a_tied_head_logs_that_the_embedding_trains_too(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-    model = freeze(tiny_llama(), layers="none", modules=["lm_head"])
-    assert trained(model) == {"model.embed_tokens"}
-    assert "lm_head is tied to model.embed_tokens, so both are trained" in caplog.text
-    caplog.clear()
-    for module in ("lm_head", "embed_tokens"):
-        freeze(tiny_llama(tie_word_embeddings=False), layers="none", modules=[module])
-    assert "is tied to" not in caplog.text
-
-
 @pytest.mark.parametrize(("half", "expected"), [(False, FP32), (True, BF16)])
 def test_trainable_layers_are_fp32_unless_half_precision(half: bool, expected: torch.dtype) -> None:
     model = freeze(tiny_llama().to(BF16), half=half, layers="top 1", modules=["lm_head"])
@@ -104,11 +90,3 @@ def test_quantized_layers_cannot_train_and_unquantized_modules_can(tmp_path: Pat
     with pytest.raises(ValueError, match=r"model\.layers\.1 is quantized .*type quantization=none"):
         freeze(base, layers="top 1")
     assert trained(freeze(base, layers="none", modules=["norm"])) == {"model.norm"}
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_full_trains_every_weight(tied: bool) -> None:
-    base = tiny_llama(tie_word_embeddings=tied)
-    model = apply_adapter(base, FullConfig(), half_precision=False, token_ids=[3])
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    assert ("lm_head" in trained(model)) != tied

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.model.base import ModelConfig
-from app.model.gguf import convert, find_converter, find_turn_texts, ollama_file
+from app.model.gguf import convert_to_gguf, find_converter, find_turn_texts, ollama_file
 from app.preflight.base_model import inspect_base
 from tests.conftest import ROOT
 from tests.processes import LONGEST
@@ -71,15 +71,6 @@ def test_a_modelfile_renders_as_the_chat_template(name: str) -> None:
         assert rendered_by_ollama(without, CHATS[0]) == render(CHATS[0])[3:]
 
 
-def test_a_template_that_cannot_be_quoted_is_left_out() -> None:
-    for mark in ("{{", '"""'):
-        texts = find_turn_texts(
-            lambda chat, mark=mark: "".join(f"{mark}{role}: {text}" for role, text in chat)
-        )
-        assert texts is None
-    assert find_turn_texts(lambda chat: None) is None
-
-
 def refused_line(file: Path) -> str:
     """Return the command that the refusal of a GGUF file as base says to type."""
     (said,) = inspect_base(ModelConfig(path=str(file)))[1]
@@ -110,7 +101,7 @@ def test_the_line_writes_a_folder_with_equal_weights_and_tokens(
     except PackageNotFoundError:
         pytest.skip("the package gguf is not installed")
     shutil.copytree(stories, tmp_path / "model")
-    file = convert(find_converter(True, None), tmp_path / "model", "float32", True)
+    file = convert_to_gguf(find_converter(True, None), tmp_path / "model", "float32", True)
     file = file.rename(tmp_path / "base.gguf")
     command = refused_line(file).partition(" && ")[2]
     subprocess.run(shlex.split(command), check=True, timeout=LONGEST, capture_output=True)

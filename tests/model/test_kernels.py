@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import logging
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,14 +14,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from app.model import kernels
 from app.model.accumulation import accumulated_linear, accumulating_in_products
 from app.model.adapter import LoraConfig, apply_adapter
-from app.model.cpu import rms_norm as our_norm
 from app.model.head import fuse_head, run_probe
 from app.model.kernels import (
     ROPE,
@@ -37,12 +33,11 @@ from app.model.kernels import (
     without_dropout,
 )
 from app.model.recompute import RecomputeConfig, apply_recompute
-from app.training.module import FinetuneModule
-from tests.conftest import TrainRun
 from tests.families import tiny_family
+from tests.model.test_head import by_torch as cross_entropy_by_torch
 from tests.model.test_head import causal, losses_of
-from tests.model.test_linear_cross_entropy import by_torch as cross_entropy_by_torch
-from tests.tiny import move, random_ids, small_run, tiny_gpt2, tiny_llama
+from tests.operators import Operators
+from tests.tiny import move, random_ids, tiny_llama
 
 gelu, silu = torch.nn.functional.gelu, torch.nn.functional.silu
 
@@ -188,14 +183,12 @@ def packed_losses(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"), [("llama", "none"), ("qwen3", "selective"), ("gemma3_text", "none")]
-)
+@pytest.mark.parametrize(("kind", "mode"), [("qwen3", "selective"), ("gemma3_text", "none")])
 def test_rope_is_replaced_by_one_kernel(
     install: Callable[..., None], kind: str, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     install()
-    model = tiny_llama() if kind == "llama" else causal(kind, head_dim=8)
+    model = causal(kind, head_dim=8)
     apply_recompute(model.train(), RecomputeConfig(mode=mode))
     loss, grads = packed_losses(model)
     own = vars(sys.modules[type(model).__module__])[ROPE]
@@ -215,30 +208,6 @@ def test_rope_is_replaced_by_one_kernel(
     assert not vars(home)[ROPE].runs_without_gradients
     unfuse_layers(model)
     assert vars(home)[ROPE] is own
-
-
-def test_a_rope_of_one_tensor_does_not_prevent_other_kernels(
-    install: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Gemma 4 rotates queries and keys separately, which once raised an error in the comparison."""
-    from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
-
-    install()
-    model = tiny_llama()
-    home = sys.modules[type(model).__module__]
-    monkeypatch.setattr(home, ROPE, apply_rotary_pos_emb)
-    one, _, cosine, sine = angles()
-
-    def turn() -> None:
-        vars(home)[ROPE](one, cosine, sine, unsqueeze_dim=1)
-
-    with caplog.at_level(logging.INFO):
-        fuse_layers(model, run=turn)
-    assert fused_of(model) and "broken" not in caplog.text
-    assert vars(home)[ROPE] is apply_rotary_pos_emb
-    unfuse_layers(model)
 
 
 def angles() -> tuple[Tensor, ...]:
@@ -277,24 +246,6 @@ def test_each_norm_gets_its_variant(install: Callable[..., None]) -> None:
     exact = causal("gemma2", head_dim=8, hidden_activation="gelu")  # not by tanh, as Liger's
     fuse_layers(exact)
     assert fused_of(exact) and not any("mlp" in name for name in fused_of(exact))
-
-
-@pytest.mark.parametrize(
-    ("family", "kernel"), [("llama", swiglu), ("gemma2", geglu), ("gemma3_text", geglu)]
-)
-def test_a_gate_gets_the_kernel_of_its_activation(
-    install: Callable[..., None], family: str, kernel: Any
-) -> None:
-    install()
-    model = tiny_llama() if family == "llama" else causal(family, head_dim=8)
-    total, _, _, grads = losses_of(model)
-    fuse_layers(model.train())
-    gates = [each for m in model.modules() if isinstance(each := vars(m).get("forward"), FusedGate)]
-    assert [each.kernel for each in gates] == [kernel] * model.config.num_hidden_layers
-    fused_total, _, _, fused_grads = losses_of(model)
-    assert fused_total.item() == pytest.approx(total.item(), rel=1e-6)
-    for name, grad in fused_grads.items():
-        assert (grad - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
 
 
 @pytest.mark.parametrize(
@@ -350,11 +301,10 @@ def test_products_add_the_gradients_of_later_micro_batches(
 
     def gradients() -> dict[str, Tensor]:
         model.zero_grad()
-        counts: Counter[str] = Counter()
-        for tokens in (12, 16, 20):
-            with accumulating_in_products(), CountedOperators(counts):
+        with Operators() as operators, accumulating_in_products():
+            for tokens in (12, 16, 20):
                 model(input_ids=random_ids(2, tokens)).logits.square().mean().backward()
-        counted.append((counts["add_"], counts["addmm_"]))
+        counted.append((operators.counts["aten::add_.Tensor"], operators.counts["aten::addmm_"]))
         return {name: weight.grad for name, weight in model.named_parameters()}
 
     counted: list[tuple[int, int]] = []
@@ -371,16 +321,6 @@ def test_products_add_the_gradients_of_later_micro_batches(
     assert adds == plain_adds - products
     unfuse_layers(model)
     assert not any(map(is_accumulated, model.modules()))
-
-
-class CountedOperators(TorchDispatchMode):
-    def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()
-        self.counts = counts
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func._overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def is_accumulated(module: torch.nn.Module) -> bool:
@@ -427,25 +367,13 @@ def test_a_broken_package_is_logged_once_and_not_used(
     model = tiny_llama()
     with caplog.at_level(logging.INFO):
         fuse_layers(model)
-    assert [record.getMessage() for record in caplog.records] == [
-        "kernels: the model's own (liger-kernel is installed, but broken: 0 active drivers ([]). "
-        "There should only be one.)"
-    ]
-    assert fused_of(model) == []
-
-
-def test_models_without_such_layers_are_unchanged(install: Callable[..., None]) -> None:
-    model: Any = tiny_gpt2().requires_grad_(False)
-    fuse_layers(model)
-    assert fused_of(model) == []
-    install()
-    fuse_layers(model)
+    assert "liger-kernel is installed, but broken: 0 active drivers" in caplog.text
     assert fused_of(model) == []
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("llama", torch.bfloat16), ("gemma2", torch.float32), ("qwen3", torch.bfloat16)],
+    [("llama", torch.float32), ("gemma2", torch.float32), ("qwen3", torch.bfloat16)],
 )
 def test_norms_are_fused_on_a_cpu(kind: str, dtype: torch.dtype) -> None:
     settings = {} if kind == "llama" else {"head_dim": 8}
@@ -483,15 +411,9 @@ def test_trainable_linear_layers_are_fused_on_a_cpu(kind: str, tokens: int) -> N
         assert (grad - own[name]).norm() <= 1e-5 * own[name].norm(), name
 
 
-HYBRIDS = [
-    *("bamba", "diffllama", "falcon_mamba", "granitemoehybrid", "mamba2", "nemotron_h"),
-    *("qwen3_5_text", "qwen3_next"),
-]
-
-
 @pytest.mark.parametrize(
     ("family", "on_gpu"),
-    [*itertools.product(HYBRIDS, [True]), ("bamba", False), ("qwen3_next", False)],
+    [("bamba", True), ("diffllama", True), ("qwen3_next", True), ("bamba", False)],
 )
 def test_losses_and_gradients_of_every_architecture_are_equal(
     install: Callable[..., None], family: str, on_gpu: bool, caplog: pytest.LogCaptureFixture
@@ -516,24 +438,6 @@ def test_losses_and_gradients_of_every_architecture_are_equal(
         assert (grad - own[name]).norm() <= 1e-4 * own[name].norm(), name
 
 
-def test_gated_and_weightless_norms_are_not_fused() -> None:
-    for family, kind in (("bamba", "BambaRMSNormGated"), ("diffllama", "RMSNorm")):
-        model = tiny_family(family)
-        assert kind in {type(module).__name__ for module in model.modules()}
-        fuse_layers(model)
-        names = {type(model.get_submodule(name)).__name__ for name in fused_of(model)}
-        assert "Linear" in names and kind not in names
-
-
-def test_a_fused_norm_accepts_a_keyword_argument() -> None:
-    model = tiny_llama().train()
-    norm, hidden = model.model.norm, torch.randn(1, 4, 32)
-    own = norm(hidden)
-    fuse_layers(model)
-    assert "model.norm" in fused_of(model)
-    assert torch.allclose(norm(hidden_states=hidden), own, atol=1e-6)
-
-
 class Limited(LlamaMLP):
     """A gated MLP that clamps large values, as in DeepSeek-V4 and GLM-5."""
 
@@ -549,52 +453,6 @@ def test_a_clamped_gate_is_not_fused(install: Callable[..., None]) -> None:
     fuse_layers(model)
     assert "model.layers.0.mlp" not in fused_of(model)
     assert "model.layers.1.mlp" in fused_of(model)
-
-
-@pytest.mark.parametrize("is_trained", [True, False])
-def test_gradients_of_our_norm_are_accurate(is_trained: bool) -> None:
-    torch.manual_seed(0)
-    hidden = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(6, dtype=torch.float64, requires_grad=is_trained)
-    outer = torch.randn(3, 4, 6)
-    given = [hidden, weight] if is_trained else [hidden]
-    exact = hidden / (hidden.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (weight + 1.0)
-    expected = torch.autograd.grad(exact, given, outer.double())
-    floats = [one.detach().float().requires_grad_(one.requires_grad) for one in (hidden, weight)]
-    ours = our_norm(*floats, 1e-3, 1.0, "gemma", False)
-    assert torch.allclose(ours.double(), exact, atol=1e-5)
-    found = torch.autograd.grad(ours, floats[: len(given)], outer)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.allclose(one.double(), other, atol=1e-5)
-
-
-def test_a_run_restores_the_layers_after_training(
-    install: Callable[..., None],
-    train_run: TrainRun,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    install()
-    steps: list[int] = []
-    step = FinetuneModule.training_step
-
-    def look(module: FinetuneModule, *args: Any) -> Tensor:
-        steps.append(len(fused_of(module.model)))
-        return step(module, *args)
-
-    def ended(module: FinetuneModule) -> None:
-        end(module)
-        assert fused_of(module.model) == []
-
-    end = FinetuneModule.on_fit_end
-    monkeypatch.setattr(FinetuneModule, "training_step", look)
-    monkeypatch.setattr(FinetuneModule, "on_fit_end", ended)
-    train_run(*small_run("trainer.max_steps=2"))
-    assert set(steps) == {7}
-    assert "proven equal" in capsys.readouterr().out
-    steps.clear()
-    train_run(*small_run("trainer.max_steps=1"), "trainer.kernels=torch")
-    assert steps == [0]
 
 
 @pytest.mark.gpu

@@ -9,18 +9,13 @@ import bitsandbytes
 import peft
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from app.model.adapter import LoraConfig
-from app.model.adapter import apply as applying
-from app.model.adapter.apply import apply_lora
-from app.model.base import ModelConfig
-from app.model.build import load_tuned
 from app.strategy.ddp import Ddp, SingleDevice
 from app.strategy.deepspeed import Zero
 from app.strategy.settings import ZeroConfig
-from tests.tiny import TINY_BASE, built, tiny_llama
+from tests.tiny import TINY_BASE, built
 
 DEVICE = torch.device("meta")
 
@@ -48,11 +43,6 @@ def test_files_are_read_to_the_device(device_maps: list[Any]) -> None:
     build(device=torch.device("cpu"))
     build()
     assert device_maps == [{"": DEVICE}, {"": "cpu"}, None, None]
-
-
-def test_a_trained_model_is_read_to_the_device(device_maps: list[Any]) -> None:
-    load_tuned(ModelConfig(), TINY_BASE, "sdpa", torch.float32, device=DEVICE)
-    assert device_maps == [{"": DEVICE}]
 
 
 def test_a_quantized_model_for_the_cpu_is_never_read_to_a_gpu(device_maps: list[Any]) -> None:
@@ -98,39 +88,6 @@ def test_four_bits_are_made_on_the_device_and_brought_back(monkeypatch: pytest.M
     devices.clear()
     build(method="nf4", device=torch.device("cpu"), on_host=True)
     assert devices == {"cpu"}
-
-
-class Moves(TorchFunctionMode):
-    """Note where tensors are sent, and leave those on the CPU that are sent to `DEVICE`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.to and isinstance(args[1], torch.device):
-            self.noted.append(args[1].type)
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_a_start_is_taken_on_the_device(init: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, moves = tiny_llama(), Moves()
-    own = applying._init_layer_from_base
-
-    def take(*args: Any) -> float:
-        moves.noted.append("take")
-        return own(*args)
-
-    monkeypatch.setattr(applying, "_init_layer_from_base", take)
-    with moves:
-        apply_lora(base, LoraConfig(init=init), half_precision=False, device=DEVICE)
-    taken = [place for place, note in enumerate(moves.noted) if note == "take"]
-    assert len(taken) == 14
-    for place in taken:
-        assert moves.noted[place - 3 : place] == ["meta"] * 3
-        assert moves.noted[place + 1 : place + 4] == ["cpu"] * 3
 
 
 def test_what_is_taken_is_the_same_by_way_of_a_device() -> None:

@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.model.activation_checkpointing import run_recomputed, selective_contexts
 from app.model.adapter import (
     LoraConfig,
     adapter_disabled,
     apply_adapter,
-    drop_pending_outputs,
     group_adapters,
     skip_redundant_casts,
     unfuse_adapters,
@@ -25,8 +23,7 @@ from app.model.adapter import fused as fused_layers
 from app.model.adapter.fused import FusedLoraLinear, lora_4bit_class
 from app.model.recompute import RecomputeConfig, apply_recompute
 from benchmarks.gpu.model import quantize
-from tests.operators import Operators
-from tests.tiny import TINY, move, probe_of, tiny_gpt2, tiny_llama
+from tests.tiny import TINY, move, probe_of, tiny_llama
 
 
 def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
@@ -104,13 +101,6 @@ def test_the_adapter_is_merged_into_a_matrix_smaller_than_its_input(
     assert distance(found[1], found[0]) < 1e-5
 
 
-def test_the_adapter_is_not_merged_into_a_matrix_larger_than_its_input() -> None:
-    _, fused = pair(tiny_llama(intermediate_size=80), dropout=0.0)
-    hidden = torch.randn(1, 64, 32)
-    output = fused.base_model.model.model.layers[0].mlp.gate_proj(hidden)
-    assert not _step_of(output).is_merged
-
-
 @pytest.mark.parametrize("together", [False, True])
 def test_autocast_gradients_are_as_exact_as_those_of_peft(together: bool) -> None:
     plain, fused = pair(tiny_llama(), dropout=0.0)
@@ -124,16 +114,6 @@ def test_autocast_gradients_are_as_exact_as_those_of_peft(together: bool) -> Non
     (_, theirs), (_, ours) = outcome(plain, torch.bfloat16), outcome(fused, torch.bfloat16)
     assert all(grad.dtype == torch.float32 for grad in ours.values())
     assert distance(ours, truths) < 1.1 * distance(theirs, truths)
-
-
-@pytest.mark.parametrize(
-    ("make", "settings"),
-    [(tiny_gpt2, {}), (tiny_llama, {"use_dora": True})],
-    ids=["transposed matrices", "dora"],
-)
-def test_other_layers_are_not_fused(make: Any, settings: dict[str, Any]) -> None:
-    _, fused = pair(make(), **settings)
-    assert num_fused(fused) == 0
 
 
 def test_disabled_merged_and_second_adapters_compute_what_peft_does() -> None:
@@ -189,6 +169,16 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.model.adapter.fused.lora_comes_first", lambda x: True)
 
 
+@pytest.mark.parametrize("kind", ["plain", "dora", "nf4"])
+def test_casts_that_are_left_out_change_no_bit(kind: str) -> None:
+    """DoRA, which computes norms in the dtype of its input, keeps them."""
+    base = in_4_bits(torch.bfloat16) if kind == "nf4" else tiny_llama().bfloat16()
+    plain, _ = pair(base, use_dora=kind == "dora")
+    expected = outcome(plain, torch.bfloat16)
+    skip_redundant_casts(plain)
+    torch.testing.assert_close(outcome(plain, torch.bfloat16), expected, rtol=0, atol=0)
+
+
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_values_and_gradients_on_a_4_bit_base_equal_peft(dropout: float) -> None:
@@ -215,16 +205,6 @@ def test_autocast_gradients_on_a_4_bit_base_are_as_exact_as_those_of_peft() -> N
     assert distance(ours, truths) < 1.1 * distance(theirs_grads, truths)
 
 
-@pytest.mark.usefixtures("on_a_gpu")
-def test_a_4_bit_matrix_is_dequantized_once_per_pass() -> None:
-    _, fused = pair(in_4_bits())
-    with Operators() as operators:
-        outcome(fused)
-    assert operators.counts["bitsandbytes::gemm_4bit"] == 0
-    # The first layer's q, k and v need no gradient of their input.
-    assert operators.counts["bitsandbytes::dequantize_4bit"] == 14 + 14 - 3
-
-
 def test_a_4_bit_base_runs_in_peft_on_a_cpu_and_in_evaluation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -248,10 +228,8 @@ def with_biases() -> Any:
     ("path", "tokens", "dtype", "make"),
     [
         ("cpu", 64, None, with_biases),
-        ("cpu", 65, torch.bfloat16, with_biases),
         ("cpu", 64, torch.bfloat16, in_4_bits),
         ("gpu", 64, torch.bfloat16, with_biases),
-        ("gpu", 65, None, in_4_bits),
         ("gpu", 64, torch.bfloat16, in_4_bits),
     ],
 )
@@ -280,7 +258,7 @@ def grouped(model: Any) -> int:
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize(
     ("make", "mode"),
-    [(with_biases, "none"), (with_biases, "full"), (in_4_bits, "none"), (in_4_bits, "selective")],
+    [(with_biases, "full"), (in_4_bits, "none"), (in_4_bits, "selective")],
 )
 def test_layers_with_one_input_are_grouped_and_give_the_same_results(make: Any, mode: str) -> None:
     base = make()
@@ -297,43 +275,6 @@ def test_layers_with_one_input_are_grouped_and_give_the_same_results(make: Any, 
     assert not any(member.group._outputs for member in members)
     ungroup_adapters(fused)
     assert all(member.group is None for member in members)
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_outputs_of_a_group_that_an_error_left_are_released() -> None:
-    _, fused = pair(tiny_llama())
-    grouped(fused)
-    attention = fused.base_model.model.model.layers[0].self_attn
-
-    def run_out_of_memory(*_: Any) -> None:
-        raise torch.OutOfMemoryError
-
-    attention.k_proj.register_forward_pre_hook(run_out_of_memory)
-    with pytest.raises(torch.OutOfMemoryError):
-        fused(**inputs_of(fused))
-    assert attention.q_proj.group._outputs
-    drop_pending_outputs(fused)
-    assert not attention.q_proj.group._outputs
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_on_a_gpu_only_products_with_a_matrix_accumulate() -> None:
-    _, fused = pair(tiny_llama(), dropout=0.0)
-    grouped(fused)
-    added: list[torch.Size] = []
-
-    def note(function: Any, args: Any, kwargs: Any, _: Any) -> None:
-        if function.name() in ("aten::addmm", "aten::addmm_") and kwargs.get("beta") != 0:
-            added.append(args[2].shape)
-
-    with Operators(note) as operators:
-        outcome(fused)
-    # Forward: B low with beta = 0, and W x added to it. Backward: the gradient of x through W,
-    # added to that through A; with beta = 0 again, the gradients of each B and of its input.
-    num_added = operators.counts["aten::addmm"] + operators.counts["aten::addmm_"]
-    assert num_added == 2 * 14 + 14 - 3 + 2 * 14
-    assert not any(name.startswith("aten::mul_") for name in operators.counts)
-    assert all(min(shape) > 8 for shape in added)
 
 
 @pytest.mark.parametrize(
@@ -365,22 +306,6 @@ def test_a_grouped_layer_with_another_input_computes_alone() -> None:
         found.append([attention.q_proj(x), attention.k_proj(other), attention.v_proj(x)])
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-@pytest.mark.parametrize(("projection", "times"), [("down_proj", 2), ("up_proj", 3)])
-def test_selective_recompute_does_not_dequantize_saved_products_again(
-    projection: str, times: int
-) -> None:
-    """In the forward pass, for the input's gradient, and to recompute an output that is wider."""
-    _, fused = pair(in_4_bits(), dropout=0.0)
-    layer = fused.base_model.model.model.layers[0].mlp.get_submodule(projection)
-    rows = torch.randn(5, layer.in_features, requires_grad=True)
-    contexts = selective_contexts(has_mode=False)
-    with Operators() as operators:
-        output = run_recomputed(lambda x: layer(x).exp(), rows, contexts=contexts)
-        output.sum().backward()
-    assert operators.counts["bitsandbytes::dequantize_4bit"] == times
 
 
 @pytest.mark.gpu

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,15 +37,16 @@ from app.model.base import ModelConfig, load_base, read_shapes, weight_files
 from app.model.merging import BOUNDS, Difference, MergePlan, measure_difference, merge_weights
 from app.model.quantization import QuantizationConfig
 from common.errors import UserError
+from tests.conftest import ROOT
 from tests.families import tiny_family
 from tests.model.test_experts import tiny_mixture
-from tests.multimodal import llava_of_the_tiny_base, tiny_multimodal
+from tests.multimodal import tiny_multimodal
+from tests.processes import LONGEST
 from tests.tiny import (
     move,
     probe,
     probe_of,
     save_with_tokenizer,
-    tiny_bart,
     tiny_gpt2,
     tiny_llama,
     tiny_t5,
@@ -104,9 +108,7 @@ CASES: dict[str, Case] = {
     "whole head": (tiny_llama, {"tie_word_embeddings": False}, WHOLE_HEAD, {}),
     "dora, transposed": (tiny_gpt2, {}, DORA, {}),
     "transposed ia3": (tiny_gpt2, {}, Ia3Config(), {}),
-    "pair ia3": (tiny_t5, {}, Ia3Config(), {}),
     "pair, untied": (tiny_t5, {"tie_word_embeddings": False}, LORA, ROWS),
-    "bart": (tiny_bart, {}, LORA, ROWS),
     "rank pattern": (
         tiny_llama, {}, LoraConfig(r=4, rank_pattern={"q_proj": 2}, alpha_pattern={"k_proj": 3}), {}
     ),
@@ -114,14 +116,10 @@ CASES: dict[str, Case] = {
 
 MIXTURES: dict[str, Case] = {
     "dense layers and experts": (tiny_mixture, {"kind": "deepseek_v3"}, DENSE, {}),
-    "frozen experts, dora": (tiny_mixture, {"kind": "deepseek_v3"}, DORA_ON_ATTENTION, {}),
     "qwen3_moe": (tiny_mixture, {"kind": "qwen3_moe"}, EXPERTS, {}),
-    "mixtral": (tiny_mixture, {"kind": "mixtral"}, EXPERTS, {}),
     "gpt_oss": (tiny_mixture, {"kind": "gpt_oss"}, EXPERTS, {}),
-    "granitemoe": (tiny_mixture, {"kind": "granitemoe"}, EXPERTS, {}),
 }
 """models whose routers may choose other experts after rounding; compared in fp32"""
-FEW = ("dense layers and experts", "frozen experts, dora")
 
 
 def check_case(case: Case, dtype: torch.dtype, folder: Path) -> None:
@@ -137,15 +135,12 @@ def check_case(case: Case, dtype: torch.dtype, folder: Path) -> None:
     assert not difference(read_base(folder / "base"), read).is_within(BOUNDS["bfloat16"])
 
 
-SLOW = (pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES if name not in FEW)
-
-
-@pytest.mark.parametrize("name", [*CASES, *FEW, *SLOW])
+@pytest.mark.parametrize("name", [*CASES, *MIXTURES])
 def test_a_merge_in_fp32_equals_base_and_adapter(name: str, tmp_path: Path) -> None:
     check_case((CASES | MIXTURES)[name], torch.float32, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["rslora, rows", "dora", "transposed ia3", "pair, rows"])
+@pytest.mark.parametrize("name", ["rslora, rows", "transposed ia3"])
 def test_a_merge_in_bf16_is_within_its_bound(name: str, tmp_path: Path) -> None:
     check_case(CASES[name], torch.bfloat16, tmp_path)
 
@@ -268,8 +263,6 @@ WIDE = {"hidden_size": 64, "head_dim": 16}
     [
         (tiny_llama, {}),
         (tiny_mixture, {"kind": "qwen3_moe"} | WIDE),
-        (tiny_gpt2, {}),
-        pytest.param(tiny_mixture, {"kind": "gpt_oss"} | WIDE, marks=pytest.mark.slow),
     ],
 )
 def test_a_merge_onto_dequantized_weights_equals_the_quantized_base(
@@ -324,13 +317,9 @@ def test_a_merge_onto_rounded_weights_is_close_to_the_rounded_base(
     assert found.mean < difference(adapted, original).mean
 
 
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("llava", marks=pytest.mark.slow)])
-def test_a_multimodal_base_is_merged_with_its_towers(family: str, tmp_path: Path) -> None:
+def test_a_multimodal_base_is_merged_with_its_towers(tmp_path: Path) -> None:
     base, folder = tmp_path / "base", tmp_path / "merged"
-    if family == "llava":
-        llava_of_the_tiny_base(base)
-    else:
-        save_with_tokenizer(tiny_multimodal(family), base)
+    save_with_tokenizer(tiny_multimodal("gemma3"), base)
     (base / "preprocessor_config.json").write_text('{"do_resize": true}')
     adapted = make_adapter(base, tmp_path / "adapter", LORA)
     changes = read_weight_changes(lambda: on_meta(base), [(tmp_path / "adapter", 1.0)])
@@ -372,3 +361,90 @@ def test_a_change_below_the_rounding_of_the_base_is_merged_in_fp32(
     assert merge_weights(on_meta(base), plan, folder) is dtype
     whole = AutoModelForCausalLM.from_pretrained(folder)
     assert {parameter.dtype for parameter in whole.parameters()} == {dtype}
+
+
+MERGE = """
+import resource, sys, threading, time
+from pathlib import Path
+import torch
+from app.model.adapter import read_weight_changes
+from app.model.base import ModelConfig, load_base
+from app.model.base import weight_files
+from app.model.merging import MergePlan, merge_weights
+from app.process.environment import return_freed_memory
+
+return_freed_memory()  # as the verb does
+base, adapter, folder = map(Path, sys.argv[1:])
+
+def build():
+    with torch.device("meta"):
+        return load_base(ModelConfig(path=str(base)), "sdpa", torch.bfloat16, on_meta=True)
+
+def read(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+
+torch.ones(64, 64) @ torch.ones(64, 64)
+build()  # what is imported on the way does not count
+read_weight_changes(build, [(adapter, 1.0)])
+Path("/proc/self/clear_refs").write_text("5")  # the peak so far
+before = read("VmRSS")
+changes = read_weight_changes(build, [(adapter, 1.0)])
+plan = MergePlan(base_files=weight_files(base), changes=changes, dtype=torch.bfloat16)
+merge_weights(build(), plan, folder)
+print(read("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_grows_by_less_than_the_largest_file(tmp_path: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from app.model.adapter import LoraConfig, apply_adapter, save_adapter
+    from app.model.base import ModelConfig, load_base
+    from tests.tiny import move
+
+    base, adapter, folder = (tmp_path / name for name in ("base", "adapter", "merged"))
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.02)
+    model.save_pretrained(base, max_shard_size="60MB")
+    del model
+    sizes = [file.stat().st_size for file in base.glob("*.safetensors")]
+    assert len(sizes) == 3 and sum(sizes) >= 150e6
+    adapted = apply_adapter(
+        load_base(ModelConfig(path=str(base)), "sdpa", torch.bfloat16),
+        LoraConfig(r=8),
+        half_precision=False,
+    )
+    move(adapted, scale=0.01)
+    save_adapter(adapted, adapter)
+    del adapted
+    done = subprocess.run(
+        [sys.executable, "-c", MERGE, str(base), str(adapter), str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    growth = int(done.stdout.splitlines()[-1])
+    print(f"growth {growth / 1e6:.0f} MB, largest file {max(sizes) / 1e6:.0f} MB")
+    assert growth <= 1.7 * max(sizes)  # all three would be 2.9
+    index = "model.safetensors.index.json"
+    before, after = (json.loads((one / index).read_text()) for one in (base, folder))
+    assert before["weight_map"] == after["weight_map"]

@@ -14,23 +14,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import peft
 import pytest
 import torch
-from peft import inject_adapter_in_model
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
-from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
-from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAltUp
 
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.attention.inputs import attention_inputs
-from app.model.attention.mixer_search import missing_kernels
-from app.model.attention.mixers import CHUNK, MixerForward, causal_conv1d, triton_causal_conv1d
+from app.model.attention.mixers import CHUNK, MixerForward
 from app.model.attention.probes import check_isolation, hide_boundaries_from_mixers
 from app.model.layers import disable_bypassing_kernels
-from common.installation import install_extra
 from tests.families import tiny_family
 from tests.model.test_mixers import alone, ids_and_positions, isolated_model, packed
 from tests.tiny import built
@@ -205,13 +198,9 @@ SUBSTITUTES = {
 }
 NUM_KERNELS = {
     "bamba": 2,
-    "falcon_h1": 2,
-    "granitemoehybrid": 2,
     "lfm2": 1,
     "mamba2": 2,
-    "nemotron_h": 2,
     "qwen3_5_text": 2,
-    "qwen3_next": 2,
     "zamba2": 2,
 }
 """number of kernels that a mixer calls: a convolution, and a scan"""
@@ -253,22 +242,12 @@ def test_kernels_get_document_boundaries(family: str, monkeypatch: pytest.Monkey
     found.logsumexp(1).sum().backward()
 
 
-def test_a_scan_without_boundaries_runs_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jamba's convolution supports them, but its scan does not."""
-    expected = alone(tiny_family("jamba"))
-    install(tiny_family("jamba"), monkeypatch)
-    model = isolated_model("jamba")
-    assert takes_boundaries(model) == {False}
-    assert torch.allclose(packed(model), expected, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("family", "targets", "is_fused"),
     [
         ("bamba", "all-linear", False),
         ("bamba", ["in_proj"], True),
         ("falcon_h1", "all-linear", True),  # peft puts none on out_proj
-        ("zamba2", "all-linear", False),
         ("mamba", ["x_proj"], False),
         ("mamba", ["in_proj"], True),
     ],
@@ -293,19 +272,6 @@ def test_training_applies_every_adapter(
     found.logsumexp(-1).sum().backward()
     assert all(one.grad is not None and one.grad.any() for one in trained.values())
     assert all(module.training for module in model.modules())
-
-
-def test_a_weight_clipped_only_in_training() -> None:
-    """Gemma 3n clips it in a method that its layers call by name, bypassing the adapter."""
-    config = Gemma3nTextConfig(hidden_size=8, altup_coef_clip=0.01)
-    model = torch.nn.ModuleList([Gemma3nTextAltUp(config)])
-    (adapted,) = inject_adapter_in_model(
-        peft.LoraConfig(r=2, target_modules=["correction_coefs"], init_lora_weights=False), model
-    )
-    hidden = torch.randn(config.altup_num_inputs, 1, 3, 8)
-    expected = adapted.eval().correct(hidden, -hidden[0])
-    disable_bypassing_kernels(adapted)
-    assert torch.equal(adapted.train().correct(hidden, -hidden[0]), expected)
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])
@@ -368,7 +334,7 @@ def test_a_kernel_that_is_wrong_in_training_is_not_used(
     assert torch.allclose(packed(model.train()), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "olmo_hybrid", "qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("family", ["lfm2", "olmo_hybrid", "qwen3_next"])
 def test_a_pack_on_the_cpu(family: str) -> None:
     """Without packages; documents shorter than a chunk, longer, and of whole chunks."""
     model = isolated_model(family)
@@ -408,39 +374,6 @@ def test_mixers_do_not_get_the_boundaries_of_padded_rows() -> None:
     for row, length in enumerate((40, 30)):
         expected = plain(input_ids=ids[row : row + 1, :length], use_cache=False).logits[0]
         assert torch.allclose(logits[row, :length], expected, atol=1e-4)
-
-
-def test_the_convolution_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    def convolve(
-        x: Tensor, weight: Tensor, bias: Tensor, *, activation: str, cu_seqlens: Tensor
-    ) -> tuple[Tensor, None]:
-        assert x.is_contiguous() and activation == "silu"
-        taps, width = weight.unsqueeze(1), weight.shape[1]
-        lengths = cu_seqlens.diff().tolist()
-        rows = [functional.pad(one.mT, (width - 1, 0)) for one in x.split(lengths, 1)]
-        mixed = [functional.conv1d(row, taps, bias, groups=len(taps)) for row in rows]
-        return functional.silu(torch.cat(mixed, 2)).mT, None
-
-    module = ModuleType("fla.modules.causal_conv1d")
-    monkeypatch.setattr(module, "causal_conv1d", convolve, raising=False)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    hidden, weight, bias = torch.randn(1, 8, 11), torch.randn(8, 4), torch.randn(8)
-    seq_idx = torch.tensor([[0] * 5 + [1] * 6], dtype=torch.int32)
-    expected = causal_conv1d(hidden, weight, bias, "silu", seq_idx=seq_idx)
-    boundaries = {"cu_seq_lens_q": torch.tensor([0, 5, 11]), "seq_idx": seq_idx}
-    found = triton_causal_conv1d(hidden, weight, bias, "silu", **boundaries)
-    assert found.shape == expected.shape and torch.allclose(found, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("family", "extra"),
-    [("qwen3_5_text", "hybrid"), ("lfm2", "hybrid"), ("bamba", "mamba"), ("jamba", "")],
-)
-def test_the_extra_with_missing_kernels_is_named(family: str, extra: str) -> None:
-    """Jamba's scan has no kernel with boundaries."""
-    found = [type(each) for each in isolated_model(family).modules() if "forward" in vars(each)]
-    kinds = [kind for kind in found if not issubclass(kind, PreTrainedModel)]
-    assert kinds and missing_kernels(kinds) == (f"type {install_extra(extra)}" if extra else "")
 
 
 @pytest.mark.gpu

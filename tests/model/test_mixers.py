@@ -17,13 +17,11 @@ from app.model.attention.probes import check_isolation
 from app.model.recompute import RecomputeConfig, apply_recompute
 from common.errors import UserError
 from tests.families import tiny_family
-from tests.operators import Operators
 from tests.tiny import tiny_llama
 
 KINDS = {
     "lfm2": {"Lfm2ShortConv"},  # short convolution
     "jamba": {"JambaMambaMixer"},  # Mamba 1
-    "mamba2": {"Mamba2Mixer"},
     "minimax": {"MiniMaxLightningAttention"},
     "qwen3_5_text": {"Qwen3_5GatedDeltaNet"},
     "recurrent_gemma": {"RecurrentGemmaRecurrentBlock"},  # RG-LRU
@@ -149,39 +147,3 @@ def test_generation_runs_whole_rows() -> None:
     options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     with generation_attention(model):
         assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
-
-
-def test_a_mixer_does_not_get_unsupported_boundaries() -> None:
-    """As on a GPU without the packages of these layers, where transformers raises ValueError."""
-    module: Any = NeedsKernel()
-    forward = MixerForward(module)
-    documents = mixers.group_documents([[3, 5]], (1, 8), torch.device("cpu"))
-    with mixers.use_documents(documents):
-        output, state = forward(torch.ones(1, 8, 4), cu_seq_lens_q=torch.tensor([0, 3, 8]))
-    assert output[0, :, 0].tolist() == [1, 2, 3, 1, 2, 3, 4, 5] and state is None
-
-
-class NeedsKernel(torch.nn.Module):
-    def forward(self, hidden: Tensor, cu_seq_lens_q: Any = None) -> tuple[Tensor, Tensor]:
-        if cu_seq_lens_q is not None:
-            raise ValueError("can't keep packed sequences apart")
-        return hidden.cumsum(1), hidden[:, -1]
-
-
-@pytest.mark.parametrize(
-    ("family", "lengths"),
-    [
-        ("bamba", LENGTHS),
-        ("falcon_h1", [[40], [30]]),
-        ("lfm2", [[40], [30]]),
-        ("qwen3_5_text", LENGTHS),
-    ],
-)
-def test_the_host_never_waits_for_the_device(family: str, lengths: list[list[int]]) -> None:
-    """transformers would test whether a mask is all ones."""
-    model = isolated_model(family)
-    ids, positions = ids_and_positions()
-    inputs = attention_inputs(model, "sdpa", lengths, ids)
-    with torch.no_grad(), Operators() as operators:
-        model(input_ids=ids, position_ids=positions, use_cache=False, **inputs)
-    assert not operators.counts["aten::_local_scalar_dense"]

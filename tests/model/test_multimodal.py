@@ -121,13 +121,7 @@ def test_a_whole_model_is_saved_with_its_towers(family: str, base: Path, tmp_pat
 
 
 @pytest.mark.parametrize("family", ["gemma3"])
-@pytest.mark.parametrize("targets", [["out_proj"], r".*vision_tower.*q_proj"])
-def test_a_tower_cannot_be_targeted(targets: Any, base: Path) -> None:
-    config = LoraConfig(r=4, target_modules=targets)
-    with pytest.raises(UserError) as error:
+def test_a_tower_cannot_be_targeted(base: Path) -> None:
+    config = LoraConfig(r=4, target_modules=r".*vision_tower.*q_proj")
+    with pytest.raises(UserError, match=r"matches no linear module.*without model.vision_tower,"):
         apply_adapter(opened(base), config, half_precision=False)
-    assert "matches no linear module" in str(error.value)
-    assert (
-        "the model without model.vision_tower, model.multi_modal_projector, which are not used for "
-        "text, has" in str(error.value)
-    )

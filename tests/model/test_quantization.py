@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from app.model.quantization import (
     quantize_tokens_independently,
     storage_of,
 )
-from app.process.environment import configure_libraries
 from common.errors import UserError
 from tests.in_process import make_data, run_command
 from tests.tiny import built, move, probe, random_ids, tiny_llama
@@ -65,7 +63,6 @@ def load(config: ModelConfig, dtype: torch.dtype, **settings: Any) -> Any:
     ("method", "tied", "dtype"),
     [
         ("nf4", True, torch.bfloat16),
-        ("nf4", False, torch.float16),
         ("int8", True, torch.float32),
         ("int8", False, torch.bfloat16),
     ],
@@ -109,19 +106,6 @@ def test_the_storage_dtype_changes_no_bit(tmp_path: Path, dtype: torch.dtype) ->
         assert torch.equal(stored.train()(ids).logits, plain.train()(ids).logits)
 
 
-@pytest.mark.parametrize(("method", "most_bits"), [("nf4", 4.2), ("int8", 8.2)])
-def test_bits_per_weight(tmp_path: Path, method: str, most_bits: float) -> None:
-    tiny_llama(hidden_size=256, intermediate_size=512).save_pretrained(tmp_path)
-    model = load(ModelConfig(path=str(tmp_path)), torch.float32, method=method)
-    for layer in model.modules():
-        if isinstance(layer, PACKED):
-            num_weights = layer.in_features * layer.out_features
-            storage = storage_of(layer.weight)
-            assert storage.num_weights == num_weights
-            assert layer.weight.untyped_storage().nbytes() <= storage.num_bytes
-            assert num_weights * int(most_bits) <= 8 * storage.num_bytes <= num_weights * most_bits
-
-
 def test_double_quantization_saves_bits(tmp_path: Path) -> None:
     config = save_llama(tmp_path)
     once, twice = (
@@ -138,36 +122,21 @@ def test_double_quantization_saves_bits(tmp_path: Path) -> None:
 
 def other_models() -> dict[str, transformers.PreTrainedConfig]:
     t5 = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4}
-    t5 |= {"decoder_start_token_id": 0}
+    t5 |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     return {
         "gpt2": transformers.GPT2Config(
             vocab_size=64, n_embd=64, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2
         ),
-        "t5": transformers.T5Config(**t5),
-        "flan-t5": transformers.T5Config(
-            **t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False
-        ),
-        "bart": transformers.BartConfig(
-            vocab_size=64,
-            d_model=64,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_ffn_dim=128,
-            decoder_ffn_dim=128,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            max_position_embeddings=64,
-        ),
+        "flan-t5": transformers.T5Config(**t5, decoder_start_token_id=0),
         "falcon": transformers.FalconConfig(
             vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
         ),
-        "bloom": transformers.BloomConfig(vocab_size=64, hidden_size=64, n_layer=1, n_head=4),
     }
 
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [*((name, "nf4") for name in other_models()), ("gpt2", "int8"), ("t5", "int8")],
+    [*((name, "nf4") for name in ("gpt2", "flan-t5", "falcon")), ("gpt2", "int8")],
 )
 def test_other_architectures_are_quantized_and_train(
     tmp_path: Path, name: str, method: str
@@ -236,7 +205,7 @@ def test_gradients_are_the_same_after_a_validation(
 
 @pytest.mark.parametrize(
     ("method", "dtype"),
-    [("nf4", torch.float32), ("nf4", torch.bfloat16), ("int8", torch.float32)],
+    [("nf4", torch.bfloat16), ("int8", torch.float32)],
 )
 def test_a_base_that_is_stored_quantized_is_loaded_as_it_is(
     tmp_path: Path, method: str, dtype: torch.dtype
@@ -277,8 +246,8 @@ def test_training_quantized_base_weights_is_refused(tmp_path: Path, adapter: Ada
     built(config, "none", adapter=LoraConfig())
 
 
-@pytest.mark.parametrize("by", ["gptq", "fp8"])
-def test_other_quantizers_are_refused(tmp_path: Path, by: str) -> None:
+def test_other_quantizers_are_refused(tmp_path: Path) -> None:
+    by = "gptq"
     config = save_llama(tmp_path)
     numbers = json.loads((tmp_path / "config.json").read_text())
     numbers["quantization_config"] = {"quant_method": by, "bits": 4}
@@ -302,46 +271,15 @@ def test_the_isolation_probe_is_not_affected_by_int8_rounding(
         check_isolation(model, "sdpa")
 
 
-def test_repeated_warnings_of_int8_are_suppressed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    configure_libraries(offline=True)
-    model = load(save_llama(tmp_path), torch.float32, method="int8")
-    with torch.no_grad():
-        model.eval()(random_ids())
-    logging.getLogger("bitsandbytes.autograd").error("what is wrong")
-    shown = "".join(capsys.readouterr())
-    assert "MatMul8bitLt" not in shown
-    assert "what is wrong" in shown
-
-
-def make_stored(folder: Path, method: str) -> str:
-    config = save_quantized(folder, method)
-    (folder / method / "tokenizer.json").write_text('{"model": {}}')
-    return f"model.path={config.path}"
-
-
-@pytest.mark.parametrize(
-    ("stored", "words", "fragments"),
-    [
-        ("nf4", ["quantization=int8"], ["quantization=int8", "in nf4", "type quantization=none"]),
-        ("int8", ["adapter=freeze"], ["in int8", "type adapter=lora"]),
-    ],
-)
-def test_the_checks_read_the_stored_quantization(
-    tmp_path: Path, stored: str, words: list[str], fragments: list[str]
-) -> None:
-    data = make_data(tmp_path / "data.jsonl")
-    right = [make_stored(tmp_path, stored), f"data.datasets=[{{path: {data}}}]"]
-    result = run_command(*right, *words)
-    assert result.code == 2, result.stderr
-    for fragment in fragments:
-        assert fragment in result.stderr
+def test_the_checks_read_the_stored_quantization(tmp_path: Path) -> None:
+    config, data = save_quantized(tmp_path, "nf4"), make_data(tmp_path / "data.jsonl")
+    (tmp_path / "nf4" / "tokenizer.json").write_text('{"model": {}}')
+    right = [f"model.path={config.path}", f"data.datasets=[{{path: {data}}}]"]
+    result = run_command(*right, "quantization=int8")
+    assert result.code == 2 and "type quantization=none" in result.stderr
     # Packed matrices have one column: the rank is not compared with that.
-    for typed in ("none", stored):
-        result = run_command(*right, f"quantization={typed}", "adapter.target_modules=[q_proj]")
-        assert result.code == 0, result.stderr
+    result = run_command(*right, "quantization=nf4", "adapter.target_modules=[q_proj]")
+    assert result.code == 0, result.stderr
 
 
 ADAPTERS: dict[str, AdapterConfig] = {
@@ -355,11 +293,8 @@ ADAPTERS: dict[str, AdapterConfig] = {
     ("kind", "method", "precision"),
     [
         ("lora", "nf4", "bf16"),
-        ("lora", "int8", "bf16-pure"),
         ("lora", "fp8", "bf16"),
-        ("dora", "nf4", "fp32"),
         ("dora", "int8", "bf16"),
-        ("ia3", "nf4", "bf16-pure"),
         ("ia3", "int8", "fp32"),
         ("ia3", "fp8", "bf16-pure"),
     ],

@@ -21,7 +21,6 @@ from app.model.attention.probes import check_isolation, check_padded_rows
 from app.model.description import BaseDescription
 from app.model.rope import (
     SCALINGS,
-    describe_rope_factors,
     extend_context,
     fix_rope_factors,
 )
@@ -174,14 +173,6 @@ def test_packed_documents_have_the_logits_of_each_alone(num_tokens: int) -> None
         alone = model(input_ids=ids[:, :10]).logits[0]
     torch.testing.assert_close(packed[:10], alone)
     torch.testing.assert_close(padded, alone)
-
-
-def test_the_choice_is_named() -> None:
-    config = tiny_longrope("phi3").config
-    assert "short factors" in str(describe_rope_factors(config, ORIGINAL))
-    assert "long factors" in str(describe_rope_factors(config, ORIGINAL + 1))
-    assert "up to 128 tokens" in str(describe_rope_factors(config, None))
-    assert describe_rope_factors(tiny_family("llama").config, 64) is None
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,6 @@ def in_eval(model: Any) -> torch.Tensor:
     [
         *((kind, (False, BF16)) for kind in ADAPTERS),
         ("lora", (False, FP32)),
-        ("tokens", (True, BF16)),
         ("ia3", (True, BF16)),
     ],
 )
@@ -102,21 +101,20 @@ def test_every_adapter_is_saved_verified_and_loaded_exactly(
     assert not torch.equal(in_eval(base(base_dtype)), expected)
 
 
-@pytest.mark.parametrize("base_dtype", [FP32, BF16], ids=str)
-def test_an_adapter_is_verified_inside_autocast(base_dtype: torch.dtype, tmp_path: Path) -> None:
+def test_an_adapter_is_verified_inside_autocast(tmp_path: Path) -> None:
     """As in a run: autocast must not reuse casts of the initial weights."""
-    model = adapted("dora", base_dtype=base_dtype)
+    model = adapted("dora", base_dtype=BF16)
     save_adapter(model, tmp_path)
     with torch.autocast("cpu", BF16):
         expected = in_eval(model)
     with torch.autocast("cpu", BF16):
         assert verify_adapter(model, tmp_path, probe_of(model)) == 0.0
     with torch.autocast("cpu", BF16):
-        assert torch.equal(in_eval(load_adapter(base(base_dtype), tmp_path)), expected)
+        assert torch.equal(in_eval(load_adapter(base(BF16), tmp_path)), expected)
 
 
 @pytest.mark.parametrize(
-    ("kind", "half"), [*((kind, False) for kind in ADAPTERS), ("tokens", True)]
+    ("kind", "half"), [("dora", False), ("whole", False), ("tokens", True), ("ia3", False)]
 )
 def test_a_continued_adapter_has_the_same_trainable_parameters(
     kind: str, half: bool, tmp_path: Path
@@ -225,20 +223,7 @@ def test_an_adapter_without_effect_is_refused(
         load_adapter(base(), tmp_path)
 
 
-def test_another_tools_adapter_on_another_base_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_adapter(adapted("lora"), tmp_path)
-    file = tmp_path / "adapter_config.json"
-    config = json.loads(file.read_text()) | {"base_model_name_or_path": "someone/else"}
-    file.write_text(json.dumps(config))
-    with caplog.at_level("INFO"):
-        load_adapter(base(), tmp_path)
-    assert "was trained on someone/else and is loaded onto" in caplog.text
-
-
 CONVERTED = [
-    LoraConfig(r=4, dropout=0.0, init="pissa"),
     LoraConfig(
         r=4,
         alpha=6.0,
@@ -304,34 +289,6 @@ def test_conv1d_is_converted_too(tmp_path: Path) -> None:
     assert torch.allclose(in_eval(kept), expected, atol=2e-4)
 
 
-def test_conversion_on_a_bf16_base_differs_only_by_rounding(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = LoraConfig(r=4, dropout=0.0, init="pissa")
-    model = apply_adapter(base(BF16), config, half_precision=False)
-    move(model)
-    expected = in_eval(model)
-    with caplog.at_level("INFO"):
-        kept = saved(model, config, lambda: base(BF16), tmp_path)
-    assert "rank 8" in caplog.text
-    difference = (in_eval(kept) - expected).abs().max()
-    assert 0 < difference < 0.0625 * expected.abs().max()
-
-
-def test_a_large_rounding_error_of_the_residual_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = LoraConfig(r=4, alpha=64.0, dropout=0.0, init="olora", use_rslora=True)
-    model = apply_adapter(base(BF16), config, half_precision=False)
-    assert "times as large" in caplog.text
-    move(model)
-    saved(model, config, lambda: base(BF16), tmp_path)
-    caplog.clear()
-    apply_adapter(base(BF16), LoraConfig(r=4, init="pissa"), half_precision=False)
-    apply_adapter(base(FP32), config, half_precision=False)
-    assert "times as large" not in caplog.text
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_a_wrong_converted_file_is_refused(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -355,7 +312,7 @@ def test_a_wrong_converted_file_is_refused(
 
 @pytest.mark.parametrize(
     ("init", "half", "dtype"),
-    [("pissa", False, FP32), ("olora", False, BF16), ("pissa", True, BF16)],
+    [("olora", False, FP32), ("pissa", True, BF16)],
 )
 def test_an_adapter_with_its_initial_weights_is_refused(
     init: str, half: bool, dtype: torch.dtype, tmp_path: Path
@@ -364,13 +321,6 @@ def test_an_adapter_with_its_initial_weights_is_refused(
     model = apply_adapter(base(dtype), config, half_precision=half)
     with pytest.raises(TrainingFault, match="nothing was learned"):
         saved(model, config, lambda: base(dtype), tmp_path)
-
-
-def test_initial_weights_are_not_in_checkpoints() -> None:
-    config = LoraConfig(r=4, init="pissa")
-    names = apply_adapter(base(), config, half_precision=False).state_dict()
-    ordinary = apply_adapter(base(), LoraConfig(r=4), half_precision=False).state_dict()
-    assert names.keys() == ordinary.keys()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from app.model.adapter import (
     save_adapter,
 )
 from app.model.save import INDEX, WEIGHTS, save_model, write_model
-from app.process.collectives import run_on_rank0
 from common.errors import TrainingFault
 from tests import tiny
 from tests.model.test_experts import tiny_mixture
@@ -201,14 +200,12 @@ ADAPTERS: dict[str, AdapterConfig] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied"), [*((kind, False) for kind in ADAPTERS), ("whole", True), ("tokens", True)]
+    ("kind", "tied"), [*((kind, False) for kind in ADAPTERS), ("tokens", True)]
 )
 def test_an_adapter_that_was_gathered_is_the_file_of_one_process(
     group: None, kind: str, tied: bool, tmp_path: Path
 ) -> None:
     config = ADAPTERS[kind]
-    if tied and kind == "whole":
-        config = LoraConfig(r=4, dropout=0.0, modules_to_save=["norm"])
     model = moved(
         config,
         lambda: tiny_llama(tie_word_embeddings=tied),
@@ -284,12 +281,3 @@ def test_a_file_that_holds_something_else_is_a_training_fault(
     monkeypatch.setattr(safetensors, "save_file", write_badly)
     with pytest.raises(TrainingFault, match="differs when read back"):
         save(moved(FullConfig()), FullConfig(), tmp_path, Parts())
-
-
-def test_an_error_on_rank_0_is_raised(group: None) -> None:
-    def fail() -> None:
-        raise PermissionError("no room here")
-
-    with pytest.raises(PermissionError, match="no room here"):
-        run_on_rank0(fail)
-    assert run_on_rank0(lambda: 3) == 3

@@ -186,19 +186,14 @@ def test_trained_tokens_are_known_as_one_token() -> None:
     assert trained_token_ids(tokenizer, ["<|think|>"], adapter) == sorted(ids)
     assert trained_token_ids(tokenizer, [], FullConfig()) == []
     adapter = LoraConfig(trainable_tokens=["<|im_end|>", "<|nothing|>"])
-    with pytest.raises(
-        ValueError, match=r"trainable_tokens: '<\|nothing\|>' is not a token"
-    ) as error:
+    with pytest.raises(ValueError, match=r"type 'model.added_tokens=\[<\|nothing\|>\]'"):
         trained_token_ids(tokenizer, [], adapter)
-    assert "type 'model.added_tokens=[<|nothing|>]'" in str(error.value)
 
 
 def test_a_tokenizer_of_more_tokens_than_the_base_has_rows_is_refused(tmp_path: Path) -> None:
-    for rows, folder in ((700, tmp_path / "small"), (768, tmp_path / "whole")):
-        save_with_tokenizer(tiny_llama(vocab_size=rows, max_position_embeddings=256), folder)
+    save_with_tokenizer(tiny_llama(vocab_size=700, max_position_embeddings=256), tmp_path / "base")
     with pytest.raises(DataError, match=r"token id 7\d\d, the model's embedding has 700 rows"):
-        train_into(tmp_path / "refused", f"model.path={tmp_path / 'small'}")
-    train_into(tmp_path / "run", f"model.path={tmp_path / 'whole'}", "trainer.max_steps=1")
+        train_into(tmp_path / "refused", f"model.path={tmp_path / 'base'}")
 
 
 def save_base_without_chat_tokens(folder: Path, *, is_tied: bool) -> Path:

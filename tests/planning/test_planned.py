@@ -8,7 +8,7 @@ import pytest
 
 from app.config import load_config, settings_of
 from app.config.verbs import PlanConfig
-from app.model.chunks import FUSED_CHUNKS, rows_per_chunk
+from app.model.recompute import FUSED_CHUNKS, rows_per_chunk
 from app.planning.activations import estimate_loss, layer_bytes
 from app.planning.memory import (
     GIB,

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, LlamaConfig
 
 from app.model.architecture import load_architecture
 from app.model.base import ModelConfig
-from app.model.config_values import RULES, check_keys, check_values
+from app.model.config_values import RANGES, check_keys, check_values
 from app.preflight.base_model import check_config
 from common.errors import UserError
 from tests.tiny import save_with_tokenizer, tiny_llama
@@ -137,4 +137,4 @@ def test_files_are_refused_before_weights(
 
 def test_every_rule_is_tried() -> None:
     tried = (*POSITIVE, *NOT_NEGATIVE)
-    assert all(any(re.fullmatch(keys, key) for key in tried) for keys, _, _ in RULES)
+    assert all(any(re.fullmatch(keys, key) for key in tried) for keys, _, _ in RANGES)

@@ -466,7 +466,7 @@ BUGS = [
         file="app/model/head.py",
         right="bias, labels, -outer[0], *ctx.options",
         wrong="bias, labels, outer[0], *ctx.options",
-        test="tests/model/test_linear_cross_entropy.py"
+        test="tests/model/test_head.py"
         "::test_log_probabilities_and_gradients_of_a_loss_of_all_of_them",
     ),
     Bug(
@@ -474,7 +474,7 @@ BUGS = [
         file="app/model/head.py",
         right="ctx.save_for_backward(hidden, weight, bias, labels)",
         wrong="ctx.save_for_backward(hidden, weight.to(hidden.dtype), bias, labels)",
-        test="tests/model/test_linear_cross_entropy.py"
+        test="tests/model/test_head.py"
         "::test_log_probabilities_keep_neither_logits_nor_a_copy_of_the_weight",
     ),
     Bug(
@@ -733,15 +733,15 @@ BUGS = [
     ),
     Bug(
         name="the last decoder layer is quantized to FP8",
-        file="app/model/quantization.py",
-        right="return num_layers - (num_layers >= MIN_LAYERS_TO_KEEP_ONE)",
+        file="app/model/layers.py",
+        right="return num_layers - (num_layers >= _MIN_LAYERS_TO_KEEP_ONE)",
         wrong="return num_layers",
         test="tests/model/test_fp8.py::test_the_last_of_ten_layers_is_not_quantized",
     ),
     Bug(
         name="routers are quantized to FP8",
         file="app/model/fp8.py",
-        right="        and not ROUTER.search(name)\n",
+        right="        and not _ROUTER.search(name)\n",
         wrong="",
         test="tests/model/test_fp8.py::test_layers_are_quantized_but_not_head_routers_and_odd_widths",
     ),
@@ -781,7 +781,7 @@ BUGS = [
         file="app/model/attention/inputs.py",
         right="visible = visible.triu(1 - window)",
         wrong="visible = visible.triu(-window)",
-        test="tests/model/test_attention_masks.py::test_a_dense_mask_is_that_of_each_document",
+        test="tests/model/test_attention.py::test_a_dense_mask_is_that_of_each_document",
     ),
     Bug(
         name="a request of another site is answered",

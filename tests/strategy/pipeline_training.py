@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
 from app.model.build import build_model
-from app.model.contexts import eval_mode
 from app.model.kernels import fuse_layers
+from app.model.layers import eval_mode
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.strategy.mixin import local

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, log_softmax
 
-from app.model import chunks
+from app.model import recompute
 from app.model.attention import attention_implementation
 from app.model.head import fuse_head
 from app.training.objective.distill import Teacher
@@ -107,7 +107,7 @@ def by_hand(model: Any, teacher: Any, batch: Batch, config: DistillConfig) -> li
 def test_loss_gradients_and_figures_are_those_of_whole_logits(
     student: str, config: DistillConfig, fuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * 64)  # several chunks
+    monkeypatch.setattr(recompute, "LOGITS_PER_CHUNK", 5 * 64)  # several chunks
     teacher = build(TEACHERS[str(config.teacher)], fuses=fuses, seed=1)
     model, batch = build(STUDENTS[student], fuses=fuses), batch_of()
     expected = by_hand(model, teacher, batch, config)
@@ -150,7 +150,7 @@ class OnlyBest(torch.nn.Module):
 def test_stored_tokens_of_a_teacher_teach_what_the_live_one_does(
     teacher: str, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * 64)  # several chunks
+    monkeypatch.setattr(recompute, "LOGITS_PER_CHUNK", 5 * 64)  # several chunks
     shared = {"teacher": teacher, "temperature": 2.5, "sft_weight": 0.3}
     made, batch = build(TEACHERS[teacher], seed=1), batch_of()
     cached = DistillConfig(**shared, teacher_logits="cached", teacher_top_k=top_k)
@@ -184,7 +184,7 @@ def test_stored_tokens_of_a_teacher_teach_what_the_live_one_does(
 
 def test_the_whole_logits_of_neither_model_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary, positions, rows = 4096, 40, 4
-    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", rows * vocabulary)
+    monkeypatch.setattr(recompute, "LOGITS_PER_CHUNK", rows * vocabulary)
     model, teacher = (
         build(lambda: tiny_llama(vocab_size=vocabulary, hidden_size=8, num_attention_heads=2))
         for _ in range(2)

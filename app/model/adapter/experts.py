@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from app.model.adapter.settings import LoraConfig
-from app.model.contexts import replaced
 from app.model.experts import LowRank, expert_modules, packed_name, use_grouped_experts
-from app.model.layers import by_ending
+from app.model.layers import by_ending, replaced
 from common.errors import UserError
 
-WEIGHT = ".weight"
+_WEIGHT = ".weight"
 
 
 class ParamWrapper(peft.tuners.lora.layer.ParamWrapper):
@@ -122,11 +121,11 @@ def to_stock_config(config: Any, model: Any) -> Any:
         return config
     stock = copy.deepcopy(config)
     stock.target_modules = sorted(set(names) - set(moved))
-    weights = [f"{name}{WEIGHT}" for name in moved]
+    weights = [f"{name}{_WEIGHT}" for name in moved]
     stock.target_parameters = sorted({*(config.target_parameters or ()), *weights})
     for patterns in (stock.rank_pattern, stock.alpha_pattern):
         patterns |= {
-            f"({pattern}){re.escape(WEIGHT)}": value for pattern, value in patterns.items()
+            f"({pattern}){re.escape(_WEIGHT)}": value for pattern, value in patterns.items()
         }
     # peft refuses dropout on parameters, and a finished adapter has no use for it.
     stock.lora_dropout = 0.0
@@ -143,11 +142,11 @@ def from_stock_config(config: Any, model: Any) -> Any:
         if isinstance(module, torch.nn.Linear)
     ]
     names = [
-        name.removesuffix(WEIGHT) for name in config.target_parameters if name.endswith(WEIGHT)
+        name.removesuffix(_WEIGHT) for name in config.target_parameters if name.endswith(_WEIGHT)
     ]
     moved = [name for name in names if by_ending(name, linear)]
     if moved:
-        weights = {f"{name}{WEIGHT}" for name in moved}
+        weights = {f"{name}{_WEIGHT}" for name in moved}
         config.target_parameters = sorted(set(config.target_parameters) - weights) or None
         config.target_modules = sorted({*(config.target_modules or ()), *moved})
     return config

@@ -15,17 +15,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter.settings import (
+    ADAPTER_CONFIG,
     ADAPTER_FILE,
-    CONFIG_FILE,
     ORIGIN_FILE,
     load_peft_config,
     read_adapter_config,
 )
 from app.model.adapter.wrap import WRAPPERS, unfuse_adapters, without_bitsandbytes, wrap
 from app.model.architecture import is_classifier
-from app.model.contexts import eval_mode
 from app.model.description import is_tied, name_of, names_by_id, sharing_embedding
-from app.model.layers import check_patterns, expression_of_key, find_bypassed_linears, last_parts
+from app.model.layers import (
+    check_patterns,
+    eval_mode,
+    expression_of_key,
+    find_bypassed_linears,
+    last_parts,
+)
 from common.errors import UserError
 from common.untrusted import reading
 
@@ -43,7 +48,7 @@ _DEFAULT = "default"
 
 
 def is_adapter(folder: Path) -> bool:
-    return (folder / CONFIG_FILE).exists()
+    return (folder / ADAPTER_CONFIG).exists()
 
 
 @without_bitsandbytes()
@@ -65,7 +70,7 @@ def load_adapter(
         config = from_stock_config(load_peft_config(folder), model)
         if config.task_type == "SEQ_CLS" and not is_classifier(model):
             raise UserError(
-                f"{folder / CONFIG_FILE}: task_type=SEQ_CLS is an adapter of a classifier or a "
+                f"{folder / ADAPTER_CONFIG}: task_type=SEQ_CLS is an adapter of a classifier or a "
                 "reward model; type model.labels=[NAME, ...] with the names of its outputs"
             )
         _check_patterns(config, model, folder)
@@ -95,7 +100,7 @@ def _check_can_continue(config: Any, model: PreTrainedModel, folder: Path) -> No
     """Raise UserError for an adapter that peft could train further, but not save as a whole."""
     settings = vars(config)
     init, bias = settings.get("init_lora_weights"), settings.get("bias", "none")
-    where = f"{folder / CONFIG_FILE}: "
+    where = f"{folder / ADAPTER_CONFIG}: "
     if init in ("pissa", "olora"):
         raise UserError(
             f"{where}init_lora_weights={init} has changed the base, and the change is not in the "
@@ -125,7 +130,7 @@ def _check_targets_train(model: peft.PeftModel, model_type: str, folder: Path) -
     tuned = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
     if refused := [name for name in tuned if name.endswith(endings)]:
         raise UserError(
-            f"{folder / CONFIG_FILE}: target_modules: {', '.join(last_parts(refused))} of "
+            f"{folder / ADAPTER_CONFIG}: target_modules: {', '.join(last_parts(refused))} of "
             f"{model_type} models cannot take an adapter: their layers do not use it as a plain "
             "linear module, so the adapter would not train; leave out adapter.path to train a new "
             "adapter on other modules"
@@ -148,7 +153,7 @@ def _check_patterns(config: peft.PeftConfig, model: PreTrainedModel, folder: Pat
         expressions[f"modules_to_save: {name}"] = [rf"(^|.*\.){name}($|\..*)"]
     names = [name for name, _ in model.named_modules()]
     if problems := check_patterns(expressions, names):
-        raise UserError([f"{folder / CONFIG_FILE}: {problem}" for problem in problems])
+        raise UserError([f"{folder / ADAPTER_CONFIG}: {problem}" for problem in problems])
 
 
 def required_embedding_rows(model: PreTrainedModel, folder: Path) -> int:
@@ -437,7 +442,7 @@ def _read_adapter_changes(
     config = from_stock_config(load_peft_config(folder), model)
     if getattr(config, "init_lora_weights", None) in ("pissa", "olora"):
         raise UserError(
-            f"{folder / CONFIG_FILE}: init_lora_weights={config.init_lora_weights} changes the "
+            f"{folder / ADAPTER_CONFIG}: init_lora_weights={config.init_lora_weights} changes the "
             "base, but the change is not in the adapter's files; have the tool that made it save "
             "a plain LoRA"
         )

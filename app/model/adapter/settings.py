@@ -22,19 +22,19 @@ from common.untrusted import read_json_object
 if TYPE_CHECKING:
     import peft
 
-CONFIG_FILE = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 ORIGIN_FILE = "base.json"
 """file in an adapter's folder with path, revision and fingerprints of its base"""
 _START_FOLDER = "start_adapter"
 """folder of a run with the settings of the adapter in adapter.path, so that it resumes without it:
 its checkpoints have the weights"""
 SETTINGS_KEY = "adapter_config"
-"""key of ORIGIN_FILE: the content of CONFIG_FILE as it was saved"""
+"""key of ORIGIN_FILE: the content of ADAPTER_CONFIG as it was saved"""
 
 
 def write_origin(folder: Path, base: Mapping[str, str | None]) -> None:
     """Record in `folder` the base that its adapter was trained on, and the adapter's settings."""
-    settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     content = dict(base) | {SETTINGS_KEY: json.dumps(settings)}
     (folder / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -145,7 +145,7 @@ def keep_start(config: AdapterConfig, run: Path) -> None:
         return
     kept = run / _START_FOLDER
     kept.mkdir(exist_ok=True)
-    for name in (CONFIG_FILE, ORIGIN_FILE):
+    for name in (ADAPTER_CONFIG, ORIGIN_FILE):
         (kept / name).unlink(missing_ok=True)
         if (Path(start) / name).exists():
             shutil.copyfile(Path(start) / name, kept / name)
@@ -153,7 +153,7 @@ def keep_start(config: AdapterConfig, run: Path) -> None:
 
 def resumed_adapter(config: AdapterConfig, run: Path) -> AdapterConfig:
     """Return an adapter's settings to resume run `run` without the folder in adapter.path."""
-    file = run / _START_FOLDER / CONFIG_FILE
+    file = run / _START_FOLDER / ADAPTER_CONFIG
     if isinstance(config, (LoraConfig, Ia3Config)) and config.path is not None and file.is_file():
         return replace(config, path=str(file))
     return config
@@ -173,7 +173,7 @@ def saves_whole_model(config: AdapterConfig) -> bool:
 
 log = logging.getLogger(__name__)
 
-KINDS = {"LORA": "lora", "IA3": "ia3"}
+PEFT_TYPES = {"LORA": "lora", "IA3": "ia3"}
 """peft_type -> option of `adapter=`"""
 _INITS = ("gaussian", "orthogonal", "eva", "pissa", "olora")
 """initializations by name that do not change the base, or always in the same way"""
@@ -185,7 +185,7 @@ _MAX_PATTERN = 10_000
 """most characters of a name or regular expression"""
 
 
-UNSUPPORTED = {
+UNSUPPORTED_FIELDS = {
     "alora_invocation_tokens": "it is active only after certain tokens",
     "arrow_config": "it routes tokens among several adapters",
     "kasa_config": "it scales singular values",
@@ -245,27 +245,27 @@ def _is_indices(value: Any) -> bool:
     return of_token(value) or (isinstance(value, dict) and all(map(of_token, value.values())))
 
 
-Rule = tuple[Check, str]
+_Rule = tuple[Check, str]
 """whether a value is valid, and what is expected"""
-_FLAG: Rule = (lambda value: isinstance(value, bool), "true or false")
-TEXT: Rule = (lambda value: value is None or isinstance(value, str), "a text or null")
-NAMES: Rule = (_is_names, "a name, a regular expression or a list of names")
-_NAMES_OR_NULL: Rule = (_is_null_or(_is_names, _is_list_of(_is_name)), "a list of names or null")
-_SHARED: dict[str, Rule] = {
-    "base_model_name_or_path": TEXT,
-    "revision": TEXT,
+_FLAG: _Rule = (lambda value: isinstance(value, bool), "true or false")
+_TEXT: _Rule = (lambda value: value is None or isinstance(value, str), "a text or null")
+_NAMES: _Rule = (_is_names, "a name, a regular expression or a list of names")
+_NAMES_OR_NULL: _Rule = (_is_null_or(_is_names, _is_list_of(_is_name)), "a list of names or null")
+_SHARED: dict[str, _Rule] = {
+    "base_model_name_or_path": _TEXT,
+    "revision": _TEXT,
     "task_type": (
         lambda value: value in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS"),
         "CAUSAL_LM, SEQ_2_SEQ_LM, SEQ_CLS or null (other types have a head that is not built: use "
         "an adapter of a language model or of a classifier of texts)",
     ),
     "inference_mode": _FLAG,
-    "target_modules": NAMES,
+    "target_modules": _NAMES,
     "exclude_modules": _NAMES_OR_NULL,
     "modules_to_save": _NAMES_OR_NULL,
     "fan_in_fan_out": _FLAG,
 }
-RULES: dict[str, dict[str, Rule]] = {
+RULES: dict[str, dict[str, _Rule]] = {
     "LORA": _SHARED
     | {
         "r": (_is_rank, f"a rank from 1 to {_MAX_RANK:,}"),
@@ -311,14 +311,14 @@ _NOT_COMPARED = {"base_model_name_or_path", "revision", "inference_mode"} | WITH
 
 def read_adapter_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of a saved adapter to pass on to peft, and problems of the file."""
-    file = folder / CONFIG_FILE
+    file = folder / ADAPTER_CONFIG
     content, problem = read_json_object(file)
     if problem is not None:
         return {}, [problem]
     kind = content.get("peft_type")
-    if not isinstance(kind, str) or kind not in KINDS:
+    if not isinstance(kind, str) or kind not in PEFT_TYPES:
         return {}, [
-            f"{file}: peft_type {_brief(kind)} is not supported; expected {' or '.join(KINDS)}"
+            f"{file}: peft_type {_brief(kind)} is not supported; expected {' or '.join(PEFT_TYPES)}"
         ]
     rules = RULES[kind]
     problems = [
@@ -348,7 +348,7 @@ def _find_edits(folder: Path, content: Mapping[str, Any]) -> list[str]:
     if not isinstance(saved, dict):
         return [f"{file}: {SETTINGS_KEY} is not a JSON object as text; copy the file again"]
     return [
-        f"{folder / CONFIG_FILE}: {key}={_brief(content.get(key))}, but the adapter was trained "
+        f"{folder / ADAPTER_CONFIG}: {key}={_brief(content.get(key))}, but the adapter was trained "
         f"with {key}={_brief(saved.get(key))}; write that value again, or remove {SETTINGS_KEY} "
         f"from {file} to use the edited file"
         for key in sorted(saved.keys() | content.keys())
@@ -371,13 +371,13 @@ def load_peft_config(folder: Path) -> peft.PeftConfig:
         raise UserError(problems)
     if settings.get("init_lora_weights") == "eva":
         settings["init_lora_weights"] = True  # without effect on trained weights
-    kind = read_json_object(folder / CONFIG_FILE)[0]["peft_type"]
+    kind = read_json_object(folder / ADAPTER_CONFIG)[0]["peft_type"]
     config: peft.PeftConfig = {"LORA": peft.LoraConfig, "IA3": peft.IA3Config}[kind](**settings)
     return config
 
 
 def _unknown(file: Path, key: str, value: Any, known: Mapping[str, Any]) -> str:
-    if (reason := UNSUPPORTED.get(key)) is not None:
+    if (reason := UNSUPPORTED_FIELDS.get(key)) is not None:
         return (
             f"{file}: {key}={_brief(value)} is not supported: {reason}; have the tool that made "
             "it save a plain LoRA"

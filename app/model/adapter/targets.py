@@ -33,7 +33,7 @@ from common.text import percent
 
 _THIN = 64
 """aspect ratio above which all-linear skips a matrix whose rank is below adapter.r"""
-ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
+_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
 """names of routers, which all-linear skips too if their rank is below adapter.r"""
 _OWN_ADAPTERS = re.compile(r"\.\w+_adapter_list\b")
 """Zamba 2's low-rank matrices on a block shared by several layers, one per layer"""
@@ -174,7 +174,7 @@ def _find_lora(config: LoraConfig, base: BaseDescription, found: Targets) -> Non
         skipped = {*found.not_plain, *found.own_adapters}
         for name in (name for name in names if name not in skipped):
             short, long = min(base.linear[name]), max(base.linear[name])
-            is_thin = short < config.r and (long > _THIN * short or ROUTER.search(name))
+            is_thin = short < config.r and (long > _THIN * short or _ROUTER.search(name))
             if name != base.head:
                 (found.thin if is_thin else found.matrices).append(name)
         if not found.matrices:

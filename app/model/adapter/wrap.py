@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from app.model.contexts import replaced
 from app.model.description import is_quantized, is_tied, name_of
-from app.model.layers import find_bypassed_children
+from app.model.layers import find_bypassed_children, replaced
 from app.model.quantization import storage_of
 from common.errors import UserError
 
@@ -386,7 +385,7 @@ def external_parameters(
                 yield layer, weight
 
 
-KINDS = {
+ADAPTER_PARTS = {
     "lora_A": "lora A",
     "lora_B": "lora B",
     "lora_embedding_A": "lora embedding A",
@@ -410,7 +409,7 @@ class TrainableWeight:
     module: str
     """full name of its module in the base, as model.layers.0.self_attn.q_proj"""
     kind: str
-    """a value of KINDS; for a parameter of the base its own name: weight, bias"""
+    """a value of ADAPTER_PARTS; for a parameter of the base its own name: weight, bias"""
     parameter: torch.nn.Parameter
 
     @property
@@ -444,7 +443,7 @@ def trainable_weights(model: torch.nn.Module) -> list[TrainableWeight]:
 
 def adapter_matrices(model: torch.nn.Module) -> list[TrainableWeight]:
     """List the adapter weights that every token passes through: all but trained token rows."""
-    on_modules = set(KINDS.values()) - {"token rows"}
+    on_modules = set(ADAPTER_PARTS.values()) - {"token rows"}
     return [weight for weight in trainable_weights(model) if weight.kind in on_modules]
 
 
@@ -469,6 +468,6 @@ def _described(name: str, parameter: torch.nn.Parameter) -> TrainableWeight:
         parts = [part for part in name.removeprefix(_PREFIX).split(".") if part not in WRAPPERS]
     name = ".".join(parts)
     for place, part in enumerate(parts):
-        if part in KINDS:
-            return TrainableWeight(name, ".".join(parts[:place]), KINDS[part], parameter)
+        if part in ADAPTER_PARTS:
+            return TrainableWeight(name, ".".join(parts[:place]), ADAPTER_PARTS[part], parameter)
     return TrainableWeight(name, ".".join(parts[:-1]), parts[-1], parameter)

@@ -31,7 +31,7 @@ from app.model.attention.documents import RowPiece, RowSlices
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.mixer_search import probe_ids
 from app.model.attention.probes import EDITS, MAX_ULPS, MIN_SHARE, distances, rounding
-from app.model.contexts import eval_mode
+from app.model.layers import eval_mode
 from common.errors import UserError
 from data_modules import SequenceSlice, deal_columns
 

@@ -32,7 +32,7 @@ from data_modules import SequenceSlice
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BLOCK = 128
+FLEX_BLOCK = 128
 """tokens per block of PyTorch's kernels"""
 
 
@@ -274,7 +274,7 @@ def attend_by_blocks(
         rows, _, tokens, _ = query.shape
         documents = [[tokens]] * rows
         attention_mask = block_mask(documents, (rows, tokens), query.device, window=sliding_window)
-    if query.is_cuda and query.shape[2] < BLOCK:
+    if query.is_cuda and query.shape[2] < FLEX_BLOCK:
         # PyTorch would choose its decoding kernel, for which these blocks are too large.
         options["kernel_options"] = {"BACKEND": "TRITON"}
     parts = cast_to_one_dtype(query, key, value)
@@ -296,14 +296,14 @@ def block_mask(
     `shape`: rows and tokens. Computed from the document lengths, never as a matrix of tokens.
     """
     first = _first_visible_keys(document_lengths, shape, window)
-    blocks = first.unflatten(1, (-1, BLOCK))
+    blocks = first.unflatten(1, (-1, FLEX_BLOCK))
     lowest, highest = blocks.amin(2).unsqueeze(2), blocks.amax(2).unsqueeze(2)
     number = torch.arange(blocks.shape[1])
     is_past = number.unsqueeze(0) < number.unsqueeze(1)
     is_needed = (is_past | torch.eye(len(number), dtype=torch.bool)) & (
-        (number + 1) * BLOCK > lowest
+        (number + 1) * FLEX_BLOCK > lowest
     )
-    is_whole = is_past & (number * BLOCK >= highest)
+    is_whole = is_past & (number * FLEX_BLOCK >= highest)
     first = first.to(device)
 
     def is_visible(
@@ -314,7 +314,7 @@ def block_mask(
     mask: BlockMask = BlockMask.from_kv_blocks(
         *_list_key_blocks(is_needed & ~is_whole),
         *_list_key_blocks(is_whole),
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=FLEX_BLOCK,
         mask_mod=is_visible,
         seq_lengths=(shape[1], shape[1]),
     )
@@ -329,7 +329,7 @@ def _first_visible_keys(
     The padding of a row counts as one more document.
     """
     rows, tokens = shape
-    padded = -(-tokens // BLOCK) * BLOCK
+    padded = -(-tokens // FLEX_BLOCK) * FLEX_BLOCK
     first = torch.empty(rows, padded, dtype=torch.int32)
     for row, documents in enumerate(document_lengths):
         lengths = torch.tensor([*documents, padded - sum(documents)])

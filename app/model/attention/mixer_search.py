@@ -27,7 +27,7 @@ from app.model.attention.mixers import (
     transformers_model,
     use_documents,
 )
-from app.model.contexts import eval_mode, replaced
+from app.model.layers import eval_mode, replaced
 from common.errors import UserError
 from common.installation import install_extra
 
@@ -39,7 +39,7 @@ _PROBE = (5, 6)
 """lengths of the two documents of the search, in tokens"""
 _ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 """name of the registry in which transformers' layers look up their attention"""
-TOLERANCE = 2.0**-5
+_TOLERANCE = 2.0**-5
 """largest norm of a difference between kernels with boundaries and runs document by document, as a
 share of the norm"""
 MIN_LEAK_EPS, MIN_LEAK_SHARE = 4, 1e-4
@@ -202,7 +202,7 @@ def _isolates(forward: MixerForward, expected: Any, inputs: list[Any]) -> bool:
         return False
     actual, expected = _first_output(outputs[0]), _first_output(expected)
     is_same_shape = isinstance(actual, torch.Tensor) and actual.shape == expected.shape
-    if not is_same_shape or not (actual - expected).norm() <= TOLERANCE * expected.norm():
+    if not is_same_shape or not (actual - expected).norm() <= _TOLERANCE * expected.norm():
         return False
     return not _leaks(*outputs)
 
@@ -230,7 +230,7 @@ def _isolates_in_training(
     total_norm = math.hypot(*(gradient.norm().item() for gradient in expected))
     rounding = torch.finfo(expected[0].dtype).eps * total_norm
     return len(actual) == len(expected) and all(
-        (gradient - other).norm() <= TOLERANCE * other.norm() + rounding
+        (gradient - other).norm() <= _TOLERANCE * other.norm() + rounding
         for gradient, other in zip(actual, expected, strict=True)
     )
 

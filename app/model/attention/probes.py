@@ -16,7 +16,7 @@ from app.model.attention.backends import use_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.mixer_search import FIRST_ID, isolate_mixers, probe_ids
 from app.model.attention.mixers import has_isolated_mixers
-from app.model.contexts import eval_mode, replaced
+from app.model.layers import eval_mode, replaced
 from common.errors import UserError
 from common.text import percent
 
@@ -37,7 +37,7 @@ _VISIBLE_CHANGE = 0.02
 """least change of a token's logits that shows it sees an edit, as a share of their spread"""
 NEIGHBOUR_TOKENS, DOCUMENT_TOKENS = 5, 12
 """lengths of the two documents of the comparison with eager attention"""
-SPREAD = 192
+_SPREAD = 192
 """positions between tokens of the probe for documents of other lengths, as a divisor of the model's
 context: below the length at which published models change their rotary embeddings"""
 _REACH = 3
@@ -121,7 +121,7 @@ def _check_positions(
     if context is None or "position_ids" not in inspect.signature(model.forward).parameters:
         return
     ids = probe_ids(model, 0, 8, device).view(len(lengths), -1)
-    step = max(1, context // SPREAD)
+    step = max(1, context // _SPREAD)
     first = step * torch.arange(4, device=device)
     near, far = (
         torch.cat([first, start + torch.arange(4, device=device)]).view_as(ids)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from app.model.chunks import rows_per_chunk
-from app.model.contexts import eval_mode
 from app.model.head import cross_entropy_, head_hidden, head_logits, head_loss
+from app.model.layers import eval_mode
+from app.model.recompute import rows_per_chunk
 from app.process.heartbeat import refresh_liveness
 from app.training.objective.objective import Losses, Objective, head_inputs, rows_of_positions
 from app.training.objective.pairs import base_log_probs
