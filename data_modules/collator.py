@@ -25,8 +25,8 @@ _MAX_ROUNDS = 4
 """most rounds in which the columns of a row are dealt to ranks"""
 MIN_CHUNK = 512
 """fewest tokens of a chunk in more than one round"""
-Row = list[Example]
-Ints = npt.NDArray[np.int64]
+_Row = list[Example]
+_Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class Collator:
         )
 
     def _collate(
-        self, documents: list[Row], step_weight: float, *, one_by_row: bool = False
+        self, documents: list[_Row], step_weight: float, *, one_by_row: bool = False
     ) -> Batch:
         if self._packed:
             rows = [[document for pack in documents for document in pack]]
@@ -303,7 +303,7 @@ class _TokenRows:
 
     def __init__(
         self,
-        rows: list[Row],
+        rows: list[_Row],
         token_ids_of: Callable[[Example], npt.NDArray[np.int32]],
         row_len: int = 1,
         multiple: int = 1,
@@ -315,18 +315,18 @@ class _TokenRows:
         longest = max([row_len, *map(sum, self.lengths)])
         self.shape = (len(rows), -(-longest // multiple) * multiple)
 
-    def starts(self, row: int) -> Ints:
+    def starts(self, row: int) -> _Ints:
         """Return the column at which each document of a row starts."""
         lengths = np.array(self.lengths[row], dtype=np.int64)
         return np.cumsum(lengths) - lengths
 
-    def token_ids(self, pad_token_id: int) -> Ints:
+    def token_ids(self, pad_token_id: int) -> _Ints:
         return self._padded(self._documents, np.int64(pad_token_id))
 
     def weights(self) -> npt.NDArray[np.float32]:
         return self._padded([[one.weights for one in row] for row in self._rows], np.float32(0))
 
-    def dataset_ids(self) -> Ints:
+    def dataset_ids(self) -> _Ints:
         """Return the data set index of each token, int64 [rows, tokens]."""
         datasets = [
             [np.full(length, one.dataset) for one, length in zip(row, lengths, strict=True)]
@@ -342,7 +342,7 @@ class _TokenRows:
                 np.concatenate(parts, out=row[: sum(map(len, parts))], casting="safe")
         return values
 
-    def positions(self) -> Ints:
+    def positions(self) -> _Ints:
         """Return the position of each token in its document, int64 [rows, tokens]."""
         positions = np.zeros(self.shape, dtype=np.int64)
         for index, lengths in enumerate(self.lengths):
@@ -351,7 +351,7 @@ class _TokenRows:
         return positions
 
 
-def _shifted_labels(inputs: _TokenRows, ids: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
+def _shifted_labels(inputs: _TokenRows, ids: _Ints) -> tuple[_Ints, npt.NDArray[np.float32]]:
     """Return what each position of a causal model must predict, and its weight."""
     weights = inputs.weights()
     for row in range(len(weights)):

@@ -162,7 +162,7 @@ class DataConfig:
     """stop if more than this share of a data set's rows is dropped; null = never"""
     max_row_bytes: int = setting(source.MAX_ROW_BYTES, ge=1, resume="free")
     """maximum bytes of a row, and of each text in it; larger ones are refused"""
-    limits: source.Limits = setting(default_factory=source.Limits, resume="free")
+    limits: source.ReadLimits = setting(default_factory=source.ReadLimits, resume="free")
     """limits of what a file or a URL may hold"""
     chat_template: str | None = setting(
         None, resume="content", shown=("train", "preview"), is_path=True
@@ -346,7 +346,7 @@ def _check_stream(config: DataConfig) -> list[str]:
 def _check_dataset_settings(dataset: DatasetConfig, key: str) -> list[str]:
     problems = check_values(dataset, key)
     try:
-        source.check_split(dataset.split)
+        source.parse_split(dataset.split)
     except ValueError as error:
         problems.append(f"{key}.split: {error}")
     if dataset.format is not None:
@@ -384,7 +384,7 @@ def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
     names: dict[str, None] = {}
     numbers: Counter[str] = Counter()
     for config in datasets:
-        base = printable(config.name or source.name_of(config.path))
+        base = printable(config.name or source.default_name(config.path))
         name = base
         while name in names or (name in given and not config.name):
             numbers[base] += 1

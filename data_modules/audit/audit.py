@@ -3,7 +3,7 @@
 findings.py decides what the counts mean. Never changes a row, and never raises: `Audit.check` does,
 so that a preview can show the rows with problems.
 
-Overlap: the n-grams of `input_ids` that a held-out document shares with training documents. One
+_Overlap: the n-grams of `input_ids` that a held-out document shares with training documents. One
 n-gram alone means little: in unrelated real data up to nine of ten documents share one with another
 document, but only 2 to 3 % share a fifth of theirs. Boilerplate (system prompts, template headers)
 does not count; it is found by counting, as it occurs in many documents. With few documents counts
@@ -46,14 +46,14 @@ _ONE_SIDED = 0.75
 MAX_TRAIN_TOKENS, MAX_HELD_OUT_TOKENS = 50_000_000, 2_000_000
 """tokens that are searched for overlap, which takes seconds and some hundred megabytes; of more
 tokens, evenly spaced documents are searched"""
-Hashes = npt.NDArray[np.uint64]
-Indices = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+_Hashes = npt.NDArray[np.uint64]
+_Indices = npt.NDArray[np.int64]
+_Flags = npt.NDArray[np.bool_]
 _T = TypeVar("_T", np.int64, np.uint64)
 _BASE, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 CHUNK_TOKENS = 1 << 20
 """tokens that are hashed at once, which takes about 60 MB with all intermediate arrays"""
-BOILERPLATE_SHARE, BOILERPLATE_DOCUMENTS = 0.10, 2
+_BOILERPLATE_SHARE, _BOILERPLATE_DOCUMENTS = 0.10, 2
 """an n-gram is boilerplate in a data set if more than this share, and this number, of its
 documents contain it"""
 _SAME_QUESTION_SHARE = 0.6
@@ -181,7 +181,7 @@ def _find_duplicates(audit: Audit, train: Columns) -> None:
 
 def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
     """Count validation documents with the same tokens as a training document."""
-    same = find_copies(train, validation)
+    same = _find_copies(train, validation)
     for index, dataset in enumerate(audit.datasets):
         repeated = np.flatnonzero((same >= 0) & (validation.datasets == index))
         dataset.repeated = len(repeated)
@@ -282,7 +282,7 @@ def _find_overlap(
 def _count_benchmarks(
     train: Columns, benchmarks: Columns, names: Sequence[str], overlapping: Sequence[int]
 ) -> list[BenchmarkAudit]:
-    known = find_copies(train, benchmarks) >= 0
+    known = _find_copies(train, benchmarks) >= 0
     rows = np.bincount(benchmarks.datasets, minlength=len(names))
     repeated = np.bincount(benchmarks.datasets[known], minlength=len(names))
     return [
@@ -293,7 +293,7 @@ def _count_benchmarks(
     ]
 
 
-def hash_grams(ids: npt.NDArray[np.int32], ngram: int) -> Hashes:
+def _hash_grams(ids: npt.NDArray[np.int32], ngram: int) -> _Hashes:
     """Return a hash of the n-gram at each position, uint64 [len(ids) - ngram + 1].
 
     A polynomial of the mixed ids, mod 2^64; blocks of 1, 2, 4, ... ids are combined from halves, so
@@ -313,7 +313,7 @@ def hash_grams(ids: npt.NDArray[np.int32], ngram: int) -> Hashes:
     return _mixed(hashes)
 
 
-def _mixed(words: Hashes) -> Hashes:
+def _mixed(words: _Hashes) -> _Hashes:
     """Mix the bits of each word (finalizer of splitmix64)."""
     words = words + np.uint64(_BASE)
     words ^= words >> np.uint64(30)
@@ -325,7 +325,7 @@ def _mixed(words: Hashes) -> Hashes:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class _Overlap:
     """The overlap of a held-out side with training.
 
     `partner` int64 [n] is the training document that shares most with each held-out document, -1
@@ -333,12 +333,12 @@ class Overlap:
     that were searched.
     """
 
-    partner: Indices
+    partner: _Indices
     train_share: float
     held_out_share: float
 
     @property
-    def flagged(self) -> Flags:
+    def flagged(self) -> _Flags:
         """Return whether each held-out document overlaps with training, bool [n]."""
         return self.partner >= 0
 
@@ -351,12 +351,12 @@ class _Index:
     of the hash, which all known n-grams pass and few others.
     """
 
-    grams: Hashes
-    starts: Indices
-    documents: Indices
-    table: Flags
+    grams: _Hashes
+    starts: _Indices
+    documents: _Indices
+    table: _Flags
 
-    def find(self, hashes: Hashes) -> tuple[Indices, Indices]:
+    def find(self, hashes: _Hashes) -> tuple[_Indices, _Indices]:
         """Return the positions of the known hashes, and the n-gram of each."""
         shift = np.uint64(64 - (len(self.table).bit_length() - 1))
         maybe = np.flatnonzero(self.table[hashes >> shift])
@@ -374,7 +374,7 @@ def find_overlap(
     min_share: float,
     max_train_tokens: int,
     max_held_out_tokens: int,
-) -> Overlap:
+) -> _Overlap:
     """Find held-out documents that share at least `min_share` of their n-grams with training.
 
     A pair of documents with different questions does not overlap, unless the answers share an
@@ -385,7 +385,7 @@ def find_overlap(
     without a trained token are boilerplate if a second document has them, or there is only one
     document. Above the maxima, evenly spaced documents are searched.
     """
-    partner = find_copies(train, held_out)
+    partner = _find_copies(train, held_out)
     searched, train_share = _sample_documents(train.lengths, max_train_tokens)
     sampled, held_out_share = _sample_documents(held_out.lengths, max_held_out_tokens)
     index = _index_grams(held_out, sampled, ngram)
@@ -404,10 +404,10 @@ def find_overlap(
         if _is_other_exercise(held_out_example, train_example, ngram, index, boilerplate):
             matched[document] = -1
     partner = np.where(partner < 0, matched, partner)
-    return Overlap(partner, train_share, held_out_share)
+    return _Overlap(partner, train_share, held_out_share)
 
 
-def _sample_documents(lengths: Indices, max_tokens: int) -> tuple[Indices, float]:
+def _sample_documents(lengths: _Indices, max_tokens: int) -> tuple[_Indices, float]:
     """Return evenly spaced documents of about `max_tokens` tokens, and their share of all tokens.
 
     Documents are taken in blocks of up to 1,000, so that the blocks between them are not read from
@@ -420,7 +420,7 @@ def _sample_documents(lengths: Indices, max_tokens: int) -> tuple[Indices, float
     return chosen, int(lengths[chosen].sum()) / max(1, total)
 
 
-def find_copies(train: Columns, held_out: Columns) -> Indices:
+def _find_copies(train: Columns, held_out: Columns) -> _Indices:
     """Return the first training document with the same tokens as each held-out one [n], or -1."""
     if not len(train) or not len(held_out):
         return np.full(len(held_out), -1, dtype=np.int64)
@@ -430,8 +430,8 @@ def find_copies(train: Columns, held_out: Columns) -> Indices:
 
 
 def _match_shares(
-    index: _Index, known: Indices, min_share: float, num_train: int, partner: Indices
-) -> Indices:
+    index: _Index, known: _Indices, min_share: float, num_train: int, partner: _Indices
+) -> _Indices:
     """Return the training document that shares most n-grams with each held-out document, int64 [n].
 
     -1 for documents with less than `min_share` of their n-grams in training, or with a `partner`
@@ -454,7 +454,7 @@ def _match_shares(
 
 
 def _is_other_exercise(
-    held_out: Example, train: Example, ngram: int, index: _Index, boilerplate: Flags
+    held_out: Example, train: Example, ngram: int, index: _Index, boilerplate: _Flags
 ) -> bool:
     """Return whether two documents have different questions, and answers without common n-grams.
 
@@ -466,20 +466,20 @@ def _is_other_exercise(
         return False
     if np.array_equal(question, train_question):
         return False
-    if len(answer) >= ngram and _shared(hash_grams(answer, ngram), train_answer, ngram):
+    if len(answer) >= ngram and _shared(_hash_grams(answer, ngram), train_answer, ngram):
         return False
     if len(question) < ngram:
         return True
-    _, grams = index.find(hash_grams(question, ngram))
+    _, grams = index.find(_hash_grams(question, ngram))
     distinctive = index.grams[grams[~boilerplate[grams]]]
     return _shared(distinctive, train_question, ngram) < _SAME_QUESTION_SHARE
 
 
-def _shared(hashes: Hashes, others: npt.NDArray[np.int32], ngram: int) -> float:
+def _shared(hashes: _Hashes, others: npt.NDArray[np.int32], ngram: int) -> float:
     """Return the share of the n-grams `hashes` that occur in the ids `others`; 0 without any."""
     if not len(hashes) or len(others) < ngram:
         return 0.0
-    return float(np.isin(hashes, hash_grams(others, ngram)).mean())
+    return float(np.isin(hashes, _hash_grams(others, ngram)).mean())
 
 
 def _split_trained(example: Example) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
@@ -490,10 +490,10 @@ def _split_trained(example: Example) -> tuple[npt.NDArray[np.int32], npt.NDArray
     return example.input_ids[~is_trained], example.input_ids[is_trained]
 
 
-def _index_grams(held_out: Columns, sampled: Indices, ngram: int) -> _Index:
-    hashes: list[Hashes] = []
-    documents: list[Indices] = []
-    boilerplate: list[Hashes] = []
+def _index_grams(held_out: Columns, sampled: _Indices, ngram: int) -> _Index:
+    hashes: list[_Hashes] = []
+    documents: list[_Indices] = []
+    boilerplate: list[_Hashes] = []
     for dataset in np.unique(held_out.datasets[sampled]):
         chosen = sampled[held_out.datasets[sampled] == dataset]
         parts = [_unique_pairs(*part) for part in _grams(held_out, chosen, ngram)]
@@ -518,8 +518,8 @@ def _index_grams(held_out: Columns, sampled: Indices, ngram: int) -> _Index:
 
 
 def _find_in_training(
-    train: Columns, chosen: Indices, index: _Index, ngram: int
-) -> tuple[Indices, Flags]:
+    train: Columns, chosen: _Indices, index: _Index, ngram: int
+) -> tuple[_Indices, _Flags]:
     """Return the first of the `chosen` training documents with each n-gram of `index`, or -1.
 
     Also returns which n-grams are boilerplate in these documents, bool [grams].
@@ -540,7 +540,7 @@ def _find_in_training(
     return first, is_common
 
 
-def _trained_grams(train: Columns, chosen: Indices, index: _Index, ngram: int) -> Flags:
+def _trained_grams(train: Columns, chosen: _Indices, index: _Index, ngram: int) -> _Flags:
     """Return which n-grams of `index` have a trained token in one of the `chosen` documents."""
     trained_grams = np.zeros(len(index.grams), dtype=np.bool_)
     for document in chosen[train.lengths[chosen] >= ngram].tolist():
@@ -554,16 +554,16 @@ def _trained_grams(train: Columns, chosen: Indices, index: _Index, ngram: int) -
             else np.ones(len(example.input_ids), np.float32)
         )
         sums = np.concatenate([[0], np.cumsum(weights > 0)])
-        at, grams = index.find(hash_grams(example.input_ids, ngram))
+        at, grams = index.find(_hash_grams(example.input_ids, ngram))
         trained_grams[grams[(sums[ngram:] > sums[:-ngram])[at]]] = True
     return trained_grams
 
 
 def _boilerplate_limit(num_documents: int) -> float:
-    return max(BOILERPLATE_DOCUMENTS, BOILERPLATE_SHARE * num_documents)
+    return max(_BOILERPLATE_DOCUMENTS, _BOILERPLATE_SHARE * num_documents)
 
 
-def _unique_pairs(first: npt.NDArray[_T], second: Indices) -> tuple[npt.NDArray[_T], Indices]:
+def _unique_pairs(first: npt.NDArray[_T], second: _Indices) -> tuple[npt.NDArray[_T], _Indices]:
     """Return each pair of numbers once, sorted by the second, then by the first."""
     order = np.lexsort((first, second))
     first, second = first[order], second[order]
@@ -572,7 +572,7 @@ def _unique_pairs(first: npt.NDArray[_T], second: Indices) -> tuple[npt.NDArray[
     return first[new], second[new]
 
 
-def _grams(side: Columns, chosen: Indices, ngram: int) -> Iterator[tuple[Hashes, Indices]]:
+def _grams(side: Columns, chosen: _Indices, ngram: int) -> Iterator[tuple[_Hashes, _Indices]]:
     """Yield the hashes of the n-grams of `chosen` documents, and their documents, in chunks."""
     chosen = chosen[side.lengths[chosen] >= ngram]
     if not len(chosen):
@@ -585,7 +585,7 @@ def _grams(side: Columns, chosen: Indices, ngram: int) -> Iterator[tuple[Hashes,
             continue
         owners = np.repeat(part, sizes)
         numbers = np.repeat(np.arange(len(part)), sizes)
-        hashes = hash_grams(flat, ngram)
+        hashes = _hash_grams(flat, ngram)
         count = len(hashes)
         is_inside = numbers[:count] == numbers[ngram - 1 :]  # within one document
         yield hashes[is_inside], owners[:count][is_inside]

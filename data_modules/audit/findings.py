@@ -192,7 +192,7 @@ def relative(text: str) -> str:
     return text.replace(f"{os.getcwd()}{os.sep}", "")
 
 
-def short_file(file: str) -> str:
+def _short_file(file: str) -> str:
     """Return a path relative to the working directory, or the end of a long path elsewhere."""
     parts = file.replace("\\", "/").rsplit("/", 2)
     relative_file = relative(file)
@@ -201,7 +201,7 @@ def short_file(file: str) -> str:
     return f".../{parts[1]}/{parts[2]}"
 
 
-def short_origins(origins: Iterable[str]) -> list[str]:
+def _short_origins(origins: Iterable[str]) -> list[str]:
     """Return texts that start with `file:line` with short paths; other texts are not changed.
 
     A file that was just named is left out, as in `:12`.
@@ -213,7 +213,7 @@ def short_origins(origins: Iterable[str]) -> list[str]:
             shown.append(origin)
             continue
         file, line = found.groups()
-        name = "" if file == last_file else short_file(file)
+        name = "" if file == last_file else _short_file(file)
         shown.append(f"{name}:{line}{origin[found.end() :]}")
         last_file = file
     return shown
@@ -256,7 +256,7 @@ class AuditWarning:
 
     @property
     def example(self) -> str:
-        return self.joiner.join(short_origins(self.first))
+        return self.joiner.join(_short_origins(self.first))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -378,7 +378,9 @@ class Audit:
         what nothing reads.
         """
         longest = [] if only_warnings else [f"{origin} {num:,}" for num, origin in self.longest]
-        lines = [f"longest rows, in tokens: {', '.join(short_origins(longest))}"] if longest else []
+        lines = (
+            [f"longest rows, in tokens: {', '.join(_short_origins(longest))}"] if longest else []
+        )
         same = [
             f"{test.name} {test.repeated:,} of {test.rows:,}"
             for test in self.benchmarks

@@ -34,16 +34,16 @@ _CONTROLS = bytes(code for code in range(32) if chr(code) not in _ALLOWED)
 _ROLE_NAMES = ("role", "from")
 FLAGS = ("train", "training", "loss")
 """keys of a turn or a row with true or false"""
-WEIGHTS = ("weight", "loss_weight")
+WEIGHT_KEYS = ("weight", "loss_weight")
 """keys of a turn or a row with a number from 0 up"""
 TURN_MASKS = ("loss_mask", *FLAGS, "loss_scale")
 """columns that may hold a list with a value for each turn"""
 _TURN_COLUMNS = frozenset(TURN_MASKS)
 TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "loss_scale")
 """columns that hold a value for each token"""
-_ROW_KEYS = frozenset((*WEIGHTS, *FLAGS, "loss_scale"))
+_ROW_KEYS = frozenset((*WEIGHT_KEYS, *FLAGS, "loss_scale"))
 """columns that weigh the whole row"""
-MASK_KEYS = frozenset((*FLAGS, *WEIGHTS, "loss_scale", "train_detail"))
+MASK_KEYS = frozenset((*FLAGS, *WEIGHT_KEYS, "loss_scale", "train_detail"))
 """keys by which a turn says whether it is trained on"""
 _IGNORED = -100
 """label of a token that is not trained on"""
@@ -125,7 +125,7 @@ def quote(value: Any) -> str:
     return shown(repr(value)) if isinstance(value, (str, int, float)) else type_of(value)
 
 
-def read_text(value: Any, where: str) -> str:
+def parse_text(value: Any, where: str) -> str:
     """Return the text of a string or of a list of text parts; raise RowError for other values."""
     if isinstance(value, str):
         return check_text(value, where)
@@ -154,12 +154,12 @@ def check_parts(parts: list[Any], where: str) -> None:
 def read_optional_text(values: Mapping[str, Any], field: str) -> str:
     """Return the text of `field`; "" if it is missing or null."""
     value = values.get(field)
-    return "" if value is None else read_text(value, field)
+    return "" if value is None else parse_text(value, field)
 
 
 def read_answer(value: Any, where: str) -> str:
     """Return the text of an answer; raise EmptyAnswerError if it is blank."""
-    text = read_text(value, where)
+    text = parse_text(value, where)
     if is_blank(text):
         raise EmptyAnswerError(
             f"{where} is empty: there is no answer to train on; drop the row, {SKIP_EMPTY}"
@@ -234,7 +234,7 @@ def read_weight(value: Any, where: str) -> float:
     return float(value)
 
 
-def read_json(text: str, where: str) -> Any:
+def parse_json(text: str, where: str) -> Any:
     """Return the value of a JSON text; raise RowError with the position of an error in it."""
     try:
         return json.loads(text)
@@ -273,7 +273,7 @@ _RESERVED = frozenset(
 def read_template_kwargs(value: Any, where: str) -> dict[str, Any]:
     """Return the arguments of the chat template in a row's column: an object, or its JSON text."""
     if isinstance(value, str):
-        value = {} if is_blank(value) else read_json(value, where)
+        value = {} if is_blank(value) else parse_json(value, where)
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -360,7 +360,7 @@ def row_weight(values: Mapping[str, Any]) -> float:
         return 1.0
     weight = math.prod(
         _row_number(values[name], name)
-        for name in WEIGHTS
+        for name in WEIGHT_KEYS
         if name in values and values[name] not in (None, "")
     )
     for name in FLAGS:
@@ -448,7 +448,7 @@ def check_no_details(item: Mapping[str, Any], where: str, what: str) -> None:
 
 
 def _read_factor(key: str, value: Any, where: str) -> float:
-    if key in WEIGHTS:
+    if key in WEIGHT_KEYS:
         return read_weight(value, where)
     return _read_scale(value, where) if key == "loss_scale" else _read_flag(value, where)
 

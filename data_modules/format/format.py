@@ -28,7 +28,7 @@ from data_modules.format.fields import (
     TOKEN_MASKS,
     TURN_MASKS,
     UNREAD,
-    WEIGHTS,
+    WEIGHT_KEYS,
     MissingColumnError,
     RowError,
     apply_turn_masks,
@@ -39,11 +39,11 @@ from data_modules.format.fields import (
     is_turns,
     nearest_hint,
     note_unread,
+    parse_text,
     read_answer,
     read_optional_text,
     read_path,
     read_template_kwargs,
-    read_text,
     read_tokens,
     read_weight,
     row_weight,
@@ -72,7 +72,7 @@ from data_modules.format.meaning import (
 )
 from data_modules.format.turns import (
     MEDIA,
-    TOOLS,
+    TOOL_COLUMNS,
     check_no_media,
     normalize_turns,
     read_tools,
@@ -308,7 +308,7 @@ def _unread_columns(
         others = _unread_columns(_answered_by(rest) or "", rest, is_text, has_turns)
         return others.union(verdicts[1:])
     form = FORMATS[name]
-    read = {*WEIGHTS, "loss_scale"}
+    read = {*WEIGHT_KEYS, "loss_scale"}
     for names in form.required:
         used = [field for field in _by_precedence(names) if field in present]
         read.update(used if name == "pretokenized" else used[:1])
@@ -393,7 +393,7 @@ def _first_present(values: Mapping[str, Any], names: Iterable[str]) -> tuple[str
 
 def _read_alpaca(values: Mapping[str, Any], origin: Origin) -> list[Item]:
     name, question = _first_present(values, _ALPACA_QUESTIONS)
-    question, input_start = read_text(question, name), 0
+    question, input_start = parse_text(question, name), 0
     extras = (read_optional_text(values, field).strip() for field in ("input", "context"))
     if extra := "\n\n".join(filter(None, extras)):
         question, input_start = (
@@ -420,7 +420,7 @@ def _read_history(history: Any) -> list[Turn]:
         where = f"history[{index}]"
         if not isinstance(pair, list) or len(pair) != 2:
             raise RowError(f"{where} is {type_of(pair)}, not [question, answer]")
-        turns.append(Turn("user", read_text(pair[0], f"{where}[0]")))
+        turns.append(Turn("user", parse_text(pair[0], f"{where}[0]")))
         turns.append(Turn("assistant", read_answer(pair[1], f"{where}[1]")))
     return turns
 
@@ -439,7 +439,7 @@ def _read_prompt_completion(values: Mapping[str, Any], origin: Origin) -> list[I
     name, answer = _first_present(values, _COMPLETIONS)
     if is_turns(prompt) or is_turns(answer):
         return [_read_prompt_turns(prompt, answer, name, values, origin)]
-    question = Segment(read_text(prompt, "prompt"), 0.0)
+    question = Segment(parse_text(prompt, "prompt"), 0.0)
     return [Document((question, Segment(read_answer(answer, name), row_weight(values))), origin)]
 
 
@@ -469,7 +469,7 @@ def _read_completion(values: Mapping[str, Any], origin: Origin) -> list[Item]:
     name, value = _first_present(values, _by_precedence(_TEXT_COLUMNS))
     weight = row_weight(values)
     if name != "segments":
-        return [Document((Segment(read_text(value, name), weight),), origin)]
+        return [Document((Segment(parse_text(value, name), weight),), origin)]
     if not isinstance(value, list) or not value:
         raise RowError("segments is not a list of at least one {text, weight}")
     return [Document(tuple(_read_segment(item, i, weight) for i, item in enumerate(value)), origin)]
@@ -487,7 +487,7 @@ def _read_segment(item: Any, index: int, row_weight: float) -> Segment:
     if label:
         weight *= item["label"]
     note_unread(item, ("text", *label, *MASK_KEYS), where)
-    return Segment(read_text(item["text"], f"{where}.text"), weight)
+    return Segment(parse_text(item["text"], f"{where}.text"), weight)
 
 
 def _read_oasst(values: Mapping[str, Any], origin: Origin) -> list[Item]:
@@ -516,7 +516,7 @@ def _read_classification(values: Mapping[str, Any], origin: Origin) -> list[Item
             "data.datasets[].columns, as in {text: review}"
         )
     if not is_turns(values[name]):
-        return [Document((Segment(read_text(values[name], name), weight),), origin, label)]
+        return [Document((Segment(parse_text(values[name], name), weight),), origin, label)]
     turns = normalize_turns(read_turns(values[name], name), name)
     if any(turn.weight is not None for turn in turns):
         raise RowError(
@@ -539,10 +539,10 @@ FORMATS: dict[str, Format] = {
         Format(
             "messages",
             (("messages",),),
-            ("system", *TOOLS, _KWARGS),
+            ("system", *TOOL_COLUMNS, _KWARGS),
             functools.partial(_read_conversation, names=("messages",)),
         ),
-        Format("sharegpt", (_SHAREGPT,), ("system", *TOOLS, _KWARGS), _read_conversation),
+        Format("sharegpt", (_SHAREGPT,), ("system", *TOOL_COLUMNS, _KWARGS), _read_conversation),
         Format(
             "alpaca",
             (_ALPACA_QUESTIONS, _ALPACA_ANSWERS),
@@ -559,7 +559,7 @@ FORMATS: dict[str, Format] = {
         Format(
             "prompt_completion",
             (("prompt",), _COMPLETIONS),
-            (*TOOLS, _KWARGS),
+            (*TOOL_COLUMNS, _KWARGS),
             _read_prompt_completion,
         ),
         Format("oasst", (("prompt",),), (_KWARGS,), _read_oasst, guessed_by=("message_tree_id",)),
@@ -567,30 +567,35 @@ FORMATS: dict[str, Format] = {
         Format(
             PREFERENCE,
             tuple((answer,) for answer in ANSWERS),
-            (*PROMPTS, "input", "system", "margin", *TOOLS, _KWARGS),
+            (*PROMPTS, "input", "system", "margin", *TOOL_COLUMNS, _KWARGS),
             read_pair,
             is_guessed=False,
         ),
     )
 }
-FORMATS[KTO] = Format(
-    KTO,
-    (VERDICTS,),
-    tuple(
-        dict.fromkeys(
-            field
-            for name in _ANSWERED
-            for field in FORMATS[name].fields()
-            if field not in (*VERDICTS, "weight")
-        )
-    ),
-    _read_kto,
-    is_guessed=False,
-)
-FORMATS[CLASSIFICATION] = Format(
-    CLASSIFICATION,
-    (CLASS_COLUMNS,),
-    (*_CLASSIFIED, *TOOLS, _KWARGS),
-    _read_classification,
-    is_guessed=False,
-)
+FORMATS |= {
+    form.name: form
+    for form in (
+        Format(
+            KTO,
+            (VERDICTS,),
+            tuple(
+                dict.fromkeys(
+                    field
+                    for name in _ANSWERED
+                    for field in FORMATS[name].fields()
+                    if field not in (*VERDICTS, "weight")
+                )
+            ),
+            _read_kto,
+            is_guessed=False,
+        ),
+        Format(
+            CLASSIFICATION,
+            (CLASS_COLUMNS,),
+            (*_CLASSIFIED, *TOOL_COLUMNS, _KWARGS),
+            _read_classification,
+            is_guessed=False,
+        ),
+    )
+}

@@ -25,17 +25,17 @@ from data_modules.format.fields import (
     is_filled,
     is_flag,
     is_turns,
+    parse_text,
     quote,
     read_answer,
     read_optional_text,
-    read_text,
     row_weight,
 )
 from data_modules.format.turns import (
     CONTENT_FIELDS,
     MEDIA,
     ROLES,
-    TOOLS,
+    TOOL_COLUMNS,
     normalize_turns,
     read_tools,
     read_turns,
@@ -48,7 +48,16 @@ _REJECTED = re.compile(r"rejected(_|$)")
 VERDICTS = ("label", "kto_tag")
 """columns that say whether an answer is wanted"""
 _TELLING = {
-    *(*MASK_KEYS, *MASKS, *PACKED, *DOCUMENT_IDS, *TOOLS, *MEDIA, *VERDICTS, *CONTENT_FIELDS),
+    *(
+        *MASK_KEYS,
+        *MASKS,
+        *PACKED,
+        *DOCUMENT_IDS,
+        *TOOL_COLUMNS,
+        *MEDIA,
+        *VERDICTS,
+        *CONTENT_FIELDS,
+    ),
     *("system", "input", "history", "parameters", "chat_template_kwargs", "input_ids"),
     *("mask", "masked", "trainable"),
 }
@@ -424,7 +433,7 @@ def read_pair(values: Mapping[str, Any], origin: Origin) -> list[Item]:
 
 
 def _document(values: Mapping[str, Any], answer: str, origin: Origin) -> Document:
-    prompt = Segment(read_text(values["prompt"], "prompt"), 0.0)
+    prompt = Segment(parse_text(values["prompt"], "prompt"), 0.0)
     return Document(
         (prompt, Segment(read_answer(values[answer], answer), row_weight(values))),
         origin,
@@ -461,7 +470,7 @@ def _prompt_turns(values: Mapping[str, Any], name: str | None) -> list[Turn]:
         return []
     if is_turns(values[name]) and name not in _OF_TEXT:
         return read_turns(values[name], name)
-    text = read_text(values[name], name)
+    text = parse_text(values[name], name)
     if name == "instruction" and (extra := read_optional_text(values, "input").strip()):
         text = f"{text}\n\n{extra}" if text else extra
     return [Turn("user", text)]

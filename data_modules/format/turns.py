@@ -29,12 +29,12 @@ from data_modules.format.fields import (
     check_whole,
     is_blank,
     note_unread,
+    parse_json,
+    parse_text,
     quote,
     read_details,
-    read_json,
     read_optional_string,
     read_part,
-    read_text,
     read_text_part,
     turn_weight,
     type_of,
@@ -50,9 +50,9 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "function", "tool_response"), "tool"),
 }
 CONTENT_FIELDS = ("content", "value", "text")
-CALL_ROLES = ("function_call", "tool_call")
-REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
-TOOLS = ("tools", "functions", "tool_defs")
+_CALL_ROLES = ("function_call", "tool_call")
+_REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
+TOOL_COLUMNS = ("tools", "functions", "tool_defs")
 """columns that may hold the tools of a conversation"""
 MEDIA = frozenset(("image", "images", "video", "videos", "audio", "audios"))
 """columns and keys of a turn that hold what is not text"""
@@ -63,17 +63,17 @@ _CALLS_IN_TEXT = ("<tool_call", "<function", "[TOOL_CALLS]", "<|python_tag|>")
 
 
 def read_tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools in a column of TOOLS, each as {type, function}.
+    """Return the tools in a column of TOOL_COLUMNS, each as {type, function}.
 
     The column may be a list or the JSON text of one.
     """
-    given = [(name, values[name]) for name in TOOLS if values.get(name)]
+    given = [(name, values[name]) for name in TOOL_COLUMNS if values.get(name)]
     name, value = given[0] if given else ("tools", [])
     for other, same in given[1:]:
         if same != value:
             raise RowError(f"{name} and {other} hold different tools; keep one of the columns")
     if isinstance(value, str):
-        value = [] if is_blank(value) else read_json(value, name) or []
+        value = [] if is_blank(value) else parse_json(value, name) or []
     if not isinstance(value, list):
         raise RowError(f"{name} is {type_of(value)}, not a list of tools or the JSON text of one")
     return tuple(_read_tool(tool, f"{name}[{index}]") for index, tool in enumerate(value))
@@ -81,7 +81,7 @@ def read_tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 def _read_tool(tool: Any, where: str) -> Mapping[str, Any]:
     if isinstance(tool, str):
-        tool = read_json(tool, where)
+        tool = parse_json(tool, where)
     if not isinstance(tool, dict):
         raise RowError(f"{where} is {type_of(tool)}; a tool is {{name, description, parameters}}")
     if "function" not in tool and isinstance(tool.get("name"), str):
@@ -109,7 +109,7 @@ def _read_call_field(item: dict[str, Any], key: str, where: str) -> list[ToolCal
     if key == "function_call":
         return [_read_call(value, where)]
     if isinstance(value, str):
-        value = read_json(value, where)
+        value = parse_json(value, where)
     if not isinstance(value, list):
         raise RowError(f"{where} is {type_of(value)}, not a list of calls")
     return [_read_call(call, f"{where}[{index}]") for index, call in enumerate(value)]
@@ -118,7 +118,7 @@ def _read_call_field(item: dict[str, Any], key: str, where: str) -> list[ToolCal
 def _read_call_text(value: Any, where: str) -> list[ToolCall]:
     """Return the calls of a turn of calls only: one call or a list of them, or its JSON text."""
     if isinstance(value, str):
-        value = read_json(value, where)
+        value = parse_json(value, where)
     if not isinstance(value, list):
         return [_read_call(value, where)]
     if not value:
@@ -128,7 +128,7 @@ def _read_call_text(value: Any, where: str) -> list[ToolCall]:
 
 def _read_call(value: Any, where: str) -> ToolCall:
     if isinstance(value, str):
-        value = read_json(value, where)
+        value = parse_json(value, where)
     if not isinstance(value, dict):
         raise RowError(f"{where} is {type_of(value)}; a call is {{name, arguments}}")
     check_whole(value, where)
@@ -146,7 +146,7 @@ def _read_call(value: Any, where: str) -> ToolCall:
     note_unread(value, (*(read if inner is value else ["function"]), *_CALL_KEYS), where)
     arguments = inner.get(read[1])
     if isinstance(arguments, str):
-        arguments = {} if is_blank(arguments) else read_json(arguments, f"{where}.arguments")
+        arguments = {} if is_blank(arguments) else parse_json(arguments, f"{where}.arguments")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
@@ -229,7 +229,7 @@ def _read_turn(item: Any, where: str) -> Turn:
             field = content_field
             break
     value = None if field is None else item[field]
-    if len(item) == 2 and isinstance(value, str) and name not in CALL_ROLES:
+    if len(item) == 2 and isinstance(value, str) and name not in _CALL_ROLES:
         turn = Turn(role, check_text(value, f"{where}.{field}"))
     else:
         turn = _read_full_turn(item, str(name), field, where)
@@ -249,7 +249,7 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
     called = next((key for key in ("tool_calls", "function_call") if item.get(key)), "")
     calls = _read_call_field(item, called, where) if called else []
     content, reasoning = "", ""
-    if name in CALL_ROLES and not calls:
+    if name in _CALL_ROLES and not calls:
         calls = _read_call_text(value, f"{where}.{field or 'content'}")
     elif isinstance(value, list):
         content, reasoning, part_calls = _read_parts(value, f"{where}.{field}")
@@ -259,10 +259,10 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
             raise RowError(
                 f"{where} has no content; found {listed(item)}{typo_hint('content', item)}"
             )
-        content = read_text(value, f"{where}.{field}")
-    thought = next((key for key in REASONING_FIELDS if item.get(key)), "")
+        content = parse_text(value, f"{where}.{field}")
+    thought = next((key for key in _REASONING_FIELDS if item.get(key)), "")
     if thought:
-        found = read_text(item[thought], f"{where}.{thought}")
+        found = parse_text(item[thought], f"{where}.{thought}")
         if reasoning and reasoning != found:
             raise RowError(f"{where} has reasoning twice, in its parts and in {thought}; keep one")
         reasoning = found
@@ -485,7 +485,7 @@ def _read_message(value: dict[str, Any], where: str) -> Turn:
     role = ROLES.get(name) if isinstance(name, str) else None
     if role not in ("user", "assistant"):
         raise RowError(f"{where} has role {quote(name)}; use prompter or assistant")
-    text = read_text(value["text"], f"{where}.text")
+    text = parse_text(value["text"], f"{where}.text")
     if role == "assistant" and is_blank(text):
         raise EmptyAnswerError(
             f"{where} is an empty answer: there is nothing to train on; mark it deleted, "

@@ -19,11 +19,11 @@ from common.errors import DataError, Origin, RemoteError
 from common.text import reason_of
 from data_modules.source.locating import Part, rows_of, take
 from data_modules.source.opening import (
-    BLOCK_BYTES,
+    PACED_BYTES,
     TRY_AGAIN,
     BadRow,
     Chunk,
-    Limits,
+    ReadLimits,
     Url,
     answer_within,
     grouped,
@@ -62,12 +62,12 @@ def commit_of(path: str, revision: str | None) -> str | None:
         return None
 
 
-def read_hub(
+def hub_chunks(
     path: str,
     name: str | None,
     revision: str | None,
     max_row_bytes: int,
-    limits: Limits,
+    limits: ReadLimits,
     shard: tuple[int, int],
     streaming: bool,
     part: Part,
@@ -109,7 +109,7 @@ def read_hub(
 @cache
 def limit_hub(seconds: float, bytes_per_second: int) -> None:
     """Limit how slow the hub may be, once: replacing the client again would break open streams."""
-    limits = Limits(remote_seconds=seconds, remote_bytes_per_second=bytes_per_second)
+    limits = ReadLimits(remote_seconds=seconds, remote_bytes_per_second=bytes_per_second)
     _HubPace(limits).limit()
     # `hf_xet` opens its own connections, and reads its limits at the first one.
     for name in ("CONNECT_TIMEOUT", "READ_TIMEOUT", "RETRY_MAX_DURATION"):
@@ -123,7 +123,7 @@ class _HubPace:
     low rate. Data sets are downloaded without it.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ReadLimits) -> None:
         self._limits = limits
         self._silent = 0.0
         self._client: Any = None
@@ -171,7 +171,7 @@ class _HubPace:
     def timed(self, stream: Any, url: Url, timeout: type[Exception]) -> Iterator[bytes]:
         """Yield the received bytes; raises RemoteError if they are too slow."""
         limits = self._limits
-        allowed = limits.remote_seconds + BLOCK_BYTES / limits.remote_bytes_per_second
+        allowed = limits.remote_seconds + PACED_BYTES / limits.remote_bytes_per_second
         block, waited, started = 0, 0.0, time.monotonic()
         try:
             for data in stream:
@@ -179,7 +179,7 @@ class _HubPace:
                 block, waited = block + len(data), waited + time.monotonic() - started
                 if waited > allowed:
                     raise RemoteError(f"{url}: {too_slow(block, waited, limits)}")
-                if block >= BLOCK_BYTES:
+                if block >= PACED_BYTES:
                     block, waited = 0, 0.0
                 yield data
                 started = time.monotonic()  # excludes the reader's own time
@@ -357,7 +357,9 @@ def _copy_of(path: str) -> Any:
     return Cache(repo_id=path, dataset_name=path.rpartition("/")[2], version="auto", hash="auto")
 
 
-def _load(path: str, part: Part, rows: Any, max_row_bytes: int, limits: Limits) -> Iterator[Chunk]:
+def _load(
+    path: str, part: Part, rows: Any, max_row_bytes: int, limits: ReadLimits
+) -> Iterator[Chunk]:
     if not len(rows):
         raise DataError(f"{path}: 0 rows in split '{part.name}'; give one with at least one row")
     # The feature types say which text is JSON; see BatchChunk.

@@ -25,7 +25,7 @@ from common.text import listed, reason_of, shown
 from data_modules.source.opening import (
     Chunk,
     File,
-    Limits,
+    ReadLimits,
     ReadOptions,
     Url,
     open_stored,
@@ -49,7 +49,7 @@ _NOT_DATA = (
     "state.json",
 )
 """files that `datasets` and the hub write beside the data"""
-KINDS = {
+SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
@@ -78,16 +78,16 @@ READERS: dict[str, Callable[[File, ReadOptions], Iterator[Chunk]]] = {
 }
 
 
-def name_of(path: str) -> str:
+def default_name(path: str) -> str:
     """Return the default name of a data set: the file's name without suffix.
 
     For a pattern it is the part before the first wildcard, unless that is the name of a split.
     """
-    file = Path(str(Url(path)) if is_url(path) else path.removeprefix(_SAMPLE_PREFIX))
+    file = Path(str(Url(path)) if "://" in path else path.removeprefix(_SAMPLE_PREFIX))
     while glob.has_magic(file.name):
         fixed = re.split(r"[*?[]", file.name)[0]
         stem = (stem_of(fixed) if _is_readable(fixed) else fixed).rstrip("-_.")
-        if stem and stem not in KINDS:
+        if stem and stem not in SPLIT_WORDS:
             return stem
         file = file.parent
     if _is_readable(file.name):
@@ -95,41 +95,38 @@ def name_of(path: str) -> str:
     return file.name or "data"
 
 
-def is_url(path: str) -> bool:
-    """Return whether `path` is a URL for fsspec, as in s3://bucket/a.jsonl."""
-    return "://" in path
-
-
 def is_remote(path: str) -> bool:
     """Return whether the rows of `path` are downloaded: it is a URL or a hub id."""
-    return is_url(path) or is_hub_id(path)
+    return "://" in path or is_hub_id(path)
 
 
 def is_hub_id(path: str) -> bool:
     """Return whether `path` names a data set of the Hugging Face hub: `owner/name`, not a file."""
-    if is_url(path) or not _HUB_ID.fullmatch(path) or path.startswith("."):
+    if "://" in path or not _HUB_ID.fullmatch(path) or path.startswith("."):
         return False
     file = Path(path)
     return not file.exists() and not file.parent.exists() and not _is_readable(file.name)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class _Found:
     """The files of one split, and in words what was left out beside them."""
 
     files: list[File]
     notes: list[str] = field(default_factory=list)
 
 
-def locate(path: str, split: str, limits: Limits | None = None, name: str | None = None) -> Found:
+def locate(
+    path: str, split: str, limits: ReadLimits | None = None, name: str | None = None
+) -> _Found:
     """Return the files of one split; raises DataError if there is none that can be read.
 
     `name` is that of a configuration in a folder's card.
     """
     if path.startswith(_SAMPLE_PREFIX):
-        return Found(_only(path, _sample_file(path), split))
-    if is_url(path):
-        return _remote_files(Url(path, limits or Limits()), split, name)
+        return _Found(_only(path, _sample_file(path), split))
+    if "://" in path:
+        return _remote_files(Url(path, limits or ReadLimits()), split, name)
     file = Path(path).expanduser()
     if glob.has_magic(path) and not file.exists():
         named = sorted(glob.glob(str(file), recursive=True))
@@ -143,7 +140,7 @@ def locate(path: str, split: str, limits: Limits | None = None, name: str | None
     if not exists:
         raise DataError(f"{path}: no such file (searched from {_here()}){_nearest(file)}")
     _check_readable(path, file.name)
-    return Found(_only(path, file, split))
+    return _Found(_only(path, file, split))
 
 
 def stamp_of(file: File) -> object:
@@ -180,7 +177,7 @@ def _check_readable(path: str, name: str) -> None:
         raise DataError(f"{path}: cannot read {suffix}; use {known} (also with .gz or .zst)")
 
 
-def _remote_files(url: Url, split: str, name: str | None) -> Found:
+def _remote_files(url: Url, split: str, name: str | None) -> _Found:
     if "*" in url.address:
         found = query_remote(
             url, lambda fs, place: [*map(fs.unstrip_protocol, sorted(fs.glob(place)))]
@@ -190,13 +187,13 @@ def _remote_files(url: Url, split: str, name: str | None) -> Found:
     if _is_readable(url.name):
         # Checks that its package is installed before anything is read.
         query_remote(url, lambda fs, place: None)
-        return Found(_only(str(url), url, split))
+        return _Found(_only(str(url), url, split))
     if not query_remote(url, lambda fs, place: fs.isdir(place)):
         _check_readable(str(url), url.name)
     return _files_in(_RemoteFolder(url), split, name)
 
 
-def _matching(path: str, matches: Mapping[str, File], split: str) -> Found:
+def _matching(path: str, matches: Mapping[str, File], split: str) -> _Found:
     """Return the files that match a pattern, without other splits than the one it names."""
     if "://" in path:
         pattern, root = PurePosixPath(path).name, path.rpartition("/")[0]
@@ -206,7 +203,7 @@ def _matching(path: str, matches: Mapping[str, File], split: str) -> Found:
         pattern = path.removeprefix(root)
         root = str(Path(root).expanduser())
     inner = {os.path.relpath(name, root) if root else name: name for name in matches}
-    junk = [] if "/." in f"/{pattern}" else [n for n in inner if is_set_aside(Path(n).name)]
+    junk = [] if "/." in f"/{pattern}" else [n for n in inner if _is_set_aside(Path(n).name)]
     names = [n for n in inner if _is_readable(Path(n).name) and n not in junk]
     if not names:
         beside = "" if "://" in path else f" (searched from {_here()}){_beside(Path(path))}"
@@ -223,7 +220,7 @@ def _matching(path: str, matches: Mapping[str, File], split: str) -> Found:
     _check_shards(path, [n for n, name in missing if fnmatch.fnmatchcase(name, bare)])
     files = [matches[inner[n]] for n in chosen]
     _check_regular(files)
-    return Found(files, _notes(junk, [n for n in names if n not in chosen]))
+    return _Found(files, _notes(junk, [n for n in names if n not in chosen]))
 
 
 def _sample_file(path: str) -> Path:
@@ -307,7 +304,7 @@ class _RemoteFolder(_Folder):
         return found
 
 
-def _files_in(folder: _Folder, split: str, name: str | None) -> Found:
+def _files_in(folder: _Folder, split: str, name: str | None) -> _Found:
     """Return the files of a split: those that the card declares, else those whose names say so."""
     entries = folder.names(0)
     if _CARD in entries and (found := _declared(folder, split, name)) is not None:
@@ -332,7 +329,7 @@ def _data_in(folder: _Folder) -> tuple[list[str], list[str]]:
             name
             for name in every
             if _is_readable(name)
-            and not is_set_aside(PurePosixPath(name).name)
+            and not _is_set_aside(PurePosixPath(name).name)
             and PurePosixPath(name).name not in _NOT_DATA
         ]
         if names:
@@ -340,7 +337,7 @@ def _data_in(folder: _Folder) -> tuple[list[str], list[str]]:
     return names, junk
 
 
-def _declared(folder: _Folder, split: str, name: str | None) -> Found | None:
+def _declared(folder: _Folder, split: str, name: str | None) -> _Found | None:
     """Return the files that a folder's card declares; None if it declares none."""
     file = folder.file(_CARD)
     with open_stored(file) as stream:
@@ -361,7 +358,7 @@ def _declared(folder: _Folder, split: str, name: str | None) -> Found | None:
         place = f"{card.folder}/{pattern}".lstrip("/")
         found = [n for n in folder.matching(place) if _is_readable(n)]
         if "/." not in f"/{place}":
-            found = [n for n in found if not is_set_aside(PurePosixPath(n).name)]
+            found = [n for n in found if not _is_set_aside(PurePosixPath(n).name)]
         if not found:
             raise DataError(
                 f"{file}: declares {place!r} for split '{split}', and no such data file is in this "
@@ -371,13 +368,13 @@ def _declared(folder: _Folder, split: str, name: str | None) -> Found | None:
     return _checked(folder, list(names), split, [f"as {_CARD} declares '{card.config}'"])
 
 
-def _checked(folder: _Folder, names: Sequence[str], split: str, notes: list[str]) -> Found:
+def _checked(folder: _Folder, names: Sequence[str], split: str, notes: list[str]) -> _Found:
     if not names:
         raise DataError(_no_split(folder, split, folder.names(0)))
     _check_shards(str(folder), list(missing_shards(names)))
     files = [folder.file(name) for name in names]
     _check_regular(files)
-    return Found(files, notes)
+    return _Found(files, notes)
 
 
 def _check_shards(path: str, missing: list[str]) -> None:
@@ -391,7 +388,7 @@ def _check_shards(path: str, missing: list[str]) -> None:
 def _looks_set_aside(name: str) -> bool:
     """Return whether a hidden, lock or backup file is one of data."""
     bare = name.strip("~#")
-    return is_set_aside(name) and (_is_readable(bare) or _is_readable(PurePosixPath(bare).stem))
+    return _is_set_aside(name) and (_is_readable(bare) or _is_readable(PurePosixPath(bare).stem))
 
 
 def _notes(junk: Sequence[str], others: Sequence[str]) -> list[str]:
@@ -472,7 +469,7 @@ def _is_readable(name: str) -> bool:
     return suffix_of(name) in READERS
 
 
-def is_set_aside(name: str) -> bool:
+def _is_set_aside(name: str) -> bool:
     """Return whether a file's name is that of a hidden, lock or backup file."""
     return name.startswith((".", "~$", "#")) or name.endswith(("~", "#"))
 
@@ -481,9 +478,9 @@ def split_word(name: str) -> str | None:
     """Return the word for a split in a file's path, as in `my_test.csv` and `dev/part-0.csv`."""
     for part in reversed(PurePosixPath(name).parts):
         words = _NO_LETTERS.split(part.lower())
-        found = [word for word in words if word in KINDS]
+        found = [word for word in words if word in SPLIT_WORDS]
         if found:
-            return found[0] if words[0] in KINDS else found[-1]
+            return found[0] if words[0] in SPLIT_WORDS else found[-1]
     return None
 
 
@@ -504,8 +501,8 @@ def _select_split(names: Sequence[str], split: str) -> list[str]:
     if not told:
         return list(names) if split == "train" else []
     own = [name for name, word in told.items() if word == split]
-    kind = KINDS.get(split)
-    return own or [name for name, word in told.items() if kind and KINDS.get(word) == kind]
+    kind = SPLIT_WORDS.get(split)
+    return own or [name for name, word in told.items() if kind and SPLIT_WORDS.get(word) == kind]
 
 
 def missing_shards(names: Sequence[str]) -> Iterator[str]:
@@ -532,7 +529,7 @@ def missing_shards(names: Sequence[str]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class _Card:
     """What a card declares: the patterns of each split's files, or the folder that they are in."""
 
     config: str
@@ -541,15 +538,15 @@ class Card:
 
     def of_split(self, split: str) -> list[str]:
         """Return the patterns of a split; raises DataError if the card does not declare it."""
-        kind = KINDS.get(split)
-        same = [name for name in self.patterns if kind and KINDS.get(name) == kind]
+        kind = SPLIT_WORDS.get(split)
+        same = [name for name in self.patterns if kind and SPLIT_WORDS.get(name) == kind]
         for name in (split, *same[:1]):
             if name in self.patterns:
                 return self.patterns[name]
         raise DataError(f"declares no split '{split}'; it has {listed(self.patterns)}")
 
 
-def _read_card(text: str, name: str | None) -> Card | None:
+def _read_card(text: str, name: str | None) -> _Card | None:
     """Return what a card's `configs` declare of the configuration `name`; None if it has none.
 
     Without `name`, or if none is called so, it is the default one. Raises DataError without the
@@ -583,7 +580,7 @@ def _read_card(text: str, name: str | None) -> Card | None:
     )
 
 
-def _card_of(config: dict[str, Any]) -> Card:
+def _card_of(config: dict[str, Any]) -> _Card:
     """Return what one entry of `configs` declares."""
     files, patterns = config.get("data_files"), dict[str, list[str]]()
     folder = str(config.get("data_dir") or "")
@@ -593,7 +590,7 @@ def _card_of(config: dict[str, Any]) -> Card:
         split = str(entry["split"]) if isinstance(entry, dict) else "train"
         paths = _listed(entry["path"]) if isinstance(entry, dict) else [entry]
         patterns.setdefault(split, []).extend(_inside(path) for path in paths)
-    return Card(str(config.get("config_name", "default")), _inside(folder), patterns)
+    return _Card(str(config.get("config_name", "default")), _inside(folder), patterns)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -625,7 +622,7 @@ class Part:
         return f"{self.name}[{self.start}:{self.stop}]" if self.start or self.stop else self.name
 
 
-def check_split(split: str) -> list[Part]:
+def parse_split(split: str) -> list[Part]:
     """Return the parts of `split`, as in `train[:90%]+validation`; raises ValueError."""
     return [_parse_part(part) for part in split.split("+")]
 

@@ -54,11 +54,11 @@ FREE_EXPANSION = 16 << 20
 MAX_RAW = 2000
 """characters of a bad row's text that are stored"""
 _CHUNK_ROWS = 1000
-BLOCK_BYTES = 1 << 20
+PACED_BYTES = 1 << 20
 """bytes over which the rate of a server is measured"""
 TRY_AGAIN = "try again later, download the file and give its path, or raise the limit"
-Answer = TypeVar("Answer")
-PACKAGES = {
+_Answer = TypeVar("_Answer")
+_PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
     "gs": "gcsfs",
@@ -70,8 +70,8 @@ PACKAGES = {
 
 
 @dataclass(kw_only=True, slots=True)
-class Limits:
-    """Limits of what is read; a file, or a row, beyond a limit is refused."""
+class ReadLimits:
+    """ReadLimits of what is read; a file, or a row, beyond a limit is refused."""
 
     rows: int = setting(100_000_000, gt=0, le=1 << 40)
     """maximum rows of a data set; each takes about 100 bytes of memory while training"""
@@ -100,7 +100,7 @@ def too_many(what: str, seen: str, name: str, limit: float) -> str:
     return f"{what} {seen}; data.limits.{name} is {limit:,}; raise it if the data is right"
 
 
-def nesting_error(values: Any, limits: Limits) -> str | None:
+def nesting_error(values: Any, limits: ReadLimits) -> str | None:
     """Return why nested values are refused; None if they are not."""
     level: list[Any] = [values]
     for _ in range(limits.nesting):
@@ -115,11 +115,11 @@ def nesting_error(values: Any, limits: Limits) -> str | None:
     return too_deep(limits)
 
 
-def too_deep(limits: Limits) -> str:
+def too_deep(limits: ReadLimits) -> str:
     return too_many("is nested", f"more than {limits.nesting:,} deep", "nesting", limits.nesting)
 
 
-def names_error(names: Collection[str], limits: Limits) -> str | None:
+def names_error(names: Collection[str], limits: ReadLimits) -> str | None:
     """Return why column names, or the keys of an object, are refused; None if they are not."""
     if len(names) > limits.columns:
         return too_many("has", f"{len(names):,} columns or keys", "columns", limits.columns)
@@ -134,7 +134,7 @@ class Url:
     """The URL of a file for fsspec; its string has no password and no query."""
 
     address: str
-    limits: Limits = field(default_factory=Limits, compare=False)
+    limits: ReadLimits = field(default_factory=ReadLimits, compare=False)
 
     @property
     def name(self) -> str:
@@ -159,7 +159,7 @@ class Url:
         seconds = self.limits.remote_seconds
         # The default aborts a request after five minutes, even one that makes progress.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
-        return {"block_size": BLOCK_BYTES, "client_kwargs": {"timeout": timeout}}
+        return {"block_size": PACED_BYTES, "client_kwargs": {"timeout": timeout}}
 
     def __str__(self) -> str:
         return re.sub(r"(?<=://)[^/@]*@", "", self.address).split("?")[0].split("#")[0]
@@ -168,7 +168,7 @@ class Url:
 File = Path | Url
 
 
-def answer_within(limits: Limits, ask: Callable[[], Answer]) -> Answer:
+def answer_within(limits: ReadLimits, ask: Callable[[], _Answer]) -> _Answer:
     """Return what `ask` returns; raises TimeoutError after `limits.remote_seconds`."""
     seconds = limits.remote_seconds
     try:
@@ -179,20 +179,20 @@ def answer_within(limits: Limits, ask: Callable[[], Answer]) -> Answer:
         ) from error
 
 
-def too_slow(num_bytes: int, seconds: float, limits: Limits) -> str:
+def too_slow(num_bytes: int, seconds: float, limits: ReadLimits) -> str:
     return (
         f"received {num_bytes:,} bytes in {seconds:.0f} seconds; "
         f"data.limits.remote_bytes_per_second is {limits.remote_bytes_per_second:,}; {TRY_AGAIN}"
     )
 
 
-class RemoteStream(io.RawIOBase):
+class _RemoteStream(io.RawIOBase):
     """A remote file; reading raises TimeoutError if the server is too slow, OSError beyond a limit.
 
     Each MiB may take `remote_seconds` plus its time at `remote_bytes_per_second`.
     """
 
-    def __init__(self, opener: Callable[[], IO[bytes]], limits: Limits) -> None:
+    def __init__(self, opener: Callable[[], IO[bytes]], limits: ReadLimits) -> None:
         super().__init__()
         self._limits = limits
         self._stream = answer_within(limits, opener)
@@ -215,8 +215,8 @@ class RemoteStream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Download up to `len(buffer)` bytes."""
         limits = self._limits
-        allowed = limits.remote_seconds + BLOCK_BYTES / limits.remote_bytes_per_second
-        size = min(len(buffer), BLOCK_BYTES)
+        allowed = limits.remote_seconds + PACED_BYTES / limits.remote_bytes_per_second
+        size = min(len(buffer), PACED_BYTES)
         started = time.monotonic()
         try:
             data = call_within(max(0.0, allowed - self._waited), lambda: self._stream.read(size))
@@ -227,7 +227,7 @@ class RemoteStream(io.RawIOBase):
         self._position += len(data)
         self._num_bytes += len(data)
         self._block += len(data)
-        if self._block >= BLOCK_BYTES:
+        if self._block >= PACED_BYTES:
             self._block, self._waited = 0, 0.0
         if self._num_bytes > (most := limits.remote_bytes):
             raise OSError(too_many("sends", f"more than {most:,} bytes", "remote_bytes", most))
@@ -254,7 +254,7 @@ def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
     try:
         return answer_within(url.limits, answer)
     except ImportError as error:
-        package = PACKAGES.get(url.address.partition("://")[0].rpartition("::")[2])
+        package = _PACKAGES.get(url.address.partition("://")[0].rpartition("::")[2])
         # Naming datasets makes pip keep the fsspec that it needs.
         install = f"; pip install {package} datasets" if package else ""
         raise DataError(
@@ -368,7 +368,7 @@ def special_file(file: Path) -> str | None:
 
 
 @contextmanager
-def open_text(file: File, budget: Budget | None, limits: Limits) -> Iterator[Content]:
+def open_text(file: File, budget: Budget | None, limits: ReadLimits) -> Iterator[Content]:
     """Open a text file; raises DataError if its first bytes are those of another format."""
     with _open_bytes(file, limits) as stream:
         head = stream.read(_SNIFFED_BYTES)
@@ -383,7 +383,7 @@ def open_text(file: File, budget: Budget | None, limits: Limits) -> Iterator[Con
 
 
 @contextmanager
-def open_seekable(file: File, limits: Limits) -> Iterator[Any]:
+def open_seekable(file: File, limits: ReadLimits) -> Iterator[Any]:
     """Open a file for pyarrow's readers, which seek in it."""
     with _open_bytes(file, limits) as stream:
         if file.suffix.lower() in _COMPRESSIONS:
@@ -397,7 +397,7 @@ def open_seekable(file: File, limits: Limits) -> Iterator[Any]:
 
 
 @contextmanager
-def _open_bytes(file: File, limits: Limits) -> Iterator[IO[bytes]]:
+def _open_bytes(file: File, limits: ReadLimits) -> Iterator[IO[bytes]]:
     """Open a file, decompressed according to its name; DataError if its bytes contradict that."""
     with open_stored(file) as raw:
         magic = raw.peek(8)[:8]
@@ -429,7 +429,7 @@ class _Unpacked:
     file: File
     stream: IO[bytes]
     packed: io.BufferedReader
-    limits: Limits
+    limits: ReadLimits
     num_bytes: int = 0
 
     def read(self, size: int = -1) -> bytes:
@@ -439,7 +439,7 @@ class _Unpacked:
         return data
 
 
-def check_expansion(file: File, num_bytes: int, packed_bytes: int, limits: Limits) -> None:
+def check_expansion(file: File, num_bytes: int, packed_bytes: int, limits: ReadLimits) -> None:
     """Raise DataError if a file has expanded by more than `limits.expansion`."""
     if num_bytes > max(FREE_EXPANSION, limits.expansion * packed_bytes):
         seen = f"{num_bytes // max(1, packed_bytes):,} times its size"
@@ -452,7 +452,7 @@ def open_stored(file: File) -> io.BufferedReader:
     if isinstance(file, Path):
         return open_regular(file)
     try:
-        return io.BufferedReader(RemoteStream(file.open, file.limits), BLOCK_BYTES)
+        return io.BufferedReader(_RemoteStream(file.open, file.limits), PACED_BYTES)
     except OSError as error:
         raise RemoteError(unreadable(file, error)) from error
 
@@ -565,4 +565,4 @@ class ReadOptions:
 
     budget: Budget | None = None
     max_row_bytes: int = MAX_ROW_BYTES
-    limits: Limits = field(default_factory=Limits)
+    limits: ReadLimits = field(default_factory=ReadLimits)

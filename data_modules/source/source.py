@@ -19,14 +19,14 @@ from typing import Any
 
 from common.errors import MAX_PROBLEMS, DataError, Origin, RemoteError
 from common.text import reason_of, unreadable
-from data_modules.source.hub import commit_of, read_hub
+from data_modules.source.hub import commit_of, hub_chunks
 from data_modules.source.locating import (
     READERS,
     Part,
-    check_split,
     is_hub_id,
     is_remote,
     locate,
+    parse_split,
     rows_of,
     size_of,
     stamp_of,
@@ -38,7 +38,7 @@ from data_modules.source.opening import (
     Budget,
     Chunk,
     File,
-    Limits,
+    ReadLimits,
     ReadOptions,
     Url,
     open_stored,
@@ -57,7 +57,7 @@ def read_chunks(
     revision: str | None = None,
     budget: Budget | None = None,
     max_row_bytes: int = MAX_ROW_BYTES,
-    limits: Limits | None = None,
+    limits: ReadLimits | None = None,
     rows: tuple[int, int | None] = (0, None),
     shard: tuple[int, int] = (0, 1),
     streaming: bool = False,
@@ -72,7 +72,7 @@ def read_chunks(
     card declares several. Raises DataError if a file cannot be read to its end,
     changes meanwhile, or has no row; problems of single rows are in Chunk.rows.
     """
-    limits = limits or Limits()
+    limits = limits or ReadLimits()
     options = ReadOptions(budget=budget, max_row_bytes=max_row_bytes, limits=limits)
     if revision is not None and not is_hub_id(path):
         raise DataError(f"{path}: revision '{revision}' is given, but only a hub data set has one")
@@ -82,7 +82,7 @@ def read_chunks(
         is_whole = streaming and rows == (0, None) and split == parts[0].name
         by_file, shard = (shard, (0, 1)) if is_whole else ((0, 1), shard)
         how = max_row_bytes, limits, by_file, streaming
-        hub = functools.partial(read_hub, path, name, revision, *how)
+        hub = functools.partial(hub_chunks, path, name, revision, *how)
         chunks = map(hub, parts)
     else:
         chunks = map(functools.partial(_read_files, path, name, options), parts)
@@ -99,7 +99,7 @@ def read_rows(path: str, max_rows: int | None = None) -> Iterator[tuple[dict[str
 
 
 def find_files(
-    path: str, split: str = "train", limits: Limits | None = None, name: str | None = None
+    path: str, split: str = "train", limits: ReadLimits | None = None, name: str | None = None
 ) -> list[File]:
     """Return the files behind `path`; raises DataError if there is none that can be read."""
     files: dict[str, File] = {}
@@ -109,7 +109,7 @@ def find_files(
 
 
 def notes_on_files(
-    path: str, split: str = "train", limits: Limits | None = None, name: str | None = None
+    path: str, split: str = "train", limits: ReadLimits | None = None, name: str | None = None
 ) -> list[str]:
     """Return in words which files of a folder or pattern were left out; none for a hub id."""
     if is_hub_id(path):
@@ -119,7 +119,7 @@ def notes_on_files(
     return list(dict.fromkeys(notes))
 
 
-def num_bytes(path: str, split: str = "train", name: str | None = None) -> int | None:
+def text_bytes(path: str, split: str = "train", name: str | None = None) -> int | None:
     """Return the bytes of text behind `path`; None if that is unknown until they are read."""
     if is_remote(path) or "[" in split:
         return None
@@ -145,7 +145,7 @@ def fingerprint(
     *,
     name: str | None = None,
     by_stamp: bool = False,
-    limits: Limits | None = None,
+    limits: ReadLimits | None = None,
 ) -> str:
     """Return the sha256 of a file's bytes, or of the names and bytes of several files.
 
@@ -199,7 +199,7 @@ def _sha256_of(file: File) -> str:
 
 def _parts(path: str, split: str) -> list[Part]:
     try:
-        return check_split(split)
+        return parse_split(split)
     except ValueError as error:
         raise DataError(f"{path}: {error}") from error
 

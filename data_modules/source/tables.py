@@ -26,7 +26,7 @@ from data_modules.source.opening import (
     Chunk,
     Content,
     File,
-    Limits,
+    ReadLimits,
     ReadOptions,
     check_expansion,
     grouped,
@@ -55,7 +55,7 @@ class BatchChunk(Chunk):
     numbers: range
     batch: Any
     max_row_bytes: int
-    limits: Limits
+    limits: ReadLimits
 
     def rows(self) -> Iterator[Row | BadRow]:
         import pyarrow
@@ -125,7 +125,7 @@ class BatchChunk(Chunk):
 
 
 def _load_batch(
-    file: str, num_bytes: int, numbers: range, data: bytes, max_row_bytes: int, limits: Limits
+    file: str, num_bytes: int, numbers: range, data: bytes, max_row_bytes: int, limits: ReadLimits
 ) -> BatchChunk:
     import pyarrow
 
@@ -217,7 +217,7 @@ def restore(value: Any, feature: Any = None, *, is_parsed: bool = False) -> Any:
 
 
 @contextmanager
-def arrow_errors(file: File, kind: str) -> Iterator[None]:
+def _arrow_errors(file: File, kind: str) -> Iterator[None]:
     import pyarrow
 
     try:
@@ -238,7 +238,7 @@ def arrow_errors(file: File, kind: str) -> Iterator[None]:
 def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
     import pyarrow.parquet
 
-    with open_seekable(file, options.limits) as source, arrow_errors(file, "parquet"):
+    with open_seekable(file, options.limits) as source, _arrow_errors(file, "parquet"):
         # Without pre_buffer=False a whole row group, often the whole file, is kept in memory.
         table = pyarrow.parquet.ParquetFile(
             source, buffer_size=opening.CHUNK_BYTES, pre_buffer=False
@@ -261,7 +261,7 @@ def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
 
 
 def _check_dictionaries(
-    file: File, source: Any, metadata: Any, stored: int, limits: Limits
+    file: File, source: Any, metadata: Any, stored: int, limits: ReadLimits
 ) -> None:
     """Raise DataError if a small parquet file repeats the values of a dictionary too often.
 
@@ -334,17 +334,17 @@ def _read_gap(source: Any, metadata: Any, stored: int) -> bytes:
     return data
 
 
-def count_parquet_rows(file: File, limits: Limits) -> int:
+def count_parquet_rows(file: File, limits: ReadLimits) -> int:
     import pyarrow.parquet
 
-    with open_seekable(file, limits) as source, arrow_errors(file, "parquet"):
+    with open_seekable(file, limits) as source, _arrow_errors(file, "parquet"):
         return int(pyarrow.parquet.read_metadata(source).num_rows)
 
 
 def read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
     import pyarrow
 
-    with open_seekable(file, options.limits) as source, arrow_errors(file, "arrow"):
+    with open_seekable(file, options.limits) as source, _arrow_errors(file, "arrow"):
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         if is_file:
@@ -369,7 +369,7 @@ def _end_bytes(source: Any, is_file: bool) -> int:
     return footer + len(b"....ARROW1") + _END_OF_STREAM_BYTES
 
 
-def _check_schema(file: File, schema: Any, limits: Limits) -> None:
+def _check_schema(file: File, schema: Any, limits: ReadLimits) -> None:
     """Raise DataError if a file's columns exceed a limit or have the same name."""
     if problem := names_error(schema.names, limits):
         raise DataError(f"{file}: {problem}")
@@ -556,7 +556,7 @@ def _separator(header: str, expected: str) -> str:
     return found if found in unquoted else expected
 
 
-def _check_header(header: list[str], file: str, bad: BadRow | None, limits: Limits) -> None:
+def _check_header(header: list[str], file: str, bad: BadRow | None, limits: ReadLimits) -> None:
     if bad is not None:
         raise DataError(bad.problem)
     if problem := names_error(header, limits):

@@ -23,7 +23,7 @@ from data_modules.source.opening import (
     Chunk,
     Content,
     File,
-    Limits,
+    ReadLimits,
     ReadOptions,
     RowChunk,
     grouped,
@@ -57,7 +57,7 @@ class _RefusedObjectError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class TextChunk(Chunk):
+class _TextChunk(Chunk):
     """Complete lines of a file as bytes; `kind` is json, line or paragraph.
 
     `kept` are the indices, from 0, of the chunk's rows that are used; None: all.
@@ -67,7 +67,7 @@ class TextChunk(Chunk):
     data: bytes
     kind: str
     max_row_bytes: int
-    limits: Limits
+    limits: ReadLimits
     kept: range | None = None
 
     def rows(self) -> Iterator[Row | BadRow]:
@@ -122,7 +122,7 @@ class TextChunk(Chunk):
         return [(number, "\n".join(lines)) for number, lines in parts]
 
 
-def _parse_json_line(origin: Origin, text: str, is_last: bool, limits: Limits) -> Row | BadRow:
+def _parse_json_line(origin: Origin, text: str, is_last: bool, limits: ReadLimits) -> Row | BadRow:
     raw, text = text, text.rstrip("\r\n")
     try:
         decoder = _decoder(limits.columns, limits.key_chars)
@@ -143,7 +143,7 @@ def _parse_json_line(origin: Origin, text: str, is_last: bool, limits: Limits) -
 
 
 def _parse_element(
-    text: str, start: int, origin: Origin, max_row_bytes: int, limits: Limits
+    text: str, start: int, origin: Origin, max_row_bytes: int, limits: ReadLimits
 ) -> tuple[Row | BadRow, int]:
     """Return the row at `start` of an array, and its end.
 
@@ -174,7 +174,7 @@ def _too_many_bytes(text: str, most: int) -> int:
 
 
 def _row_of(
-    values: Any, origin: Origin, text: str, start: int, end: int, limits: Limits
+    values: Any, origin: Origin, text: str, start: int, end: int, limits: ReadLimits
 ) -> Row | BadRow:
     """Return the row of a JSON value, which is in `text` from `start` to `end`."""
     if not isinstance(values, dict):
@@ -193,7 +193,7 @@ def _row_of(
 @functools.lru_cache(maxsize=4)
 def _decoder(columns: int, key_chars: int) -> json.JSONDecoder:
     """Return a decoder that refuses duplicate keys and keys beyond a limit."""
-    limits = Limits(columns=columns, key_chars=key_chars)
+    limits = ReadLimits(columns=columns, key_chars=key_chars)
 
     def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -216,7 +216,7 @@ def _invalid_json(what: str, text: str, position: int) -> str:
     return f"invalid JSON: {what}, near `{shown(text[max(0, position - 20) : position + 20])}`"
 
 
-def _unreadable(error: Exception, limits: Limits) -> str:
+def _unreadable(error: Exception, limits: ReadLimits) -> str:
     if isinstance(error, _RefusedObjectError):
         return str(error)
     if isinstance(error, RecursionError):
@@ -245,7 +245,7 @@ def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chun
         if end:
             text = bytes(rest[:end])
             if not text.isspace():
-                yield TextChunk(file, end, line, text, kind, max_row_bytes, options.limits)
+                yield _TextChunk(file, end, line, text, kind, max_row_bytes, options.limits)
             line += text.count(b"\n")
             del rest[:end]
         elif len(rest) > max_row_bytes and rest.strip():
@@ -257,7 +257,7 @@ def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chun
             line += num_lines
             rest = bytearray(after)
     if rest.strip() and not data.cut:
-        yield TextChunk(file, len(rest), line, bytes(rest), kind, max_row_bytes, options.limits)
+        yield _TextChunk(file, len(rest), line, bytes(rest), kind, max_row_bytes, options.limits)
 
 
 def _skip_row(data: Content, rest: bytes, end_of_row: re.Pattern[bytes]) -> tuple[int, int, bytes]:

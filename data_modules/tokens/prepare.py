@@ -263,13 +263,13 @@ def _progress(dataset: DatasetConfig) -> Iterator[Callable[[EncodedChunk], None]
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-    name, rows = printable(dataset.name or source.name_of(dataset.path)), 0
+    name, rows = printable(dataset.name or source.default_name(dataset.path)), 0
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     console = Console(stderr=True)
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task("", total=source.num_bytes(dataset.path, dataset.split, dataset.name))
+        task = bar.add_task("", total=source.text_bytes(dataset.path, dataset.split, dataset.name))
 
         def advance(part: EncodedChunk) -> None:
             nonlocal rows
@@ -585,7 +585,7 @@ def _sample(
     tokens = sum(_kept(length, sequence_len, data.on_long) for length in lengths)
     if not (is_cut or budget.spent):
         return _Size(tokens, num_rows, num_rows)
-    total = source.num_bytes(dataset.path, dataset.split, dataset.name)
+    total = source.text_bytes(dataset.path, dataset.split, dataset.name)
     if total is None:
         raise DataError(f"{dataset.path}: the size of its rows is unknown until they are read")
     factor = max(1.0, total / num_bytes)  # not the budget, which may end within a row

@@ -17,7 +17,7 @@ import pytest
 
 from common.errors import DataError
 from data_modules import DataConfig, check_datasets, open_regular
-from data_modules.source import Limits, fingerprint, opening, read_chunks, tables
+from data_modules.source import ReadLimits, fingerprint, opening, read_chunks, tables
 from tests.bad_input.prepared import named, prepare, problems_of
 from tests.data_modules.conftest import zst
 
@@ -188,7 +188,7 @@ def test_a_row_beyond_a_limit_is_named(name: str, suffix: str, tmp_path: Path, b
         assert prepare(file, base, on_bad_row="quarantine").counts.kept == 2
     limits = {"nesting": {"nesting": 300}, "columns": {"columns": 20_000}}.get(name)
     if limits is not None:
-        assert prepare(file, base, limits=Limits(**limits)).counts.kept == 3
+        assert prepare(file, base, limits=ReadLimits(**limits)).counts.kept == 3
 
 
 def test_a_key_that_occurs_twice_among_many_is_found_at_once(tmp_path: Path, base: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import DataError
 from data_modules.source import find_files, notes_on_files, read_rows
-from data_modules.source.locating import KINDS, missing_shards, split_word
+from data_modules.source.locating import SPLIT_WORDS, missing_shards, split_word
 
 
 def fill(folder: Path, *names: str) -> Path:
@@ -41,14 +41,14 @@ SHAPES = ("{}.jsonl", "my_{}.jsonl", "my-{}-2.jsonl", "a.{}.jsonl", "{}/a.jsonl"
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_word_for_a_split_is_known_in_every_place(shape: str, tmp_path: Path) -> None:
-    for word, kind in KINDS.items():
+    for word, kind in SPLIT_WORDS.items():
         for written in (word, word.upper(), word.capitalize()):
             assert split_word(shape.format(written)) == word
         beside = "my_train.jsonl" if kind != "train" else "my_test.jsonl"
         in_folders = "/" in shape
         names = [shape.format(word), f"x/{beside}" if in_folders else beside]
         fill(tmp_path / word, *names)
-        trained = [n for n in names if KINDS[str(split_word(n))] == "train"]
+        trained = [n for n in names if SPLIT_WORDS[str(split_word(n))] == "train"]
         for pattern in ["**/*.*"] if in_folders else ["", "*", "*.*"]:
             path = tmp_path / word / pattern
             assert read(path) == trained, pattern

@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import DataError, Origin
 from data_modules.settings import DataConfig, DatasetConfig, check_datasets
-from data_modules.source import Limits, opening, read_chunks
+from data_modules.source import ReadLimits, opening, read_chunks
 from data_modules.tokens.encode import BadRows, FirstRows, Rejected
 from data_modules.tokens.prepare import Prepared
 from data_modules.types import Example
@@ -364,12 +364,12 @@ def test_the_rest_of_the_file_is_not_opened(tmp_path: Path) -> None:
 def test_too_many_rows_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     file = write_texts(tmp_path / "d.jsonl", 50)
     with pytest.raises(DataError) as caught:
-        prepare_file(file, tokenizer, None, limits=Limits(rows=49))
+        prepare_file(file, tokenizer, None, limits=ReadLimits(rows=49))
     assert caught.value.problems == [
         f"{file}: has more than 49 rows (data.limits.rows); raise it if the data is right, "
         "or use a part of it: data.datasets[].split=train[:10%]"
     ]
-    assert prepare_file(file, tokenizer, None, limits=Limits(rows=50)).counts.rows == 50
+    assert prepare_file(file, tokenizer, None, limits=ReadLimits(rows=50)).counts.rows == 50
 
 
 @pytest.mark.parametrize("how", [{"on_bad_row": "quarantine"}, {"drop_empty": True}, {}])
@@ -400,7 +400,7 @@ def test_changed_limits_are_applied_with_quarantine(tmp_path: Path, tokenizer: A
     deep = "[" * 30 + "]" * 30
     file.write_text('{"text": "one"}\n{"text": "two", "x": ' + deep + "}\n")
     assert check_datasets(DataConfig(datasets=[DatasetConfig(path=str(file))])) == []
-    low = Limits(nesting=10)
+    low = ReadLimits(nesting=10)
     assert prepare_file(file, tokenizer, None, on_bad_row="quarantine").counts.kept == 2
     again = prepare_file(file, tokenizer, None, on_bad_row="quarantine", limits=low)
     assert (again.counts.kept, again.counts.rejected) == (1, 1)

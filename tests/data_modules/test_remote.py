@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from common.errors import ENVIRONMENT_ERROR, DataError, RemoteError, exit_code
-from data_modules.source import Limits, fingerprint, read_chunks
+from data_modules.source import ReadLimits, fingerprint, read_chunks
 from tests.processes import LONGEST
 
 pytestmark = pytest.mark.slow
@@ -103,7 +103,7 @@ def redirect(connection: socket.socket, request: bytes) -> None:
     )
 
 
-LIMITS = Limits(
+LIMITS = ReadLimits(
     remote_seconds=1.5, remote_bytes_per_second=1 << 20, remote_bytes=3 << 20, rows=10**9
 )
 # A busy machine may be late with its first answer.
@@ -207,8 +207,8 @@ HIDDEN = {"": "if it is private, type hf auth login", "hf_x": "your token may no
 READ_HUB = """
 import json, os, sys
 from common.errors import DataError, exit_code
-from data_modules.source import Limits, read_chunks
-limits = Limits(remote_seconds=1.5, remote_bytes_per_second=1 << 20)
+from data_modules.source import ReadLimits, read_chunks
+limits = ReadLimits(remote_seconds=1.5, remote_bytes_per_second=1 << 20)
 for name, how, token in json.loads(sys.argv[1]):
     os.environ["HF_TOKEN"] = token
     try:

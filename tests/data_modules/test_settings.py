@@ -11,7 +11,7 @@ import pytest
 
 from data_modules.audit.findings import AuditConfig
 from data_modules.settings import DataConfig, DatasetConfig, MixtureConfig, check_datasets
-from data_modules.source import Limits
+from data_modules.source import ReadLimits
 from data_modules.tokens.datasets import dataset_names
 from tests.data_modules.conftest import alpaca, write_jsonl
 
@@ -47,7 +47,7 @@ def test_check_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ),
         # Each row would be refused too.
         ({"max_row_bytes": 0}, "max_row_bytes=0: expected "),
-        ({"limits": Limits(columns=0)}, "limits.columns=0: expected "),
+        ({"limits": ReadLimits(columns=0)}, "limits.columns=0: expected "),
     ):
         (problem,) = problems(good, **settings)
         assert problem.startswith(f"data.{message}")

@@ -20,15 +20,15 @@ from common.errors import DataError
 from data_modules.source import (
     BadRow,
     Budget,
-    check_split,
+    default_name,
     find_files,
     fingerprint,
     is_hub_id,
-    name_of,
-    num_bytes,
     opening,
+    parse_split,
     read_chunks,
     resolved_revision,
+    text_bytes,
 )
 from data_modules.types import Row
 from tests.data_modules.conftest import arrow_bytes, parquet_bytes, read_rows
@@ -82,7 +82,7 @@ def test_names_of_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("owner/name", "name"),
         ("sample:lists.json", "lists"),
     ):
-        assert name_of(path) == name, path
+        assert default_name(path) == name, path
 
 
 def test_fingerprint_depends_on_file_names_and_boundaries(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_slices_of_every_format(
         ("train[1.5:]", "use a whole number, or a percentage"),
     ):
         with pytest.raises(ValueError, match=r"^split '.*" + message):
-            check_split(split)
+            parse_split(split)
 
 
 @given(
@@ -659,6 +659,6 @@ def test_revision_belongs_to_hub_data_sets(tmp_path: Path) -> None:
 
 def test_num_bytes_is_known_only_for_plain_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
-    assert num_bytes(str(tmp_path)) == 16
+    assert text_bytes(str(tmp_path)) == 16
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n'))
-    assert [num_bytes(path) for path in (str(tmp_path), "owner/name")] == [None, None]
+    assert [text_bytes(path) for path in (str(tmp_path), "owner/name")] == [None, None]
