@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 ROW = b'{"a": 1}\n'
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
+SIZED, UNSIZED = b"Content-Length: 9000000", b"Connection: close"
 Serve = Callable[[socket.socket, bytes], None]
 
 
@@ -62,32 +63,18 @@ def never(connection: socket.socket, request: bytes) -> None:
     time.sleep(20)
 
 
-def stall(connection: socket.socket, request: bytes) -> None:
-    connection.sendall(OK + b"Content-Length: 9000000\r\n\r\n")
-    if not request.startswith(b"HEAD"):
-        time.sleep(20)
+def sends(piece: bytes, header: bytes, seconds: float) -> Serve:
+    """Return what sends a piece again and again, every so many seconds."""
 
+    def serve(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(OK + header + b"\r\n\r\n")
+        while not request.startswith(b"HEAD"):
+            connection.sendall(piece)
+            time.sleep(seconds)
+        if header == UNSIZED:
+            connection.shutdown(socket.SHUT_RDWR)
 
-def drip(connection: socket.socket, request: bytes) -> None:
-    connection.sendall(OK + b"Content-Length: 9000000\r\n\r\n")
-    while not request.startswith(b"HEAD"):
-        connection.sendall(b" ")
-        time.sleep(0.05)
-
-
-def drip_unsized(connection: socket.socket, request: bytes) -> None:
-    connection.sendall(OK + b"Connection: close\r\n\r\n")
-    while not request.startswith(b"HEAD"):
-        connection.sendall(b" ")
-        time.sleep(0.05)
-    connection.shutdown(socket.SHUT_RDWR)
-
-
-def endless(connection: socket.socket, request: bytes) -> None:
-    connection.sendall(OK + b"Connection: close\r\n\r\n")
-    while not request.startswith(b"HEAD"):
-        connection.sendall(ROW * 10_000)
-    connection.shutdown(socket.SHUT_RDWR)
+    return serve
 
 
 def break_off(connection: socket.socket, request: bytes) -> None:
@@ -114,10 +101,13 @@ TOO_SLOW = (
 )
 CASES: dict[str, tuple[Serve, str]] = {
     "never answers": (never, "data.limits.remote_seconds|cannot be reached"),
-    "stalls": (stall, "cannot be read"),
-    "drips": (drip, TOO_SLOW),
-    "drips unsized": (drip_unsized, TOO_SLOW),
-    "endless": (endless, "sends more than 3,145,728 bytes; data.limits.remote_bytes is 3,145,728"),
+    "stalls": (sends(b"", SIZED, 20), "cannot be read"),
+    "drips": (sends(b" ", SIZED, 0.05), TOO_SLOW),
+    "drips unsized": (sends(b" ", UNSIZED, 0.05), TOO_SLOW),
+    "endless": (
+        sends(ROW * 10_000, UNSIZED, 0),
+        "sends more than 3,145,728 bytes; data.limits.remote_bytes is 3,145,728",
+    ),
     "breaks off": (break_off, "cannot be read"),
     "redirects": (redirect, "cannot be read"),
 }
@@ -310,7 +300,7 @@ def test_refusals_are_distinguished(
 READ_XET = """
 import sys, time
 from data_modules.source.hub import limit_hub
-limit_hub(1.5, 1 << 20)
+limit_hub(0.5, 1 << 20)
 import hf_xet
 info = hf_xet.PyXetDownloadInfo(destination_path=sys.argv[2], hash="a" * 64, file_size=1000)
 access = ("token", int(time.time()) + 3600)
