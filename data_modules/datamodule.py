@@ -48,7 +48,13 @@ from data_modules.packing import (
 from data_modules.settings import dataset_names
 from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
 from data_modules.template import ChatTemplate, MaskConfig, Prompt
-from data_modules.tokens.datasets import DataSpec, PreparedData, ReferenceStore, Values, token_spec
+from data_modules.tokens.datasets import (
+    DataSpec,
+    PairValues,
+    PreparedData,
+    ReferenceStore,
+    token_spec,
+)
 from data_modules.tokens.encode import PAIRED, ChunkEncoder, chunks_of, find_format
 from data_modules.tokens.prepare import hash_of
 from data_modules.tokens.store import Examples, TokenValues
@@ -422,7 +428,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         assert stored is not None
         self._take_references(stored)
 
-    def _take_references(self, values: Sequence[Values | TokenValues]) -> None:
+    def _take_references(self, values: Sequence[PairValues | TokenValues]) -> None:
         for examples in (self.train_examples, self.val_examples):
             examples.take_references(values)
 

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ _SHORT_SHARE = 1.1
 """tokens of short documents reserved to fill the packs, relative to the expected free room"""
 _WELL_FILLED = 0.995
 """average fill of the packs below which best fit over all documents is tried"""
-WORTH_IT = 0.995
+_WORTH_IT = 0.995
 """share of the packs that best fit over all documents may need at most to be used"""
 _MANY_EPOCHS = 4
 """repetitions of a row in an epoch above which a mixture by shares warns"""
@@ -60,24 +60,6 @@ class MixtureRow:
     share_of_rows: float
     share_of_tokens: float
     requested: float | None
-
-    HEADINGS: ClassVar[tuple[str, ...]] = (
-        *("data set", "rows", "tokens", "epochs", "rows seen", "of rows", "of tokens"),
-        "requested",
-    )
-
-    def cells(self) -> tuple[str, ...]:
-        """Return a text cell for each heading."""
-        return (
-            self.name,
-            f"{self.rows:,}",
-            f"{self.tokens:,}",
-            f"{self.epochs:.3g}",
-            f"{self.rows_seen:,}",
-            percent(self.share_of_rows, 2),
-            percent(self.share_of_tokens, 2),
-            "" if self.requested is None else percent(self.requested, 2),
-        )
 
 
 def seeded_generator(seed: int, *keys: object) -> np.random.Generator:
@@ -198,7 +180,14 @@ def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
 
     A last line warns of data sets that are repeated more than `_MANY_EPOCHS` times.
     """
-    lines = aligned([MixtureRow.HEADINGS, *(row.cells() for row in rows)])
+    names = ("data set", "rows", "tokens", "epochs", "rows seen", "of rows", "of tokens")
+    table: list[tuple[str, ...]] = [(*names, "requested")]
+    for row in rows:
+        shares = (row.share_of_rows, row.share_of_tokens, row.requested)
+        counts = (f"{row.rows:,}", f"{row.tokens:,}", f"{row.epochs:.3g}", f"{row.rows_seen:,}")
+        percents = ("" if share is None else percent(share, 2) for share in shares)
+        table.append((row.name, *counts, *percents))
+    lines = aligned(table)
     repeated = [row for row in rows if row.requested is not None and row.epochs > _MANY_EPOCHS]
     if repeated:
         named = ", ".join(f"{row.name} {row.epochs:.3g} times" for row in repeated)
@@ -584,7 +573,7 @@ def _multipack(sizes: Indices, capacity: int, rng: np.random.Generator) -> tuple
     if int(sizes.sum()) < _WELL_FILLED * num_packs * capacity:
         order = sort_order(capacity - sizes)
         tight, num_tight = best_fit(sizes[order], rooms[:0], capacity, rng)
-        if num_tight <= WORTH_IT * num_packs:
+        if num_tight <= _WORTH_IT * num_packs:
             pack_of[order] = tight
             num_packs = num_tight
     return pack_of, num_packs

@@ -253,7 +253,7 @@ def _byte_widths(backend: Any) -> npt.NDArray[np.int64]:
     return widths
 
 
-MAX_WORDS = 100_000
+_MAX_CACHED = 100_000
 _MAX_WORD = 40
 # Letters and numbers (Unicode's L and N) among the supported characters. U+017F is not supported:
 # it matches `s` in patterns that ignore case.
@@ -335,7 +335,7 @@ class WordTokenizer:
 
 
 class _Words(dict[str, tuple[int, ...]]):
-    """Cache the ids of up to MAX_WORDS words."""
+    """Cache the ids of up to _MAX_CACHED words."""
 
     def __init__(self, backend: Any) -> None:
         import tokenizers
@@ -347,7 +347,7 @@ class _Words(dict[str, tuple[int, ...]]):
     def __missing__(self, word: str) -> tuple[int, ...]:
         ((tokenized, _),) = self._bytes.pre_tokenize_str(word)
         ids = tuple(token.id for token in self._model.tokenize(tokenized))
-        if len(word) <= _MAX_WORD and len(self) < MAX_WORDS:
+        if len(word) <= _MAX_WORD and len(self) < _MAX_CACHED:
             self[word] = ids
         return ids
 

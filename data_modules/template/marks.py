@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from data_modules.template.rendering import Chat, split_reasoning
 from data_modules.types import ToolCall, Turn
 
-TOOLS = -1
+TOOLS_TURN = -1
 """turn number of the marks in declared tools"""
 # The letter of a mark names the part: a turn's content (c), reasoning (r) or name (n), the name (f)
 # and arguments (k) of a call, declared tools (t), an id (i). An opening mark ends at _CLOSE. Ids
@@ -89,7 +89,7 @@ def find_marks(text: str, chat: Chat) -> list[Mark] | None:
         if opened is not None:
             return None
         part = found["part"].lower()  # a template may convert text to upper case
-        turn = TOOLS if part == "t" else int(found["turn"])
+        turn = TOOLS_TURN if part == "t" else int(found["turn"])
         fields = turn, part, int(found["call"] or 0), start
         if found["kind"] == _OPEN:
             opened = fields
@@ -516,7 +516,7 @@ def _find_slots(marks: Sequence[Mark], calls: dict[int, int]) -> list[Mark]:
         end = calls.get(mark.start)
         if end is not None:
             slots.append(Mark(mark.turn, "k", 0, mark.start, end))
-        elif slots and mark.turn == TOOLS == slots[-1].turn:
+        elif slots and mark.turn == TOOLS_TURN == slots[-1].turn:
             slots[-1] = slots[-1]._replace(end=mark.end)
         else:
             slots.append(mark)
@@ -527,7 +527,7 @@ def _gap_end(text: str, position: int, piece: str, slot: Mark, chat: Chat) -> in
     """Return where a gap ends; -1 if `piece` does not follow, or occurs in the gap's own texts."""
     values: Iterable[object] = (
         chat.tools
-        if slot.turn == TOOLS
+        if slot.turn == TOOLS_TURN
         else ((call.name, call.arguments) for call in chat.turns[slot.turn].tool_calls)
     )
     if any(piece in string for string in strings_in(list(values))):

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from common.text import shown
 from data_modules.template.marks import (
     PRIVATE,
-    TOOLS,
+    TOOLS_TURN,
     WRAPS,
     AnswerSpans,
     Mark,
@@ -51,6 +52,7 @@ from data_modules.template.rendering import (
 )
 from data_modules.types import Turn
 
+T = TypeVar("T")
 _MAX_SKELETONS = 1024
 _MAX_PLACES = 4096
 _LOST = {
@@ -96,13 +98,14 @@ class _Style(NamedTuple):
 class AnswerFinder:
     """Find the answers in marked texts.
 
-    `specials` are the texts that can end a turn, `framing` the tokenizer's BOS and EOS.
+    `specials` are the texts that can end a turn, `framing` the tokenizer's BOS and EOS. `follows`
+    matches a special token (group 1), after white space at most.
     """
 
     def __init__(self, renderer: Renderer, specials: Iterable[str], framing: Iterable[str]) -> None:
         self._renderer = renderer
         self.special = re.compile("|".join(map(re.escape, specials)) or "(?!)")
-        self._follows = re.compile(rf"\s*({self.special.pattern})")
+        self.follows = re.compile(rf"\s*({self.special.pattern})")
         self._starts: dict[object, tuple[int, str]] = {}
         self._endings: dict[object, _Ending] = {}
         self._framing = frozenset(framing)
@@ -146,10 +149,6 @@ class AnswerFinder:
             _check_no_other_turn(span, marks)
         return AnswerSpans(spans, suffix, calls)
 
-    def stop_at(self, text: str, position: int) -> re.Match[str] | None:
-        """Return the special token (group 1) at `position` in `text`, after white space at most."""
-        return self._follows.match(text, position)
-
     def _find_answer(
         self, chat: Chat, number: int, text: str, run: MarkRun
     ) -> tuple[int, str, _Ending]:
@@ -159,16 +158,13 @@ class AnswerFinder:
         before = text[before_start : first.start]
         surroundings = _surroundings(chat, number)
         start_key = surroundings, _relative_turn(run.before, number), before, first.key
-        if start_key not in self._starts:
-            _evict_oldest(self._starts, _MAX_PLACES)
-            self._starts[start_key] = self._find_start(chat, number, run, before)
-        num_shared, other_prompt = self._starts[start_key]
+        find_start = partial(self._find_start, chat, number, run, before)
+        num_shared, other_prompt = _cached(self._starts, start_key, _MAX_PLACES, find_start)
         tails = _tails_of(text, run)
         end_key = surroundings, _relative_turn(run.after, number), tuple(tails)
-        if end_key not in self._endings:
-            _evict_oldest(self._endings, _MAX_PLACES)
-            self._endings[end_key] = self._find_ending(chat, number, run, tails)
-        return before_start + num_shared, other_prompt, self._endings[end_key]
+        find_ending = partial(self._find_ending, chat, number, run, tails)
+        ending = _cached(self._endings, end_key, _MAX_PLACES, find_ending)
+        return before_start + num_shared, other_prompt, ending
 
     def _find_start(self, chat: Chat, number: int, run: MarkRun, before: str) -> tuple[int, str]:
         """Return how much of `before` belongs to the prompt, and the prompt if it is another."""
@@ -273,7 +269,7 @@ class AnswerFinder:
             # If the end alone cannot be rendered, the next header may be shared as well.
             stop = tokens[0][num_shared - 1 if is_closed else 0]
             return _Ending(0, stop.start(), stop.end(), stop[0])
-        stop_here = self._follows.match(after)
+        stop_here = self.follows.match(after)
         if stop_here is None or is_last or not is_closed:
             return stop_here and _Ending(0, stop_here.start(1), stop_here.end(), stop_here[1])
         # This token ends past messages only; the model is to end its own with another one.
@@ -291,8 +287,8 @@ class AnswerFinder:
         for token in self.special.finditer(after):
             if token.start() < position < token.end():
                 position = token.start()
-        follows = self._follows.match(after, position)
-        expected = self._follows.match(after_elsewhere[-1], position) if after_elsewhere else None
+        follows = self.follows.match(after, position)
+        expected = self.follows.match(after_elsewhere[-1], position) if after_elsewhere else None
         if follows and expected and follows[1] != expected[1]:
             return _NO_STOP  # the next message is not one that usually follows an answer
         if follows is not None:
@@ -308,7 +304,7 @@ class AnswerFinder:
         """Return the span of a part of an answer that follows another turn written inside it."""
         start, end = run.marks[0].start, run.marks[-1].end
         until = run.after.start if run.after else len(text)
-        stop = self._follows.match(text, end, until)
+        stop = self.follows.match(text, end, until)
         if stop is None or stop[1] not in {ending.stop for ending in self._endings.values()}:
             return TurnSpan(number, start, end, end, "")
         return TurnSpan(number, start, stop.start(1), stop.end(1), stop[1])
@@ -323,11 +319,8 @@ class AnswerFinder:
 
     def _style(self, chat: Chat) -> _Style:
         """Return the style of the template with the arguments of `chat`."""
-        key = kwargs_key(chat)
-        if key not in self._styles:
-            _evict_oldest(self._styles, _MAX_SKELETONS)
-            self._styles[key] = self._find_style(Chat((), (), chat.kwargs))
-        return self._styles[key]
+        find = partial(self._find_style, Chat((), (), chat.kwargs))
+        return _cached(self._styles, kwargs_key(chat), _MAX_SKELETONS, find)
 
     def _find_style(self, chat: Chat) -> _Style:
         question = chat._replace(turns=(_QUESTION,))
@@ -360,13 +353,13 @@ class AnswerFinder:
         if not tails:
             return ""
         after = tails[-1][1]
-        stop = self._follows.match(after, _common_prefix(end, after))
+        stop = self.follows.match(after, _common_prefix(end, after))
         return stop[1] if stop else ""
 
     def _openers(self, text: str) -> Iterator[str]:
         """Yield the special token that starts the first message, and therefore ends none."""
         position = 0
-        while found := self._follows.match(text, position):
+        while found := self.follows.match(text, position):
             position = found.end()
             if found[1] not in self._framing:
                 yield found[1]
@@ -388,9 +381,14 @@ def _unusable_template(number: int, turn: Turn, reason: str) -> UnusableTemplate
     return UnusableTemplateError(f"turn {number + 1} ({turn.role}): {reason}; {fix}")
 
 
-def _evict_oldest(cache: dict[object, Any], max_size: int) -> None:
-    if len(cache) >= max_size:
-        del cache[next(iter(cache))]
+def _cached(cache: dict[object, T], key: object, max_size: int, find: Callable[[], T]) -> T:
+    """Return the value of `key`, found once; a full cache forgets its oldest value."""
+    if key not in cache:
+        value = find()
+        if len(cache) >= max_size:
+            del cache[next(iter(cache))]
+        cache[key] = value
+    return cache[key]
 
 
 def _common_prefix(first: Sequence[object], *others: Sequence[object]) -> int:
@@ -434,7 +432,7 @@ def _relative_turn(mark: Mark | None, number: int) -> tuple[int, str] | None:
     """Return the turn of a mark, counted from turn `number`, and its part."""
     if mark is None:
         return None
-    return (mark.turn if mark.turn == TOOLS else mark.turn - number), mark.part
+    return (mark.turn if mark.turn == TOOLS_TURN else mark.turn - number), mark.part
 
 
 def _surroundings(chat: Chat, number: int) -> tuple[object, ...]:
@@ -529,25 +527,23 @@ class SpanFinder:
         return RenderedChat(*append_stop(text, spans, answers.suffix), lost)
 
     def _skeleton(self, chat: Chat) -> Skeleton | None:
-        key = skeleton_key(chat)
-        if key not in self._skeletons:
-            _evict_oldest(self._skeletons, _MAX_SKELETONS)
-            try:
-                self._skeletons[key] = self._build_skeleton(replace_with_marks(chat))
-            except RowRefusedError:
-                self._skeletons[key] = None
-        return self._skeletons[key]
+        build = partial(self._build_skeleton, chat)
+        return _cached(self._skeletons, skeleton_key(chat), _MAX_SKELETONS, build)
 
     def _build_skeleton(self, chat: Chat) -> Skeleton | None:
-        """Render a marked chat, and find its turns."""
+        """Render `chat` with marks in place of its texts, and find its turns."""
+        chat = replace_with_marks(chat)
         (text,) = self._renderer.render([chat])
         marks = None if isinstance(text, RowRefusedError) else find_marks(text, chat)
         if isinstance(text, RowRefusedError) or marks is None:
             return None
-        answers = self._answers.find(chat, text, marks)
+        try:
+            answers = self._answers.find(chat, text, marks)
+        except RowRefusedError:
+            return None
         spans = self._all_spans(chat, text, marks, answers)
         lost = _find_lost(chat, marks, answers)
-        if chat.tools and not any(mark.turn == TOOLS for mark in marks):
+        if chat.tools and not any(mark.turn == TOOLS_TURN for mark in marks):
             lost = ("lost_tools", *lost)
         answers = answers._replace(spans=spans)
         return Skeleton.build(text, marks, answers, self._answers.special, lost)
@@ -561,7 +557,7 @@ class SpanFinder:
         for mark in marks:
             is_other = mark.part == "c" and chat.turns[mark.turn].role != "assistant"
             if is_other and mark.turn not in spans:
-                stop = self._answers.stop_at(text, mark.end)
+                stop = self._answers.follows.match(text, mark.end)
                 is_stop = stop is not None and stop[1] in stops
                 end = (stop.end(), stop[1]) if stop and is_stop else (mark.end, "")
                 spans[mark.turn] = TurnSpan(mark.turn, mark.start, mark.end, *end)

@@ -1,7 +1,7 @@
 """Turn a conversation or a document into token ids and the loss weight of each token.
 
 Chooses the chat template and runs the steps: render, find the turns, weigh them, tokenize.
-A row that cannot be encoded becomes a RowProblem; no error is raised for single rows.
+A row that cannot be encoded becomes a RowRefusedError, which is returned and not raised.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from data_modules.template.rendering import (
     MessageFormat,
     Renderer,
     RowRefusedError,
-    UnusableTemplateError,
     render_errors,
     rewrite_turns,
 )
@@ -70,23 +69,6 @@ class Prompt:
     input_ids: list[int]
     answer: str
     origin: Origin
-
-
-@dataclass(frozen=True, slots=True)
-class RowProblem:
-    """The result for a row that cannot be encoded; `reason` does not include its origin.
-
-    `is_of_template`: the row may be fine with another chat template.
-    """
-
-    origin: Origin
-    reason: str
-    is_of_template: bool = False
-
-    @property
-    def problem(self) -> str:
-        """Return the whole message: file, line and reason."""
-        return f"{self.origin} {self.reason}"
 
 
 class ChatTemplate:
@@ -217,11 +199,11 @@ class ChatTemplate:
         tail = self._small.text[max(span.stop_end for span in self._small.spans) :]
         return list(self.tokenizer(tail, add_special_tokens=False)["input_ids"]) if tail else []
 
-    def encode(self, items: Sequence[Item]) -> Iterator[Encoded | RowProblem]:
+    def encode(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:
         """Yield the tokens of each item, in order.
 
         Tokens after the last trained one are left out: nothing depends on them. A row whose answer
-        cannot be found in the rendered text, or has no stop token, is a RowProblem.
+        cannot be found in the rendered text, or has no stop token, is a RowRefusedError.
         """
         for first in range(0, len(items), _CHUNK_ROWS):
             chunk = items[first : first + _CHUNK_ROWS]
@@ -230,10 +212,7 @@ class ChatTemplate:
             ]
             results = self._pairs.encode(chunk) if self._pairs else self._encode_chunk(rewritten)
             for item, new_item, result in zip(chunk, rewritten, results, strict=True):
-                if isinstance(result, RowRefusedError):
-                    is_of_template = isinstance(result, UnusableTemplateError)
-                    yield RowProblem(item.origin, str(result), is_of_template)
-                elif new_item is item:
+                if isinstance(result, RowRefusedError) or new_item is item:
                     yield result
                 else:
                     note = Note("rewritten_turns", ", ".join(self._unsupported))
@@ -285,8 +264,8 @@ class ChatTemplate:
     def answered_ids(self, turns: Sequence[Turn]) -> list[int]:
         """Return the tokens of a chat with its last answer, as in training; raises DataError."""
         (encoded,) = self.encode([Conversation(tuple(turns), Origin("chat", 1))])
-        if isinstance(encoded, RowProblem):
-            raise DataError(encoded.reason)
+        if isinstance(encoded, RowRefusedError):
+            raise DataError(str(encoded))
         ids: list[int] = encoded.input_ids.tolist()
         # What follows the last stop token is left out in training; here also after an empty answer.
         num_tail = len(self.tail_ids)
@@ -395,8 +374,9 @@ class ChatTemplate:
             return []
         more = len(faults) - 1
         also = f" (and {more} more faults in {len(TEST_CHATS)} test chats)" if more else ""
-        fault = f"{faults[0]}{also}, so its loss mask is wrong"
-        return [f"{label}: {fault}; set data.chat_template=plain"]
+        return [
+            f"{label}: {faults[0]}{also}, so its loss mask is wrong; set data.chat_template=plain"
+        ]
 
     def _encode_chunk(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:
         texts = [item for item in items if not isinstance(item, Tokens)]

@@ -39,8 +39,8 @@ from data_modules.tokens.encode import (
     Rejected,
     TokenSpec,
     chunks_of,
-    convert,
     find_format,
+    items_of,
     unread_in_first_rows,
 )
 from data_modules.tokens.prepare import (
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 _REFERENCE_FILE = "reference.npy"
 _VAL_KEY = "data.val_datasets"
 Mask = npt.NDArray[np.bool_]
-Values = npt.NDArray[np.float64]
+PairValues = npt.NDArray[np.float64]
 """log-probabilities of a base for the answers of pairs [n, 2]"""
 
 
@@ -185,7 +185,7 @@ class ReadyDataset:
     name: str
     config: DatasetConfig
     data: Prepared
-    split: Split
+    split: Sides
     key: str
     is_trained: bool
 
@@ -385,9 +385,9 @@ class PreparedData:
         splits = []
         if not self._config.streaming:
             splits = hold_out(sources[: sum(is_trained)], self._config.held_out, seed)
-        for number, (store, dataset) in list(enumerate(sources))[len(splits) :]:
-            cap = None if is_trained[number] else dataset.max_rows
-            splits.append(only_validation(store, cap, seed, str(dataset.name)))
+        for (store, dataset), trained in list(zip(sources, is_trained, strict=True))[len(splits) :]:
+            every, cap = np.ones(len(store), np.bool_), None if trained else dataset.max_rows
+            splits.append(Sides(~every, _capped(store, every, cap, seed, str(dataset.name))))
         return [
             ReadyDataset(name, dataset, data, split, key, trained)
             for (name, data), (key, dataset), split, trained in zip(
@@ -407,7 +407,7 @@ class PreparedData:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Sides:
     """The training and the validation documents of a data set, as masks, bool [documents].
 
     A document may be in neither. `repeated_rows` counts the rows that are left out of training
@@ -421,7 +421,7 @@ class Split:
 
 def hold_out(
     sources: Sequence[tuple[TokenStore, DatasetConfig]], val_set_size: float, seed: int
-) -> list[Split]:
+) -> list[Sides]:
     """Split each data set into training and validation.
 
     `val_set_size` is a share of the rows if below 1, else a number of rows; a data set of one row
@@ -440,14 +440,8 @@ def hold_out(
         repeated = np.unique(store.rows[np.isin(store.digests, digests) & ~mask])
         training = ~mask & ~np.isin(store.rows, repeated)
         training = _capped(store, training, dataset.max_rows, seed, str(dataset.name))
-        splits.append(Split(training, mask, len(repeated)))
+        splits.append(Sides(training, mask, len(repeated)))
     return splits
-
-
-def only_validation(store: TokenStore, cap: int | None, seed: int, name: str) -> Split:
-    """Return a data set's split if all of it, or a seeded choice of `cap` rows, is validation."""
-    mask = np.ones(len(store), dtype=np.bool_)
-    return Split(~mask, _capped(store, mask, cap, seed, name))
 
 
 def _choose_rows(store: TokenStore, size: float, path: str, seed: int, name: str) -> Mask:
@@ -516,7 +510,7 @@ class ReferenceStore:
             for ready, places in zip(datasets, self.places, strict=True)
         ]
 
-    def read(self) -> list[Values | TokenValues] | None:
+    def read(self) -> list[PairValues | TokenValues] | None:
         """Return the values of each data set; None unless all are stored."""
         folders = [self._root / key.name for key in self._keys]
         if not all(map(is_whole, folders)):
@@ -636,7 +630,7 @@ def _read_items(
     for number, row in enumerate(row for chunk in chunks for row in chunk.rows()):
         if isinstance(row, source.BadRow) or (wanted is not None and number not in wanted):
             continue
-        found = convert(row, format_name or "", dataset)
+        found = items_of(row, format_name or "", dataset)
         if isinstance(found, Rejected):
             continue
         if format_name == PREFERENCE:

@@ -24,7 +24,12 @@ from common.text import percent
 from data_modules import format as formats
 from data_modules import source
 from data_modules.format import KTO, PREFERENCE
-from data_modules.template import CharacterCheck, ChatTemplate, RowProblem
+from data_modules.template import (
+    CharacterCheck,
+    ChatTemplate,
+    RowRefusedError,
+    UnusableTemplateError,
+)
 from data_modules.tokens.store import DocumentBuilder, Documents, padding_id, without_ends
 from data_modules.types import Conversation, Document, Encoded, Item, Row, Tokens
 
@@ -210,22 +215,21 @@ class ChunkEncoder:
             rows = formats.with_other_answers(rows)
         counts.chats = sum(isinstance(items[0], Conversation) for items in rows.values())
         encoded = iter(self.template.encode([item for items in rows.values() for item in items]))
-        refused: dict[int, RowProblem] = {}
+        refused: dict[int, ValueError] = {}
         builder = DocumentBuilder(
             *(chunk.file, self.template, self.spec.sequence_len, self.spec.config.on_long, counts),
             has_verdicts=self.format == KTO,
         )
         for number, items in rows.items():
             results = [next(encoded) for _ in items]
-            problem = next((found for found in results if isinstance(found, RowProblem)), None)
-            if problem is not None:
-                refused[number] = problem
-                continue
-            good = [found for found in results if not isinstance(found, RowProblem)]
+            good = [found for found in results if isinstance(found, Encoded)]
             try:
+                for found in results:
+                    if isinstance(found, RowRefusedError):
+                        raise found
                 self._add(builder, good, number, items[0])
-            except formats.RowError as error:
-                refused[number] = RowProblem(items[0].origin, str(error))
+            except (formats.RowError, RowRefusedError) as error:
+                refused[number] = error
                 continue
             if self.characters.keeps_all:
                 continue
@@ -364,7 +368,7 @@ def read_chunk(
             yield Rejected(row.origin, row.problem, row.raw)
             continue
         unread: set[str] | None = None if counts is None else set()
-        found = convert(row, format_name, dataset, unread)
+        found = items_of(row, format_name, dataset, unread)
         if counts is not None and unread and not isinstance(found, Rejected):
             origin = str(row.origin)
             for name in unread:
@@ -372,7 +376,7 @@ def read_chunk(
         yield found
 
 
-def convert(
+def items_of(
     row: Row, format_name: str, dataset: DatasetConfig, unread: set[str] | None = None
 ) -> list[Item] | Rejected:
     """Return the items of a row, or its rejection; `unread` as of `convert_row`."""
@@ -391,12 +395,17 @@ def convert(
         )
 
 
-def _reject(chunk: source.Chunk, problems: Mapping[int, RowProblem]) -> list[Rejected]:
-    """Return the rejections of rows of `chunk`; `problems` is by row number, from 0."""
+def _reject(chunk: source.Chunk, refused: Mapping[int, ValueError]) -> list[Rejected]:
+    """Return the rejections of rows of `chunk`; `refused` is by row number, from 0."""
     return [
-        Rejected(row.origin, found.problem, _text_of(row), is_of_template=found.is_of_template)
+        Rejected(
+            row.origin,
+            f"{row.origin} {error}",
+            _text_of(row),
+            is_of_template=isinstance(error, UnusableTemplateError),
+        )
         for number, row in enumerate(chunk.rows())
-        if (found := problems.get(number)) and isinstance(row, Row)
+        if (error := refused.get(number)) and isinstance(row, Row)
     ]
 
 

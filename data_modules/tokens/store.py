@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -557,41 +557,33 @@ class DocumentBuilder:
         pieces = self._pieces
         if not pieces:
             return None
-        targets = [document.target_ids for document in pieces if document.target_ids is not None]
+        targets = [each.target_ids for each in pieces if each.target_ids is not None]
         stops, bos = self._template.stop_token_ids, self._template.bos_token_id
+        tail, has_verdicts = self._template.tail_ids, self._has_verdicts
+
+        def column(of: Callable[[Encoded], Any], dtype: Any) -> Any:
+            return np.array([of(each) for each in pieces], dtype)
+
+        def num_trained(each: Encoded) -> int:
+            # The answer of another row has no labels.
+            own = _labels(each)[: each.rejected_start - 1 if has_verdicts else None]
+            return int(np.count_nonzero(own))
+
         return Documents(
             file=self._file,
-            input_ids=np.concatenate([document.input_ids for document in pieces]),
-            lengths=np.array([len(document.input_ids) for document in pieces], dtype=np.int64),
-            weights=np.concatenate([document.weights for document in pieces]),
+            input_ids=np.concatenate([each.input_ids for each in pieces]),
+            lengths=column(lambda each: len(each.input_ids), np.int64),
+            weights=np.concatenate([each.weights for each in pieces]),
             target_ids=np.concatenate(targets) if targets else None,
-            target_lengths=np.array([len(document) for document in targets]) if targets else None,
+            target_lengths=np.array([len(each) for each in targets]) if targets else None,
             rows=np.array(self._rows, dtype=np.int64),
             lines=np.array(self._lines, dtype=np.int64),
-            trained=np.array(
-                [
-                    # The answer of another row has no labels.
-                    np.count_nonzero(
-                        _labels(each)[: each.rejected_start - 1 if self._has_verdicts else None]
-                    )
-                    for each in pieces
-                ],
-                dtype=np.int64,
-            ),
-            label_weights=np.array([_step_weight(document) for document in pieces]),
-            digests=np.array([_digest(document) for document in pieces], dtype=np.uint64),
-            ends_in_stop=np.array(
-                [_ends_in_stop(document, stops, self._template.tail_ids) for document in pieces]
-            ),
-            double_bos=np.array(
-                [
-                    bos is not None and document.input_ids[:2].tolist() == [bos, bos]
-                    for document in pieces
-                ]
-            ),
-            rejected_starts=np.array(
-                [document.rejected_start for document in pieces], dtype=np.int64
-            ),
+            trained=column(num_trained, np.int64),
+            label_weights=column(_step_weight, np.float64),
+            digests=column(_digest, np.uint64),
+            ends_in_stop=column(lambda each: _ends_in_stop(each, stops, tail), np.bool_),
+            double_bos=column(lambda each: each.input_ids[:2].tolist() == [bos, bos], np.bool_),
+            rejected_starts=column(lambda each: each.rejected_start, np.int64),
             row_labels=np.array(self._labels, dtype=np.float64),
         )
 

@@ -1,6 +1,6 @@
 """Data files with random damage: an error that names the file, a row put aside, or sound rows.
 
-100 mutations of each kind of file, by fixed seeds: bits flipped, cut, repeated, numbers made huge,
+60 mutations of each kind of file, by fixed seeds: bits flipped, cut, repeated, numbers made huge,
 values of other types, deep nesting. Files that C code reads are read by a process of their own.
 """
 
@@ -34,7 +34,7 @@ from tests.reliability.shell import Shell
 
 pytestmark = pytest.mark.slow
 
-NUM_MUTATIONS = 100
+NUM_MUTATIONS = 60
 NUM_PREPARED = 4
 """mutations of each kind that are tokenized too"""
 MAX_SECONDS = 20

@@ -20,11 +20,6 @@ from tests.conftest import TrainRun, read_column
 from tests.data_modules.test_datamodule import build as build_module
 from tests.in_process import make_data
 
-DROPS_SYSTEM = (
-    "{% for m in messages %}{% if m.role != 'system' %}"
-    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-)
-
 
 def build(*files: Path | DatasetConfig, tokenizer: Any, **data: Any) -> FinetuneDataModule:
     datasets = [one if isinstance(one, DatasetConfig) else named(one) for one in files]
@@ -85,33 +80,6 @@ def test_weights_of_zero(tmp_path: Path, base: Any) -> None:
     assert f"are left out, first {bad}:1" in said(module)
 
 
-def test_what_a_template_drops_is_said(tmp_path: Path, base: Any) -> None:
-    rows = [
-        {"messages": [{"role": "system", "content": "be kind"}, *row["messages"]]}
-        for row in ROWS[:2]
-    ]
-    file = write(tmp_path / "d.jsonl", [*rows, *ROWS[2:]])
-    (tmp_path / "own.jinja").write_text(DROPS_SYSTEM)
-    text = said(build(file, tokenizer=base, chat_template=str(tmp_path / "own.jinja")))
-    assert f"have a system turn that the chat template drops, first {file}:1; set" in text
-    (tmp_path / "own.jinja").write_text(DROPS_SYSTEM.replace("m.role != 'system'", "true"))
-    text = said(build(file, tokenizer=base, chat_template=str(tmp_path / "own.jinja")))
-    assert "have a system turn" not in text
-
-
-def test_rows_of_the_test_that_are_learned(tmp_path: Path, base: Any) -> None:
-    file, test = write(tmp_path / "d.jsonl", ROWS), tmp_path / "asked.jsonl"
-    new = [chat(f"name a colour, number {i}", "blue") for i in range(2)]
-    write(test, [*ROWS[:4], *new])
-    text = said(build(file, tokenizer=base, val_set_size=0, test_datasets=[named(test)]))
-    assert "asked: 4 of 6 documents overlap with training, 4 have the same tokens" in text
-    assert f"first {test}:1 with {file}:1" in text
-    text = said(
-        build(file, tokenizer=base, val_set_size=0, test_datasets=[named(write(test, new))])
-    )
-    assert "asked: 0 of 2 documents overlap with training" in text
-
-
 def test_one_of_several_data_sets_is_empty(tmp_path: Path, base: Any) -> None:
     good, long = write(tmp_path / "good.jsonl", ROWS), write(tmp_path / "long.jsonl", [LONG] * 3)
     asked = write(tmp_path / "asked.jsonl", [ASKED_ONLY])
@@ -152,5 +120,6 @@ def test_a_run_quarantines_bad_rows_and_trains_on_the_rest(
         assert row["row"] == text
     assert not (folder / "quarantine/lists.jsonl").exists()
     assert read_column(folder, "train/loss")
+    assert {"audit.json", "audit.txt", "mixture.json"} <= {file.name for file in folder.iterdir()}
     notes = json.loads((folder / "manifest.json").read_text())["data"]
     assert [(note["rows"], note["rejected"]) for note in notes] == [(12, 3), (8, 0)]

@@ -19,11 +19,10 @@ import pytest
 from data_modules import DataConfig, check_datasets
 from data_modules.source import Chunk
 from data_modules.tokens.encode import ChunkEncoder, EncodedChunk
-from tests.bad_input.prepared import ASKED_ONLY, ROWS, chat, named, prepare, problems_of, write
+from tests.bad_input.prepared import ROWS, chat, named, prepare, problems_of, write
 from tests.conftest import ROOT
 from tests.in_process import make_data, run_command
 from tests.processes import LONGEST
-from tests.reliability.shell import Shell
 
 
 @pytest.mark.parametrize(
@@ -176,11 +175,3 @@ def test_a_bad_row_ends_a_typed_run_with_two(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.strip().endswith("d.jsonl:13 weight is -1; a weight is a number from 0 up")
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_nothing_to_learn_ends_a_typed_run_with_two(shell: Shell, tmp_path: Path) -> None:
-    data = write(tmp_path / "d.jsonl", [ASKED_ONLY] * 3)
-    words = ["model=tiny", f"data.datasets=[{{path: {data}}}]"]
-    said = shell.train_into(tmp_path / "run", *words, code=2)
-    assert "d.jsonl: no row of 3 is left: " in said and "Traceback" not in said

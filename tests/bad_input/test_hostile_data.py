@@ -202,12 +202,12 @@ def test_a_key_that_occurs_twice_among_many_is_found_at_once(tmp_path: Path, bas
 
 
 def test_too_many_columns_are_refused_at_once(tmp_path: Path, base: Any) -> None:
-    names = [f"c{number}" for number in range(100_000)]
+    names = [f"c{number}" for number in range(10_001)]
     (tmp_path / "d.csv").write_text(",".join(names) + "\n" + ",".join("1" for _ in names) + "\n")
     (problem,) = problems_of(tmp_path / "d.csv", base)
-    assert problem.startswith("d.csv:1 has 100,000 columns or keys; data.limits.columns is 10,000")
+    assert problem.startswith("d.csv:1 has 10,001 columns or keys; data.limits.columns is 10,000")
     pyarrow.parquet.write_table(
-        pyarrow.table({name: [1] for name in names[:10_001]}), tmp_path / "d.parquet"
+        pyarrow.table({name: [1] for name in names}), tmp_path / "d.parquet"
     )
     (problem,) = problems_of(tmp_path / "d.parquet", base)
     assert problem.startswith("d.parquet: has 10,001 columns or keys; data.limits.columns is")

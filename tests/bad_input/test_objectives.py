@@ -30,25 +30,6 @@ CASES: dict[str, tuple[list[str], Rows, list[str]]] = {
         [{"prompt": f"Say {n}.", "chosen": f"{n}", "rejected": f"{n}"} for n in range(3)],
         ["no row of 3 is left", "rows.jsonl:1", "equal answers: give such rows an answer"],
     ),
-    "different prompts": (
-        ["objective=dpo"],
-        [{"chosen": chat("Say 1.", "1"), "rejected": chat("Say 2.", "2")}],
-        [
-            "rows.jsonl:1 chosen begins with 'Say 1.'",
-            "need the same prompt before them; make",
-            "data.on_bad_row=quarantine",
-        ],
-    ),
-    "answers without a shared beginning": (
-        ["objective=dpo"],
-        [{"chosen": chat("Say 1.", "1")[1:], "rejected": chat("Say 1.", "2")[1:]}],
-        ["rows.jsonl:1 chosen and rejected have no prompt", "give it in a column 'prompt'"],
-    ),
-    "a verdict that is no boolean": (
-        ["objective=kto"],
-        [{"prompt": "Say 1.", "completion": "1", "label": "maybe"}],
-        ["rows.jsonl:1 label is 'maybe'; write true"],
-    ),
     "verdicts of one kind": (
         ["objective=kto"],
         [{"prompt": f"Say {n}.", "completion": f"{n}", "label": 1} for n in range(9)],
@@ -58,11 +39,6 @@ CASES: dict[str, tuple[list[str], Rows, list[str]]] = {
         CLASSES,
         [{"text": f"Text {n}.", "label": "ab"[n % 2]} for n in range(9)],
         ["validation rows have the label c, and no row to train on has: add such rows"],
-    ),
-    "one of several classes": (
-        [*CLASSES, "model.multi_label=true"],
-        [{"text": f"Text {n}.", "label": ["a", "b"]} for n in range(9)],
-        ["validation rows have the label c, and no row to train on has"],
     ),
     "preferences with objective=sft": (
         ["objective=sft"],

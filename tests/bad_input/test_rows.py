@@ -169,19 +169,6 @@ def test_a_first_row_like_no_other_hides_no_format(tmp_path: Path, base: Any) ->
     assert "data.jsonl:1 columns ['msgs']: format not recognized; set" in problem
 
 
-def test_a_misspelled_column_in_every_row_is_reported(tmp_path: Path, base: Any) -> None:
-    bad = GOOD.replace('"messages"', '"message"')
-    (problem,) = problems_of(write(tmp_path, bad, bad), base)
-    assert problem.startswith(
-        "data.jsonl:1 columns ['message']: format not recognized; did you mean 'messages' "
-        "instead of 'message'?; set data.datasets[].format to one of messages, sharegpt, alpaca,"
-    )
-    assert problem.endswith("columns; try format: messages, columns: {messages: message}")
-    # No guess where the columns only resemble one that is known.
-    row = '{"context": "a", "question": "b", "answers": "c"}'
-    assert "did you mean" not in problems_of(write(tmp_path, row), base)[0]
-
-
 def test_all_problems_of_a_file_come_together(tmp_path: Path, base: Any) -> None:
     # Rows with the same other columns are counted as one problem.
     cases = [each for name, each in CASES.items() if not each.settings and name[:2] != "D4"] * 8

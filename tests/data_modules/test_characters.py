@@ -95,7 +95,7 @@ def test_the_most_common_are_named_first() -> None:
     assert names_of(lost).endswith(" and 12 more")
 
 
-def warnings_of(tokenizer: Any, folder: Path, rows: list[dict[str, str]], **data: Any) -> list[str]:
+def warnings_of(tokenizer: Any, folder: Path, rows: list[dict[str, str]]) -> list[str]:
     """Prepare rows for training; return the warnings of the audit."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -103,7 +103,6 @@ def warnings_of(tokenizer: Any, folder: Path, rows: list[dict[str, str]], **data
         datasets=[DatasetConfig(path=str(file))],
         val_set_size=0,
         cache_dir=str(folder / "cache"),
-        **data,
     )
     batching, model = BatchSpec(), ModelSpec(context_len=128)
     spec = DataSpec(
@@ -136,16 +135,11 @@ CHATML = (
 
 
 @pytest.mark.parametrize(
-    ("own", "chat_template", "is_chat", "is_said"),
-    [
-        (CHATML, None, False, True),
-        (CHATML, None, True, False),
-        ("", None, False, False),
-        (CHATML, "plain", False, False),
-    ],
+    ("own", "is_chat", "is_said"),
+    [(CHATML, False, True), (CHATML, True, False), ("", False, False)],
 )
 def test_texts_on_an_instruct_tokenizer_are_named(
-    own: str, chat_template: str | None, is_chat: bool, is_said: bool, tmp_path: Path
+    own: str, is_chat: bool, is_said: bool, tmp_path: Path
 ) -> None:
     tokenizer = fast(byte_level())
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
@@ -153,7 +147,7 @@ def test_texts_on_an_instruct_tokenizer_are_named(
     tokenizer.chat_template = own or None
     chats = [{"instruction": row["prompt"], "output": row["completion"]} for row in PROMPTS]
     rows = chats if is_chat else PROMPTS
-    found = warnings_of(tokenizer, tmp_path, rows, chat_template=chat_template)
+    found = warnings_of(tokenizer, tmp_path, rows)
     said = [each for each in found if "without the tokenizer's chat template" in each]
     assert len(said) == is_said
     if is_said:

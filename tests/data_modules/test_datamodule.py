@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,30 +22,39 @@ from data_modules.datamodule import FinetuneDataModule
 from data_modules.settings import MixtureConfig, check_datasets
 from data_modules.types import BatchSpec, ModelSpec
 from tests.batches import micro_batches
+from tests.data_modules.conftest import write_jsonl
+
+NUMBERS = ["one", "two", "three", "one two", "two three"]
+ROW = {"instruction": "q", "output": "a"}
+
+
+def numbers(count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Make alpaca rows that differ."""
+    return [
+        {"instruction": f"q {i}", "output": NUMBERS[i % 5]} for i in range(start, start + count)
+    ]
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[DatasetConfig]:
     """Write three data sets in three formats."""
-    numbers = ["one", "two", "three", "one two", "two three"]
-    lists = [{"instruction": f"q {i}", "output": numbers[i % 5]} for i in range(40)]
-    (tmp_path / "lists.json").write_text(json.dumps(lists))
+    ask, again = {"from": "human", "value": "yes?"}, {"from": "gpt", "value": "no"}
     chats = [
         {
             "conversations": [
                 {"from": "human", "value": f"what is {i}?"},
-                {"from": "gpt", "value": numbers[i % 5]},
-                {"from": "human", "value": "yes?"},
-                {"from": "gpt", "value": "no"},
+                {"from": "gpt", "value": NUMBERS[i % 5]},
+                *(ask, again),
             ]
         }
         for i in range(30)
     ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     pairs = "".join(f"1 2,3 {i}\n" for i in range(20))
     (tmp_path / "pairs.csv").write_text(f"prompt,completion\n{pairs}")
     return [
-        DatasetConfig(path=str(tmp_path / n)) for n in ("lists.json", "chats.jsonl", "pairs.csv")
+        write_jsonl(tmp_path / "lists.jsonl", numbers(40)),
+        write_jsonl(tmp_path / "chats.jsonl", chats),
+        DatasetConfig(path=str(tmp_path / "pairs.csv")),
     ]
 
 
@@ -111,7 +120,14 @@ def test_global_steps_do_not_depend_on_ranks_accumulation_and_packing(
         for micro, accumulation, world in ((8, 1, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2)):
             batching = {"micro_batch_size": micro, "accumulation_steps": accumulation}
             modules = [
-                build(files, tokenizer, method=method, rank=rank, num_ranks=world, **batching)
+                build(
+                    *(files, tokenizer),
+                    method=method,
+                    rank=rank,
+                    num_ranks=world,
+                    data={"train_on_inputs": True},  # but for the first token of a document
+                    **batching,
+                )
                 for rank in range(world)
             ]
             by_step = steps(modules, accumulation)
@@ -126,17 +142,6 @@ def test_global_steps_do_not_depend_on_ranks_accumulation_and_packing(
         assert all(other == found[method][0] for other in found[method])
     packed, padded = (sorted(chain.from_iterable(one[0])) for one in found.values())
     assert packed == padded
-
-
-def test_step_weight_excludes_the_first_token_of_a_document(
-    files: list[DatasetConfig], tokenizer: Any
-) -> None:
-    module = build(files, tokenizer, data={"train_on_inputs": True})
-    for batches in steps([module], 2):
-        total = sum(float(batch.loss_weights.sum()) for batch in batches)
-        num_documents = sum(len(row) for b in batches for row in b.document_lengths)
-        assert total == sum(b.num_tokens for b in batches) - num_documents
-        assert {batch.step_weight for batch in batches} == {total}
 
 
 def test_validation_rows_are_not_trained_on(files: list[DatasetConfig], tokenizer: Any) -> None:
@@ -167,15 +172,12 @@ def test_a_validation_pass_has_each_row_once(
     assert {batch.step_weight for batch in batches} == {1.0}
 
 
-def test_no_validation(files: list[DatasetConfig], tokenizer: Any) -> None:
-    module = build(files, tokenizer, data={"val_set_size": 0})
-    assert module.val_dataloader() == [] and module.prompts(5) == {}
-    assert len(module.train_examples) == 90
-
-
-def test_weights_of_data_sets(files: list[DatasetConfig], tokenizer: Any) -> None:
+def test_weights_of_data_sets_without_validation(
+    files: list[DatasetConfig], tokenizer: Any
+) -> None:
     files[0].weight, files[1].weight = 2.0, 0.5
     module = build(files, tokenizer, data={"val_set_size": 0})
+    assert module.val_dataloader() == [] and module.prompts(5) == {}
     counts = [0, 0, 0]
     for batch in micro_batches(module):
         starts = (batch.position_ids == 0) & (batch.input_ids != -1)
@@ -199,11 +201,9 @@ def test_sequence_len(requested: int | None, context_len: int | None, sequence_l
         seed=0,
     )
     assert spec.sequence_len == sequence_len
-
-
-def test_sequence_len_above_the_context(files: list[DatasetConfig], tokenizer: Any) -> None:
+    above = replace(spec, model=ModelSpec(context_len=512), config=DataConfig(sequence_len=1024))
     with pytest.raises(DataError, match=r"sequence_len is 1,024, the model's context 512 tokens"):
-        build(files, tokenizer, model={"context_len": 512}, data={"sequence_len": 1024})
+        _ = above.sequence_len
 
 
 def test_prompts_come_from_validation_or_test_rows(
@@ -221,31 +221,22 @@ def test_prompts_come_from_validation_or_test_rows(
     requested = [str(prompt.origin) for rows in module.prompts(9).values() for prompt in rows]
     assert len(requested) == 12 and set(requested) == held_out
     requested = tokenizer.decode(prompts["chats"][0].input_ids)
-    assert requested.endswith("no</s>") is False and requested.endswith("yes?\n\n### Assistant:\n")
-    (tmp_path / "test.json").write_text('[{"instruction": "q", "output": "a"}]')
-    test = DatasetConfig(path=str(tmp_path / "test.json"), name="lists")
+    assert requested.endswith("yes?\n\n### Assistant:\n")
+    test = write_jsonl(tmp_path / "test.jsonl", [ROW])
     prompts = build(files, tokenizer, data={"test_datasets": [test]}).prompts(3)
-    assert [prompt.answer for prompt in prompts["lists"]] == ["a"] and len(prompts) == 1
+    assert [prompt.answer for prompt in prompts["test"]] == ["a"] and len(prompts) == 1
 
 
-def test_test_rows_are_read_at_setup(
-    files: list[DatasetConfig], tokenizer: Any, tmp_path: Path
+def test_test_rows_are_read_at_setup_and_need_no_training_data(
+    tokenizer: Any, tmp_path: Path
 ) -> None:
-    test = DatasetConfig(path=str(tmp_path / "test.json"))
-    with pytest.raises(DataError, match=r"test.json: no such file"):
-        build(files, tokenizer, data={"test_datasets": [test]})
-    Path(test.path).write_text('[{"instruction": "q", "output": "a"}]')
-    module = build(files, tokenizer, data={"test_datasets": [test]})
+    test = DatasetConfig(path=str(tmp_path / "test.jsonl"))
+    with pytest.raises(DataError, match=r"test.jsonl: no such file"):
+        build([], tokenizer, data={"test_datasets": [test]})
+    write_jsonl(tmp_path / "test.jsonl", [ROW])
+    module = build([], tokenizer, data={"test_datasets": [test]}, model={"vocab_size": 999})
     (kept,) = module.report.test_datasets
     assert (kept.name, kept.path, len(kept.sha256)) == ("test", test.path, 64)
-    assert len(module.prompts(9)["test"]) == 1
-
-
-def test_test_rows_can_be_used_without_training_data(tokenizer: Any, tmp_path: Path) -> None:
-    test = DatasetConfig(path=str(tmp_path / "test.json"))
-    Path(test.path).write_text('[{"instruction": "q", "output": "a"}]')
-    module = build([], tokenizer, data={"test_datasets": [test]}, model={"vocab_size": 999})
-    module.setup("validate")
     assert len(module.prompts(9)["test"]) == 1 and module.val_dataloader() == []
     assert module.template.stop_token_ids == {tokenizer.eos_token_id}
     assert module.report.datasets == []
@@ -255,13 +246,10 @@ def test_too_long_prompts_are_skipped_with_a_warning(
     files: list[DatasetConfig], tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"instruction": q, "output": "one"} for q in ("q", "two " * 500, "three", "q" * 999)]
-    test = DatasetConfig(path=str(tmp_path / "test.json"))
-    Path(test.path).write_text(json.dumps(rows))
+    test = write_jsonl(tmp_path / "test.jsonl", rows)
     module = build(files, tokenizer, data={"test_datasets": [test]})
     assert len(module.prompts(9)["test"]) == 2
     assert "test: 2 of 4 prompts are longer than 128 tokens and are left out" in caplog.text
-    Path(test.path).write_text(json.dumps(rows[1:2]))
-    assert build(files, tokenizer, data={"test_datasets": [test]}).prompts(9) == {}
 
 
 def test_token_ids_beyond_the_embedding_are_an_error(
@@ -281,7 +269,7 @@ def test_token_ids_beyond_the_embedding_are_an_error(
         build(files, tokenizer, model={"vocab_size": largest + 1})
 
 
-def test_batches_are_pinned_only_for_a_gpu(
+def test_batches_are_pinned_and_moved_asynchronously_only_for_a_gpu(
     files: list[DatasetConfig], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = build(files, tokenizer)
@@ -291,6 +279,15 @@ def test_batches_are_pinned_only_for_a_gpu(
         module.trainer.strategy.root_device = torch.device(device)
         for loader in (module.train_dataloader()._batches, module.val_dataloader()):
             assert loader.pin_memory is (device != "cpu")
+    step = next(iter(module.train_dataloader()))
+    assert module.transfer_batch_to_device(step, torch.device("meta"), 0) is step
+    requested = []
+    monkeypatch.setattr(
+        Batch, "to", lambda self, device, non_blocking: requested.append(non_blocking)
+    )
+    for name in ("cuda:0", "cpu"):
+        module.transfer_batch_to_device(step[0], torch.device(name), 0)
+    assert requested == [True, False]
     module.trainer = None  # as in `app.evaluate`
     assert module.whole_val_dataloader().pin_memory
 
@@ -312,46 +309,6 @@ def test_workers_are_persistent_and_give_the_same_batches(
     assert len(pids) == 1
 
 
-def test_batches_are_moved_asynchronously_only_to_a_gpu(
-    files: list[DatasetConfig], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = build(files, tokenizer)
-    step = next(iter(module.train_dataloader()))
-    assert module.transfer_batch_to_device(step, torch.device("meta"), 0) is step
-    batch = step[0]
-    moved = module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
-    assert torch.equal(moved.labels, batch.labels)
-    requested = []
-    monkeypatch.setattr(
-        Batch, "to", lambda self, device, non_blocking: requested.append(non_blocking)
-    )
-    for name in ("cuda:0", "cpu"):
-        module.transfer_batch_to_device(batch, torch.device(name), 0)
-    assert requested == [True, False]
-
-
-def test_report_has_a_line_per_data_set(files: list[DatasetConfig], tokenizer: Any) -> None:
-    module = build(files, tokenizer)
-    lines = module.report.lines()
-    assert lines[0].startswith("lists: 40 rows (alpaca, guessed), 38 train + 2 validation, ")
-    assert "because the tokenizer has none" in lines[-1]
-    kept = json.loads(json.dumps([asdict(report) for report in module.report.datasets]))
-    assert [one["name"] for one in kept] == module.dataset_names == ["lists", "chats", "pairs"]
-    assert kept[0]["train_rows"] == 38
-    assert len(module.template.hash) == 64
-
-
-def test_other_number_of_ranks_than_planned_is_an_error(
-    files: list[DatasetConfig], tokenizer: Any
-) -> None:
-    module = build(files, tokenizer)
-    module.trainer = SimpleNamespace(
-        world_size=2, distributed_sampler_kwargs={"num_replicas": 2, "rank": 0}
-    )
-    with pytest.raises(ValueError, match="planned for 1 ranks"):
-        module.train_dataloader()
-
-
 def test_loaders_do_not_change_the_global_random_state(
     files: list[DatasetConfig], tokenizer: Any
 ) -> None:
@@ -362,66 +319,15 @@ def test_loaders_do_not_change_the_global_random_state(
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_duplicates_stay_on_one_side(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [{"instruction": f"q {i % 10}", "output": "a"} for i in range(40)]
-    (tmp_path / "d.json").write_text(json.dumps(rows))
-    (tmp_path / "e.json").write_text(json.dumps(rows[:10]))
-    files = [DatasetConfig(path=str(tmp_path / name)) for name in ("d.json", "e.json")]
-    module = build(files, tokenizer, data={"val_set_size": 0.3})
-    sides = [
-        {example.input_ids.tobytes() for example in examples}
-        for examples in (module.train_examples, module.val_examples)
-    ]
-    assert not sides[0] & sides[1]
-    assert [one.validation_rows for one in module.report.datasets] == [12, 3]
-    assert "left out because they are in validation" in " ".join(module.report.lines())
-
-
-def test_report_and_audit_count_capped_rows(files: list[DatasetConfig], tokenizer: Any) -> None:
-    files[0].max_rows = 7
-    module = build(files, tokenizer)
-    assert module.report.datasets[0].train_rows == 7
-    assert module.audit.datasets[0].train == 7
-    assert module.mixture_report()[0].rows == 7
-
-
 def test_prompts_are_held_out_rows_at_any_position(tmp_path: Path, tokenizer: Any) -> None:
     # All rows on one line and a row that is dropped: neither line nor count names a row alone.
     rows = [{"instruction": f"q {i}", "output": "a " * (1 + 500 * (i == 3))} for i in range(20)]
-    (tmp_path / "d.json").write_text(
-        "["
-        + ",\n".join(", ".join(json.dumps(row) for row in rows[i : i + 2]) for i in range(0, 20, 2))
-        + "]"
-    )
-    module = build(
-        [DatasetConfig(path=str(tmp_path / "d.json"))], tokenizer, data={"val_set_size": 6}
-    )
+    file = tmp_path / "d.json"
+    file.write_text(json.dumps(rows))
+    module = build([DatasetConfig(path=str(file))], tokenizer, data={"val_set_size": 6})
     held_out = {tokenizer.decode(e.input_ids).split("\n")[1] for e in module.val_examples}
     requested = {tokenizer.decode(p.input_ids).split("\n")[1] for p in module.prompts(9)["d"]}
     assert requested == held_out and len(requested) == 6
-
-
-def test_audit_and_quarantine_are_written_to_the_run_folder(
-    files: list[DatasetConfig], tokenizer: Any, tmp_path: Path
-) -> None:
-    with Path(files[1].path).open("a") as file:
-        file.write('{"conversations": 3}\n')
-    module = build(files, tokenizer, data={"on_bad_row": "quarantine"})
-    folder = tmp_path / "run"
-    folder.mkdir()
-    module.write_reports(folder)
-    assert sorted(str(file.relative_to(folder)) for file in folder.rglob("*.*")) == [
-        "audit.json",
-        "audit.txt",
-        "mixture.json",
-        "quarantine/chats.jsonl",
-    ]
-    kept = json.loads((folder / "mixture.json").read_text())
-    assert [row["name"] for row in kept] == ["lists", "chats", "pairs"]
-    assert sum(row["share_of_tokens"] for row in kept) == pytest.approx(1)
-    (row,) = (folder / "quarantine/chats.jsonl").read_text().splitlines()
-    assert json.loads(row)["origin"].endswith("chats.jsonl:31")
-    assert "1 bad rows left out" in module.report.lines()[1]
 
 
 @pytest.mark.parametrize("method", ["multipack", "none"])
@@ -465,87 +371,50 @@ def test_a_tokenizer_without_turn_separator_accepts_only_token_rows(tmp_path: Pa
         unk_token="w1",
         eos_token="w2",
     )
-    row = {"input_ids": list(range(3, 20)), "labels": list(range(3, 20))}
-    tokens, chats = tmp_path / "tokens.jsonl", tmp_path / "chats.jsonl"
-    tokens.write_text(f"{json.dumps(row)}\n" * 4)
+    ids = list(range(3, 20))
+    tokens = write_jsonl(tmp_path / "tokens.jsonl", [{"input_ids": ids, "labels": ids}] * 4)
+    build([replace(tokens, format="pretokenized")], tokenizer, data={"val_set_size": 0})
     turns = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]
-    chats.write_text(f"{json.dumps({'messages': turns})}\n" * 4)
-
-    def set_up(path: Path, format: str) -> None:
-        dataset = DatasetConfig(path=str(path), format=format, name="rows")
-        build([dataset], tokenizer, data={"val_set_size": 0})
-
-    set_up(tokens, "pretokenized")
+    chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}] * 4)
     with pytest.raises(DataError, match="its loss mask is wrong"):
-        set_up(chats, "messages")
+        build([replace(chats, format="messages")], tokenizer, data={"val_set_size": 0})
 
 
-@pytest.mark.parametrize("streams", [False, True])
 def test_what_nothing_reads_is_said_in_one_line(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, *, streams: bool
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from data_modules.source import opening
 
     monkeypatch.setattr(opening, "CHUNK_BYTES", 2000)  # many chunks, in several processes
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "one", "name": "b"}]
     rows = [{"messages": chat, "id": i, "topic": "x" if i < 3 else None} for i in range(100)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "texts.csv").write_text("text,url\n" + "one two,http\n" * 40 + "three,\n")
-    datasets = [DatasetConfig(path=str(tmp_path / name)) for name in ("chats.jsonl", "texts.csv")]
-    data: dict[str, Any] = {"val_set_size": 0, "test_datasets": [], "num_proc": 2}
-    if streams:
-        mixture = MixtureConfig(weights="rows")
-        data |= {"streaming": True, "mixture": mixture}
-    else:
-        data["test_datasets"] = [datasets[1]]
-    module = build(datasets, tokenizer, data=data, max_steps=2)
-    line = next(line for line in module.summary() if "nothing reads" in line)
-    if streams:
-        start = "columns and keys that nothing reads: chats: id ("
-        assert line.startswith(start) and "; texts: url (" in line
-        return
-    assert line == (
-        "columns and keys that nothing reads: chats: id (100 rows), messages[].name (100 rows), "
-        "topic (3 rows); texts: url (40 rows); test data texts: url (40 rows)"
-    )
-    assert line in module.audit.lines()
+    texts = tmp_path / "texts.csv"
+    texts.write_text("text,url\n" + "one two,http\n" * 40 + "three,\n")
+    datasets = [write_jsonl(tmp_path / "chats.jsonl", rows), DatasetConfig(path=str(texts))]
+    data = {"val_set_size": 0, "test_datasets": [datasets[1]], "num_proc": 2}
+    for _ in range(2):  # also from the cache
+        module = build(datasets, tokenizer, data=data)
+        (line,) = [line for line in module.summary() if "nothing reads" in line]
+        assert line == (
+            "columns and keys that nothing reads: chats: id (100 rows), messages[].name (100 "
+            "rows), topic (3 rows); texts: url (40 rows); test data texts: url (40 rows)"
+        )
     full = next(line for line in module.audit.notes() if "nothing reads" in line)
     assert f"topic (3 rows, first {tmp_path}/chats.jsonl:1)" in full
-    assert module.audit.as_dict()["unread"] == [full]
-    # Also from the cache.
-    assert line in build(datasets, tokenizer, data=data, max_steps=2).summary()
-
-
-def test_very_many_names_that_nothing_reads_are_not_all_named(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    rows = [{"text": "one two", f"column {i}": i} for i in range(500)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    module = build([DatasetConfig(path=str(tmp_path / "a.jsonl"))], tokenizer)
-    line = next(line for line in module.summary() if "nothing reads" in line)
-    assert len(line) < 400 and line.endswith(", and 193 more")
-    assert ("other names", 300) in [(name, rows) for name, rows, _ in module.audit.unread["a"]]
-
-
-NUMBERS = ["one", "two", "three", "one two", "two three"]
-
-
-def write_numbers(file: Path, start: int, count: int) -> DatasetConfig:
-    rows = [
-        {"instruction": f"q {i}", "output": NUMBERS[i % 5]} for i in range(start, start + count)
-    ]
-    file.write_text(json.dumps(rows))
-    return DatasetConfig(path=str(file))
+    data = {"val_set_size": 0, "streaming": True, "mixture": MixtureConfig(weights="rows")}
+    stream = build(datasets, tokenizer, data=data, max_steps=2)
+    (line,) = [line for line in stream.summary() if "nothing reads" in line]
+    assert "reads: chats: id (" in line and "; texts: url (" in line
 
 
 @pytest.fixture
 def train(tmp_path: Path) -> DatasetConfig:
-    return write_numbers(tmp_path / "train.json", 0, 40)
+    return write_jsonl(tmp_path / "train.jsonl", numbers(40))
 
 
 @pytest.fixture
 def val(tmp_path: Path) -> DatasetConfig:
-    return write_numbers(tmp_path / "held.json", 100, 12)
+    return write_jsonl(tmp_path / "held.jsonl", numbers(12, 100))
 
 
 def test_the_rows_of_a_validation_file_are_all_validation(
@@ -567,22 +436,17 @@ def test_the_rows_of_a_validation_file_are_all_validation(
     assert list(module.prompts(3)) == ["held"]
     module.audit.check()
     assert sum(1 for _ in module.val_dataloader()) > 0
-
-
-def test_max_rows_caps_the_validation_rows_and_batches_stay_the_same(
-    train: DatasetConfig, val: DatasetConfig, tokenizer: Any
-) -> None:
-    val.max_rows = 5
-    one = build([train], tokenizer, data={"val_datasets": [val]})
-    two = build([train], tokenizer, data={"val_datasets": [val]})
+    capped = replace(val, max_rows=5)
+    one, two = (build([train], tokenizer, data={"val_datasets": [capped]}) for _ in range(2))
     assert len(one.val_examples) == 5
     assert np.array_equal(one.val_examples.digests, two.val_examples.digests)
-    alone = build([train], tokenizer, data={"val_set_size": 0})
-    assert np.array_equal(one.train_examples.digests, alone.train_examples.digests)
+    assert np.array_equal(one.train_examples.digests, module.train_examples.digests)
+    alone = build([], tokenizer, data={"val_datasets": [val]})  # as for an evaluation
+    assert alone.val_examples.datasets.tolist() == [0] * 12
 
 
 def test_leaks_into_training_are_told(train: DatasetConfig, tmp_path: Path, tokenizer: Any) -> None:
-    leaky = write_numbers(tmp_path / "leaky.json", 37, 10)  # 3 rows of the training file
+    leaky = write_jsonl(tmp_path / "leaky.jsonl", numbers(10, 37))  # 3 rows of the training file
     module = build([train], tokenizer, data={"val_datasets": [leaky]})
     assert len(module.train_examples) == 40
     assert module.audit.datasets[1].repeated == 3
@@ -595,7 +459,7 @@ def test_a_stream_leaves_out_validation_rows(
     train: DatasetConfig, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_modules.stream.WINDOW_PACKS", 2)
-    leaky = write_numbers(tmp_path / "leaky.json", 37, 10)
+    leaky = write_jsonl(tmp_path / "leaky.jsonl", numbers(10, 37))
     module = build(
         [train], tokenizer, data={"val_datasets": [leaky], "streaming": True}, max_steps=3
     )
@@ -606,20 +470,6 @@ def test_a_stream_leaves_out_validation_rows(
     batches = iter(micro_batches(module))
     assert len(held_out) == 10
     assert all(set(next(batches).dataset_ids.flatten().tolist()) <= {0} for _ in range(3))
-
-
-def test_an_evaluation_needs_no_training_data(val: DatasetConfig, tokenizer: Any) -> None:
-    module = build([], tokenizer, data={"val_datasets": [val]})
-    assert module.val_examples.datasets.tolist() == [0] * 12
-
-
-def test_a_validation_file_without_a_usable_row_stops_the_run(
-    train: DatasetConfig, tmp_path: Path, tokenizer: Any
-) -> None:
-    file = tmp_path / "held.json"
-    file.write_text(json.dumps([{"instruction": "q " * 200, "output": "one"}]))
-    with pytest.raises(DataError, match=r"held.json: no row of 1 is left"):
-        build([train], tokenizer, data={"val_datasets": [DatasetConfig(path=str(file))]})
 
 
 @pytest.mark.parametrize(
@@ -646,9 +496,3 @@ def test_weights_of_test_rows_are_refused(train: DatasetConfig, val: DatasetConf
     val.weight = 0.5
     (problem,) = check_datasets(DataConfig(datasets=[train], test_datasets=[val]))
     assert "data.test_datasets[0].weight=0.5 has no effect: each test row is measured" in problem
-
-
-def test_a_validation_file_counts_as_validation_without_held_out_rows(val: DatasetConfig) -> None:
-    for datasets, size, expected in (([val], 0, True), ([], 0, False), ([], 4, True)):
-        config = DataConfig(datasets=[val], val_datasets=datasets, val_set_size=size)
-        assert config.has_validation is expected

@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_modules.packing import (
-    WORTH_IT,
     MicroBatch,
     Mixture,
     StepPlan,
     StepSampler,
     best_fit,
-    next_fit,
     pack_documents,
     seeded_generator,
     shard_packs,
@@ -59,35 +57,20 @@ def documents(batches: list[MicroBatch]) -> list[int]:
 
 def test_plan_is_a_function_of_seed_and_epoch() -> None:
     lengths = np.random.default_rng(0).integers(1, 60, 300)
-    same = [pack_documents(lengths, 64, 1, 0, "multipack") for _ in range(2)]
-    assert np.array_equal(same[0].documents, same[1].documents)
-    for seed, epoch in ((2, 0), (1, 1)):
-        other = pack_documents(lengths, 64, seed, epoch, "multipack")
-        assert not np.array_equal(same[0].documents, other.documents)
+    one, same, *others = (
+        pack_documents(lengths, 64, seed, epoch, "multipack").documents.tolist()
+        for seed, epoch in ((1, 0), (1, 0), (2, 0), (1, 1))
+    )
+    assert one == same and one not in others
 
 
-def test_packs_mix_long_and_short_documents() -> None:
-    lengths = np.random.default_rng(0).integers(1, 64, 1000)
-    packs = pack_documents(lengths, 256, 0, 0, "multipack")
-    spread = np.mean([lengths[packs[i]].std() for i in range(len(packs))])
-    assert spread > 0.8 * lengths.std()
-
-
-def test_fill_and_time_of_a_large_plan() -> None:
-    lengths = lognormal(100_000, 150, 2048)
+@pytest.mark.parametrize(("window", "fill"), [(None, 0.999), (10_000, 0.995)])
+def test_fill_and_time_of_a_large_plan(window: int | None, fill: float) -> None:
+    lengths = lognormal(50_000, 150, 2048)
     start = time.process_time()
-    packs = pack_documents(lengths, 4096, 0, 0, "multipack")
+    packs = pack_documents(lengths, 4096, 0, 0, "multipack", window=window)
     assert time.process_time() - start < 1.0
-    assert lengths.sum() / (len(packs) * 4096) > 0.999
-
-
-def test_documents_without_short_ones_are_packed_as_tightly_as_best_fit_decreasing() -> None:
-    lengths = np.random.default_rng(0).integers(300, 600, 20_000)
-    packs = pack_documents(lengths, 1000, 0, 0, "multipack")
-    decreasing = np.sort(lengths)[::-1]
-    rng = np.random.default_rng(0)
-    _, tight = best_fit(decreasing, lengths[:0], 1000, rng)
-    assert tight <= len(packs) <= tight / WORTH_IT + 1
+    assert lengths.sum() / (len(packs) * 4096) > fill
 
 
 @settings(max_examples=60)
@@ -111,23 +94,11 @@ def test_best_fit_equals_the_sequential_algorithm(lengths: list[int], rooms: lis
     assert sorted(left.tolist()) == sorted(plain)
 
 
-@settings(max_examples=40)
-@given(LENGTHS)
-def test_next_fit_equals_the_sequential_algorithm(lengths: list[int]) -> None:
-    starts, room = [], 0
-    for index, length in enumerate(lengths):
-        if length > room:
-            starts.append(index)
-            room = 64
-        room -= length
-    assert next_fit(np.array(lengths), 64).tolist() == starts
-
-
-@pytest.mark.parametrize("largest", [10, 70_000, 1 << 40])
-def test_order_of_keys_is_stable(largest: int) -> None:
-    keys = np.random.default_rng(0).integers(0, largest, 3000)
-    keys[:50] = keys[0]
-    assert sort_order(keys).tolist() == np.argsort(keys, kind="stable").tolist()
+def test_order_of_keys_is_stable() -> None:
+    for largest in (10, 70_000, 1 << 40):
+        keys = np.random.default_rng(0).integers(0, largest, 3000)
+        keys[:50] = keys[0]
+        assert sort_order(keys).tolist() == np.argsort(keys, kind="stable").tolist()
 
 
 @settings(max_examples=40)
@@ -140,12 +111,6 @@ def test_window_packs_few_documents_at_a_time(lengths: list[int], window: int, m
     for index in range(len(packs)):
         assert len(set(window_of[packs[index]].tolist())) == 1
         assert np.array(lengths)[packs[index]].sum() <= 64
-
-
-def test_windows_fill_packs_nearly_as_well() -> None:
-    lengths = lognormal(50_000, 150, 2048)
-    packs = pack_documents(lengths, 4096, 0, 0, "multipack", window=10_000)
-    assert lengths.sum() / (len(packs) * 4096) > 0.995
 
 
 def test_documents_that_cannot_be_packed_are_an_error() -> None:
@@ -164,18 +129,15 @@ def test_max_steps_repeats_epochs_and_is_exact() -> None:
         assert plan.num_steps == max_steps
         assert len(StepSampler(plan, 0)) == max_steps * 2 == len(list(StepSampler(plan, 0)))
     with pytest.raises(IndexError):
-        make_plan(lengths, max_steps=3).micro_batches(3, 0)
+        plan.micro_batches(plan.num_steps, 0)
 
 
 def test_completed_epochs_follow_from_the_steps_done() -> None:
     epoch = make_plan([10] * 30, num_epochs=1).num_steps
-    for plan in (
-        make_plan([10] * 30, num_epochs=3),
-        make_plan([10] * 30, max_steps=3 * epoch + 1),
-    ):
+    for most in ({"num_epochs": 3}, {"max_steps": 3 * epoch + 1}):
+        plan = make_plan([10] * 30, **most)
         ends = [step for step in range(plan.num_steps + 1) if plan.ends_epoch(step)]
         assert ends == [epoch, 2 * epoch, 3 * epoch]
-    assert make_plan([10] * 30, max_steps=9 * epoch).ends_epoch(7 * epoch)
 
 
 def test_the_summary_has_documents_packs_steps_and_epochs() -> None:
@@ -183,20 +145,15 @@ def test_the_summary_has_documents_packs_steps_and_epochs() -> None:
         "10 documents in 10 packs, 75.0 % of 64 tokens full; 3 steps of 4 packs an epoch; "
         "6 steps = 2.00 epochs"
     )
-    assert make_plan([48] * 10, max_steps=6).summary().startswith("6 steps of 4 packs, 2 epochs, ")
     assert make_plan([48] * 10, num_epochs=1).summary().startswith("3 steps of 4 packs, 1 epoch, ")
-    few = make_plan([48] * 3, micro_batch_size=1, num_ranks=4, num_epochs=1).line()
-    assert few.endswith(
-        "3 packs for a global batch of 8: type trainer.gradient_accumulation_steps=1; "
-        "1 rank of 4 will have nothing to do"
-    )
-    many = make_plan([48] * 60, micro_batch_size=1, accumulation_steps=64, num_epochs=1)
-    assert many.line().endswith(": type trainer.gradient_accumulation_steps=6")
-    assert (
-        make_plan([48] * 60, micro_batch_size=1, accumulation_steps=6, num_epochs=1).num_steps == 10
-    )
-    large = make_plan([48] * 3, micro_batch_size=4, accumulation_steps=1, num_epochs=1).line()
-    assert large.endswith("3 packs for a global batch of 4: type trainer.micro_batch_size=1")
+    for documents, micro, accumulation, ranks, end in (
+        (3, 1, 2, 4, "1 rank of 4 will have nothing to do"),
+        (60, 1, 64, 1, ": type trainer.gradient_accumulation_steps=6"),
+        (3, 4, 1, 1, "3 packs for a global batch of 4: type trainer.micro_batch_size=1"),
+    ):
+        batching = {"micro_batch_size": micro, "accumulation_steps": accumulation}
+        plan = make_plan([48] * documents, num_ranks=ranks, num_epochs=1, **batching)
+        assert plan.line().endswith(end)
 
 
 def test_last_step_of_an_epoch_is_filled_with_empty_packs() -> None:
@@ -291,44 +248,6 @@ def test_seek_gives_what_iterating_gives(micro: int) -> None:
         assert len(StepSampler(plan, 1, first)) == len(flat(first))
 
 
-def test_max_steps_plans_only_the_epochs_that_are_used() -> None:
-    requested: list[int] = []
-    lengths = lognormal(400)
-
-    def rows(epoch: int) -> Any:
-        requested.append(epoch)
-        return np.arange(len(lengths))
-
-    plan = StepPlan(
-        lengths,
-        lengths * 1.0,
-        rows,
-        BatchSpec(micro_batch_size=4, max_steps=10_000),
-        capacity=CAPACITY,
-        method="multipack",
-        seed=0,
-    )
-    assert plan.num_steps == 10_000 and not requested
-    plan.micro_batches(0, 0)
-    assert requested == [0]
-    last = plan.micro_batches(9_999, 0)
-    assert [p.tolist() for b in StepSampler(plan, 0, 9_999) for p in b.packs] == [
-        p.tolist() for b in last for p in b.packs
-    ]
-
-
-def test_the_plan_packs_within_its_window() -> None:
-    lengths = lognormal(400)
-    plan = plan_of(lengths, 1, num_epochs=1, window=50)
-    packs = pack_documents(lengths, CAPACITY, 0, 0, "multipack", window=50)
-    planned = [tuple(packs[index].tolist()) for index in range(len(packs))]
-    assert sorted(planned) == sorted(
-        pack for step in range(plan.num_steps) for pack in step_packs(plan, step)
-    )
-    whole = pack_documents(lengths, CAPACITY, 0, 0, "multipack")
-    assert not np.array_equal(packs.documents, whole.documents)
-
-
 def rank_costs(plan: StepPlan, lengths: Any) -> Any:
     """Return sum(length^2) of each step and rank [steps, ranks]."""
     return np.array(
@@ -344,7 +263,7 @@ def rank_costs(plan: StepPlan, lengths: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("method", "world"),
-    [("multipack", 2), ("multipack", 3), ("multipack", 8), ("like_length", 2), ("none", 2)],
+    [("multipack", 3), ("multipack", 8), ("like_length", 2), ("none", 2)],
 )
 def test_ranks_have_similar_costs(method: str, world: int) -> None:
     lengths = lognormal(6000)
@@ -361,32 +280,19 @@ def step_lag(costs: Any) -> float:
     return float((full.max(axis=1) / full.mean(axis=1) - 1).mean())
 
 
-def test_a_single_step_is_balanced() -> None:
+def test_shares_are_balanced_within_a_step_and_over_steps() -> None:
     costs = np.array([[9.0, 8, 7, 6, 5, 4, 3, 2]])
     shares = share_out(costs, 2)
     assert sorted(shares.reshape(-1).tolist()) == list(range(8))
     assert costs[0][shares[0]].sum(axis=1).tolist() == [22, 22]
-
-
-def test_later_steps_compensate_imbalance() -> None:
     costs = np.tile([3.0, 1.0], (10, 1))
-    shares = share_out(costs, 2)
-    assert costs.reshape(-1)[shares].sum(axis=(0, 2)).tolist() == [20, 20]
+    assert costs.reshape(-1)[share_out(costs, 2)].sum(axis=(0, 2)).tolist() == [20, 20]
 
 
-def test_concurrent_packs_have_similar_costs() -> None:
-    lengths = lognormal(6000)
-    plan = plan_of(lengths, 8, num_epochs=1)
-    apart = []
-    for step in range(plan.num_steps - 1):
-        ranks = [plan.micro_batches(step, rank) for rank in range(8)]
-        costs = np.array([[(lengths[b.packs[0]] ** 2).sum() for b in rank] for rank in ranks])
-        apart.append(np.ptp(costs, axis=0).mean() / np.ptp(costs))
-    assert np.mean(apart) < 0.5
-
-
-@pytest.mark.parametrize("method", ["multipack", "like_length", "none"])
-@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize(
+    ("method", "is_mixed"),
+    [("multipack", False), ("multipack", True), ("like_length", True), ("none", False)],
+)
 def test_every_document_is_equally_likely_in_every_step(
     method: str, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,7 +300,7 @@ def test_every_document_is_equally_likely_in_every_step(
     monkeypatch.setattr("data_modules.packing.BLOCK_PACKS", 16)
     lengths = np.sort(lognormal(500))
     datasets = np.arange(len(lengths)) // 100 if is_mixed else None
-    seeds, parts = 300, 5
+    seeds, parts = 200, 5
     watched = {0: np.zeros(parts), 250: np.zeros(parts), 499: np.zeros(parts)}
     for seed in range(seeds):
         plan = plan_of(

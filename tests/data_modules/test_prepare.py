@@ -18,7 +18,6 @@ from data_modules.tokens.encode import BadRows, FirstRows, Rejected
 from data_modules.tokens.prepare import Prepared
 from data_modules.types import Example
 from tests.data_modules.conftest import alpaca, prepare, write_jsonl
-from tests.data_modules.test_datamodule import build
 
 
 @pytest.fixture(autouse=True)
@@ -86,15 +85,6 @@ def test_text_after_the_last_stop_token_does_not_hide_it(
     assert not untrained.store.ends_in_stop.any()
 
 
-def test_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
-    ask = {"messages": [{"role": "user", "content": "q"}]}
-    say = {"messages": [*ask["messages"], {"role": "assistant", "content": "one"}]}
-    prepared = prepare(write_jsonl(tmp_path / "d.jsonl", [ask, say, ask]), tokenizer, 99)
-    assert trained(prepared, tokenizer) == ["one</s>"]
-    assert prepared.counts.empty == 2
-    assert [origin[-2:] for origin in prepared.counts.empty_origins] == [":1", ":3"]
-
-
 @pytest.mark.parametrize(
     ("on_long", "kept", "count"),
     [
@@ -141,15 +131,6 @@ def test_each_piece_of_a_split_row_has_one_bos(
     assert prepared.counts.split == 1
 
 
-def test_cut_on_the_left_keeps_the_bos(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
-    tokenizer = make_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>", adds_bos=True)
-    config = write_jsonl(tmp_path / "d.jsonl", alpaca("one two three " * 20))
-    prepared = prepare(config, tokenizer, 16, on_long="truncate_left")
-    ids = rows_of(prepared)[0][0].input_ids.tolist()
-    assert len(ids) == 16 and ids.count(tokenizer.bos_token_id) == 1
-    assert (ids[0], ids[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
-
-
 def test_several_processes_give_the_same_rows(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,16 +148,25 @@ def test_several_processes_give_the_same_rows(
     assert one.store.rows.tolist() == [line - 1 for line in one.store.lines.tolist()]
 
 
-def test_changes_and_damages_of_the_tokens_invalidate_the_cache(
-    tmp_path: Path, tokenizer: Any
+@pytest.mark.parametrize("has_bos", [True, False])
+@pytest.mark.parametrize("on_long", ["split", "truncate_left"])
+def test_a_row_that_is_cut_begins_with_a_bos_if_it_did(
+    on_long: str, has_bos: bool, tmp_path: Path, make_tokenizer: Callable[..., Any]
 ) -> None:
+    tokenizer = make_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>", adds_bos=True)
+    bos, ids = [tokenizer.bos_token_id] * has_bos, list(range(100, 150))
+    row = {"input_ids": [*bos, *ids], "labels": [*[-100] * len(bos), *ids]}
+    prepared = prepare(write_jsonl(tmp_path / "d.jsonl", [row]), tokenizer, 16, on_long=on_long)
+    pieces = [piece.input_ids.tolist() for piece in rows_of(prepared)[0]]
+    assert all(piece[: len(bos)] == bos and len(piece) <= 16 for piece in pieces)
+    together = [token for piece in pieces for token in piece[len(bos) :]]
+    assert together == (ids if on_long == "split" else ids[len(bos) - 16 :])
+
+
+def test_another_setting_or_row_is_tokenized_again(tmp_path: Path, tokenizer: Any) -> None:
     config = write_jsonl(tmp_path / "d.jsonl", alpaca("one", "two"))
     assert prepare(config, tokenizer, 99).how == "tokenized (now cached)"
     assert prepare(config, tokenizer, 99).how == "found in the cache"
-    for file in sorted((tmp_path / "cache").glob("*/*.*")):
-        whole = file.read_bytes()
-        file.write_bytes(whole[: len(whole) // 2] + b"x" + whole[len(whole) // 2 :])
-        assert prepare(config, tokenizer, 99).how == "tokenized (the entry was damaged)", file
     assert "settings changed: sequence_len" in prepare(config, tokenizer, 98).how
     again = prepare(config, tokenizer, 99, train_on_inputs=True)
     assert "settings changed:" in again.how and "train_on_inputs" in again.how
@@ -184,19 +174,6 @@ def test_changes_and_damages_of_the_tokens_invalidate_the_cache(
     changed = prepare(config, tokenizer, 99)
     assert "the data changed" in changed.how
     assert trained(changed, tokenizer) == ["one</s>", "three</s>"]
-
-
-@pytest.mark.parametrize("on_long", ["split", "truncate_left"])
-def test_a_row_that_begins_without_a_bos_gets_none(
-    on_long: str, tmp_path: Path, make_tokenizer: Callable[..., Any]
-) -> None:
-    tokenizer = make_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>", adds_bos=True)
-    ids = list(range(100, 150))
-    config = write_jsonl(tmp_path / "d.jsonl", [{"input_ids": ids, "labels": ids}])
-    pieces = rows_of(prepare(config, tokenizer, 16, on_long=on_long))[0]
-    together = [token for piece in pieces for token in piece.input_ids.tolist()]
-    assert together == (ids if on_long == "split" else ids[-16:])
-    assert all((piece.weights == 1).all() for piece in pieces)
 
 
 def test_branches_of_a_tree_that_are_too_long_are_reported(tmp_path: Path, tokenizer: Any) -> None:
@@ -213,44 +190,32 @@ def test_branches_of_a_tree_that_are_too_long_are_reported(tmp_path: Path, token
 
 
 CONTENT = "{% for m in messages %}{{ m.role + ': ' + TEXT + eos_token }}{% endfor %}"
-BAD = "{% if 'bad' in m.content %}{{ raise_exception('not polite') }}{% endif %}"
+BAD = "{% if '7' in m.content %}{{ raise_exception('not polite') }}{% endif %}"
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "start", "end"),
     [
-        ("{{ raise_exception('no system prompt') }}", "no system prompt; fix the template, or"),
-        (CONTENT.replace("TEXT", "m.text.strip()"), "no attribute 'text'; fix the template, or"),
-        (CONTENT.replace("TEXT", "m.content | upper"), "does not write the answer `one 0` unch"),
-        (CONTENT.replace("TEXT", "'-'"), "does not write the answer `one 0`; set"),
-        ("{% for _ in range(10**9) %}{% endfor %}", "Range too big"),
+        # In every row it is the template's own fault.
+        ("{{ raise_exception('no') }}", "fits none of the 40 rows, first ", "fix the template, or"),
+        (CONTENT.replace("TEXT", "'-'"), "fits none of the 40 rows", "the answer `one 0`; set"),
+        (
+            CONTENT.replace("{{ m.role", BAD + "{{ m.role").replace("TEXT", "m.content"),
+            "refuses this row",
+            "change the row, or set data.chat_template=plain (4 rows for this reason, the last ",
+        ),
     ],
 )
-def test_what_a_template_refuses_in_every_row_is_its_own_fault_said_once(
-    template: str, said: str, tmp_path: Path, tokenizer: Any
+def test_equal_reasons_of_a_template_are_said_once(
+    template: str, start: str, end: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     (tmp_path / "t.jinja").write_text(template)
     rows = write_jsonl(tmp_path / "d.jsonl", alpaca(*(f"one {number}" for number in range(40))))
     with pytest.raises(DataError) as error:
         prepare(rows, tokenizer, 64, template=str(tmp_path / "t.jinja"))
     (problem,) = error.value.problems
-    assert problem.startswith(f"the chat template fits none of the 40 rows, first {rows.path}:1 ")
-    assert said in problem and "change the row" not in problem
-
-
-def test_equal_reasons_of_a_template_are_said_once_with_their_rows(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    template = CONTENT.replace("{{ m.role", BAD + "{{ m.role").replace("TEXT", "m.content")
-    (tmp_path / "t.jinja").write_text(template)
-    answers = ["good", *(f"bad {number}" for number in range(30))]
-    rows = write_jsonl(tmp_path / "d.jsonl", alpaca(*answers))
-    with pytest.raises(DataError) as error:
-        prepare(rows, tokenizer, 64, template=str(tmp_path / "t.jinja"))
-    (problem,) = error.value.problems
-    assert problem.startswith(f"{rows.path}:2 the chat template refuses this row")
-    end = "change the row, or set data.chat_template=plain (30 rows for this reason, the last "
-    assert problem.endswith(f"{end}{rows.path}:31)")
+    assert f"the chat template {start}" in problem and end in problem
+    assert f"{rows.path}:{1 if 'none' in start else 8} " in problem
 
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -290,19 +255,6 @@ def test_rows_that_mean_more_are_refused_wherever_they_are(
     assert check_datasets(DataConfig(datasets=[without])) == []
 
 
-def test_a_row_that_quotes_the_template_is_not_its_fault(tmp_path: Path, tokenizer: Any) -> None:
-    """What a template refuses is told by the kind of the error, whatever the words in it."""
-    answer = "the chat template \ud83d"
-    dataset = write_jsonl(tmp_path / "d.jsonl", alpaca(*[answer] * 3))
-    with pytest.raises(DataError) as error:
-        prepare(dataset, tokenizer, 64)
-    assert len(error.value.problems) == 3
-    roles = [{"messages": [{"role": "the chat template", "content": "q"}]}] * 3
-    with pytest.raises(DataError) as error:
-        prepare(write_jsonl(tmp_path / "r.jsonl", roles), tokenizer, 64)
-    assert len(error.value.problems) == 3 and "fits none" not in str(error.value)
-
-
 def write_texts(file: Path, num_rows: int) -> Path:
     """Write short rows."""
     file.write_text("".join(f'{{"text": "row {number} of many"}}\n' for number in range(num_rows)))
@@ -331,20 +283,6 @@ def test_the_limit_is_the_number_of_rows_read(
     assert (exact.counts.rows, exact.is_cut) == (500, False)
 
 
-@pytest.mark.parametrize(
-    ("first_rows", "line"), [(60, "d: the first 60 rows"), (None, "d: 200 rows")]
-)
-def test_the_report_is_marked_as_partial(
-    first_rows: int | None, line: str, tmp_path: Path, tokenizer: Any
-) -> None:
-    file = write_texts(tmp_path / "d.jsonl", 200)
-    data = {"cache_dir": str(tmp_path / "cache")}
-    module = build([DatasetConfig(path=str(file))], tokenizer, data=data, first_rows=first_rows)
-    (report,) = module.report.datasets
-    assert report.line().startswith(line) and report.is_cut == (first_rows is not None)
-    assert report.rows == len(module.train_examples) + len(module.val_examples)
-
-
 def test_the_rest_of_the_file_is_not_opened(tmp_path: Path) -> None:
     class Counted:
         num_read = 0
@@ -354,7 +292,7 @@ def test_the_rest_of_the_file_is_not_opened(tmp_path: Path) -> None:
                 self.num_read += 1
                 yield chunk
 
-    file = write_texts(tmp_path / "d.jsonl", 200_000)
+    file = write_texts(tmp_path / "d.jsonl", 60_000)
     counted = Counted()
     first = FirstRows(iter(counted), 10)
     assert sum(chunk.count() for chunk in first) == 10
@@ -375,24 +313,17 @@ def test_too_many_rows_are_refused(tmp_path: Path, tokenizer: Any) -> None:
 @pytest.mark.parametrize("how", [{"on_bad_row": "quarantine"}, {"drop_empty": True}, {}])
 def test_bad_rows_are_counted_and_not_held(how: dict[str, Any]) -> None:
     bad = BadRows(DataConfig(**how))
-    for number in range(1, 10_001):
+    for number in range(1, 2_001):
         is_empty = "drop_empty" in how
         columns = None if is_empty else ("a", "b") if number % 2 else (f"c{number}",)
         bad.add(Rejected(Origin("d", number), f"d:{number} bad", "x" * 100, columns, is_empty))
     held = [len(value) for value in vars(bad).values() if isinstance(value, (list, dict))]
     assert max(held) <= 20
-    assert bad.num_kept + bad.num_empty == (0 if not how else 10_000)
+    assert bad.num_kept + bad.num_empty == (0 if not how else 2_000)
     if not how:
         with pytest.raises(DataError) as caught:
             bad.raise_if_any()
         assert len(caught.value.problems) == 20
-
-
-def test_many_data_sets_of_one_name_are_named_quickly() -> None:
-    from data_modules.tokens.datasets import dataset_names
-
-    names = dataset_names([DatasetConfig(path=f"{n}/train.jsonl") for n in range(20_000)])
-    assert names[:3] == ["train", "train-2", "train-3"] and len(set(names)) == 20_000
 
 
 def test_changed_limits_are_applied_with_quarantine(tmp_path: Path, tokenizer: Any) -> None:

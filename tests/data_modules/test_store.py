@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import hypothesis
@@ -70,19 +68,6 @@ def test_every_document_is_restored(
     assert store.ends_in_stop.tolist() == [one[-1] % 2 == 1 for _, one in expected]
 
 
-def test_writing_and_reading_needs_no_pandas(tmp_path: Path) -> None:
-    code = (
-        "import pickle, sys; from pathlib import Path; from data_modules.tokens import store\n"
-        "writer = store.StoreWriter(Path(sys.argv[1]))\n"
-        "writer.add(pickle.load(sys.stdin.buffer))\n"
-        "writer.close()\n"
-        "read = store.TokenStore(Path(sys.argv[1])).example(1, 0)\n"
-        "sys.exit(read.input_ids.tolist() != [3] or 'pandas' in sys.modules)"
-    )
-    given = pickle.dumps(documents([[1, 2], [3]]))
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], input=given, check=True)
-
-
 def test_a_pickled_store_opens_its_file_again(tmp_path: Path) -> None:
     store = write(tmp_path, documents([[1, 2], [3]]))
     sent = pickle.dumps(store)
@@ -127,7 +112,3 @@ def test_examples_choose_from_several_stores(tmp_path: Path) -> None:
     assert ids.tolist() == [5] * 5 + [3] * 3 + [1] + [3] * 3 and sizes.tolist() == [5, 3, 1, 3]
     ids, sizes = examples.token_ids(np.zeros(0, np.int64))
     assert len(ids) == len(sizes) == 0
-
-
-def test_the_largest_token_is_named_with_its_line() -> None:
-    assert documents([[1, 9], [12], [3]]).largest_token() == (12, "a.jsonl:2")

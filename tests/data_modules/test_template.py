@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from common.errors import DataError, Origin
 from data_modules import TEMPLATE_NAMES, find_syntax_error
-from data_modules.template import ChatTemplate, MaskConfig, RowProblem
+from data_modules.template import ChatTemplate, RowRefusedError
 from data_modules.template.named_templates import named_template, syntax_error
 from data_modules.types import Conversation, Document, Encoded, Item, Segment, Turn
 from tests.data_modules.conftest import build_tokenizer
@@ -117,21 +119,29 @@ def encode(template: ChatTemplate, item: Item) -> Encoded:
 def problem(template: ChatTemplate, item: Item) -> str:
     """Encode one item, and return its error."""
     (found,) = template.encode([item])
-    assert isinstance(found, RowProblem)
-    return found.problem
+    assert isinstance(found, RowRefusedError)
+    return str(found)
 
 
 def runs(template: ChatTemplate, item: Item) -> list[str]:
-    """Return the texts of the trained runs of tokens of an item."""
+    """Return the texts of the trained runs of tokens of an item, whatever their weights."""
     encoded = encode(template, item)
-    ids, weights = encoded.input_ids, encoded.weights
-    found: list[list[int]] = []
-    for index, weight in enumerate(weights):
-        if weight > 0:
-            if not index or weights[index - 1] == 0:
-                found.append([])
-            found[-1].append(int(ids[index]))
-    return [template.tokenizer.decode(run) for run in found]
+    pairs = zip((encoded.weights > 0).tolist(), encoded.input_ids.tolist(), strict=True)
+    return [
+        template.tokenizer.decode([id_ for _, id_ in run])
+        for is_trained, run in groupby(pairs, itemgetter(0))
+        if is_trained
+    ]
+
+
+def by_weight(template: ChatTemplate, item: Item) -> list[tuple[float, str]]:
+    """Return the runs of tokens of one weight as (weight, text)."""
+    encoded = encode(template, item)
+    pairs = zip(encoded.weights.tolist(), encoded.input_ids.tolist(), strict=True)
+    return [
+        (weight, template.tokenizer.decode([id_ for _, id_ in run]))
+        for weight, run in groupby(pairs, itemgetter(0))
+    ]
 
 
 def text_of(template: ChatTemplate, item: Item) -> str:
@@ -140,41 +150,24 @@ def text_of(template: ChatTemplate, item: Item) -> str:
     return str(template.tokenizer.decode(ids))
 
 
-def test_no_prefix_and_trimmed_answers() -> None:
-    template = template_of(NO_PREFIX.replace("m.content", "m.content | trim"))
-    assert runs(template, chat("two", " two\n", "one", "  two")) == ["two<|im_end|>"] * 2
+# Drops the marks by which answers are located.
+ASCII_ONLY = NO_PREFIX.replace("m.content", "m.content.encode('ascii', 'ignore').decode()")
 
 
 @pytest.mark.parametrize(
-    ("text", "contents", "expected"),
+    ("text", "expected"),
     [
-        (NO_STOP, ("q", "two"), r"turn 2 \(assistant\): .* no stop token.*chat_template=plain"),
-        (CHATML.replace("message['content']", "'-'"), ("q", "two"), LOST),
-        (NO_PREFIX.replace("m.content", "m.content | upper"), ("q", "two"), LOST),
+        (NO_STOP, r"turn 2 \(assistant\): .* no stop token.*chat_template=plain"),
+        (NO_PREFIX.replace("m.content", "m.content | upper"), LOST),
+        (ASCII_ONLY, "so its answers cannot be located; set data.chat_template=plain"),
         # The text of a later turn is not taken for it.
-        (
-            CHATML.replace(
-                "message['content']", "('-' if loop.index == 2 else message['content'])"
-            ),
-            ("q", "two", "q", "two"),
-            LOST,
-        ),
-        (
-            "{% for i in range(10**9) %}{% endfor %}",
-            ("q", "two"),
-            "refuses this row.*Range too big",
-        ),
-        (
-            "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}",
-            ("q", "two"),
-            "refuses this row",
-        ),
+        (NO_PREFIX.replace("m.content", "('-' if loop.index == 2 else m.content)"), LOST),
+        ("{{ messages.__class__.__mro__ }}{{ messages.append(1) }}", "refuses this row"),
     ],
 )
-def test_row_that_the_template_cannot_render_is_an_error(
-    text: str, contents: tuple[str, ...], expected: str
-) -> None:
-    assert re.search(f"rows.json:7 .*{expected}", problem(template_of(text), chat(*contents)))
+def test_row_that_the_template_cannot_render_is_an_error(text: str, expected: str) -> None:
+    talk = chat("q", "two", "q", "two")
+    assert re.search(expected, problem(template_of(text), talk))
 
 
 def test_empty_answer_is_masked() -> None:
@@ -183,32 +176,31 @@ def test_empty_answer_is_masked() -> None:
     assert runs(template, chat("q", " ")) == []
 
 
-def test_tokens_after_the_last_trained_one_are_removed() -> None:
-    template = template_of(PLAIN)
-    item = chat("q", "two", "and a question without an answer")
-    assert text_of(template, item) == "### User:\nq\n\n### Assistant:\ntwo</s>"
-
-
 @pytest.mark.parametrize(
-    ("segments", "trained"),
+    ("segments", "expected"),
     [
-        ((("one two", 1.0),), ["one two</s>"]),
-        ((("one two</s>", 1.0),), ["one two</s>"]),
-        ((("what is it:", 0.0), ("", 1.0)), []),
+        ((("one two", 1.0),), [(1.0, "one two</s>")]),
+        ((("one two</s>", 1.0),), [(1.0, "one two</s>")]),
+        ((("what is it:", 0.0), ("", 1.0)), [(0.0, "what is it:</s>")]),
         # A token across a border belongs to the later segment.
-        ((("one ", 0.0), ("two", 1.0)), [" two</s>"]),
+        ((("one ", 0.0), ("two", 1.0)), [(0.0, "one"), (1.0, " two</s>")]),
         # A character of three tokens.
-        ((("a \u2603", 1.0), ("b", 0.0), ("\u2603", 1.0)), ["a \u2603", "\u2603</s>"]),
+        (
+            (("a \u2603", 1.0), ("b", 0.0), ("\u2603", 1.0)),
+            [(1.0, "a \u2603"), (0.0, "b"), (1.0, "\u2603</s>")],
+        ),
+        (
+            (("what is it:", 0.25), (" two", 1.0), ("?", 0.0)),
+            [(0.25, "what is it:"), (1.0, " two"), (0.0, "?"), (1.0, "</s>")],
+        ),
     ],
 )
-def test_what_is_trained_on_of_a_document(
-    segments: tuple[tuple[str, float], ...], trained: list[str], tokenizer: Any
+def test_a_document_keeps_the_weights_of_its_segments(
+    segments: tuple[tuple[str, float], ...], expected: list[tuple[float, str]], tokenizer: Any
 ) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     item = Document(tuple(Segment(*segment) for segment in segments), ORIGIN)
-    assert runs(template, item) == trained
-    if len(segments) == 1:
-        assert text_of(template, item) == "one two</s>"
+    assert by_weight(template, item) == expected
 
 
 def test_stop_token_need_not_be_marked_as_special(tokenizer: Any) -> None:
@@ -230,18 +222,6 @@ def test_stop_token_need_not_be_marked_as_special(tokenizer: Any) -> None:
     )
 
 
-def test_document_segments_keep_their_weights(tokenizer: Any) -> None:
-    template = ChatTemplate.resolve(tokenizer, None)
-    segments = (Segment("what is it:", 0.25), Segment(" two", 1.0), Segment("?", 0.0))
-    encoded = encode(template, Document(segments, ORIGIN))
-    ids, weights = encoded.input_ids, encoded.weights
-    by_weight = {
-        weight: tokenizer.decode([id_ for id_, w in zip(ids, weights, strict=True) if w == weight])
-        for weight in (0.25, 1.0, 0.0)
-    }
-    assert by_weight == {0.25: "what is it:", 1.0: " two</s>", 0.0: "?"}
-
-
 def test_prompt_of_a_document_ends_where_training_starts(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     item = Document((Segment("what is it: ", 0.0), Segment("two", 1.0)), ORIGIN)
@@ -260,12 +240,13 @@ def test_tokenizer_without_template_gets_plain_with_a_note(tokenizer: Any) -> No
     template = ChatTemplate.resolve(tokenizer, None)
     assert "plain" in template.note and "because the tokenizer has none" in template.note
     assert tokenizer.chat_template == PLAIN
-    assert text_of(template, chat("q", "a", "r", "b")) == (
+    # Nothing after the last trained token is kept.
+    assert text_of(template, chat("q", "a", "r", "b", "no answer")) == (
         "### User:\nq\n\n### Assistant:\na</s>\n\n### User:\nr\n\n### Assistant:\nb</s>"
     )
 
 
-def test_template_file_and_its_hash(tokenizer: Any, tmp_path: Path) -> None:
+def test_template_file(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text(
         "{% for m in messages %}{{ m.role }} {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -273,24 +254,31 @@ def test_template_file_and_its_hash(tokenizer: Any, tmp_path: Path) -> None:
     template = ChatTemplate.resolve(tokenizer, str(file))
     assert text_of(template, chat("q", "a")) == "user q</s>assistant a</s>"
     assert runs(template, chat("q", "a"))[0].strip() == "a</s>"
-    assert template.hash != ChatTemplate.resolve(tokenizer, "plain").hash
 
 
-def test_row_that_the_template_rejects_is_an_error() -> None:
-    tokenizer = template_of(GEMMA).tokenizer
-    template = ChatTemplate.resolve(tokenizer, None, MaskConfig(unsupported_turns="refuse"))
-    refused = Conversation(
-        (Turn("system", "s"), Turn("user", "q"), Turn("assistant", "a")), Origin("rows.json", 9)
-    )
-    good, found, other = template.encode([TWO_ANSWERS, refused, TWO_ANSWERS])
-    assert isinstance(good, Encoded) and isinstance(other, Encoded)
-    assert isinstance(found, RowProblem) and found.origin == refused.origin
-    assert re.match(r"rows.json:9 .*System role not supported", found.problem)
-
-
-@pytest.mark.parametrize("name", ["chatmll", "missing.jinja", "chatml"])
-def test_error_of_an_unknown_template_lists_the_known_ones(name: str, tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"chat_template=.*plain"):
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("chatmll", None, ".*plain"),
+        ("chatml", None, ".*plain"),
+        ("missing.jinja", None, ".*plain"),
+        ("t.jinja", b"{% for m in messages %}\n{{ m.content", "is not a valid template: line 2: "),
+        ("t.jinja", b"\xff", "not UTF-8 text"),
+        ("t.jinja", b" " * (1 << 20) + b"x", "1,048,577 bytes, too large for a chat template"),
+    ],
+)
+def test_what_is_no_template_is_an_error(
+    name: str,
+    content: bytes | None,
+    expected: str,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"chat_template={name}:? {expected}"):
         ChatTemplate.resolve(tokenizer, name)
 
 
@@ -299,34 +287,6 @@ def test_truncation_of_the_tokenizer_is_switched_off(tokenizer: Any) -> None:
     tokenizer.backend_tokenizer.enable_padding(length=99)
     template = ChatTemplate.resolve(tokenizer, None)
     assert text_of(template, chat("q", "two")) == "### User:\nq\n\n### Assistant:\ntwo</s>"
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"{% for m in messages %}\n{{ m.content", "is not a valid template: line 2: "),
-        (b"\xff", "not UTF-8 text"),
-        (b" " * (1 << 20) + b"x", "1,048,577 bytes, too large for a chat template"),
-    ],
-)
-def test_file_without_a_valid_template_is_an_error(
-    content: bytes, expected: str, tokenizer: Any, tmp_path: Path
-) -> None:
-    file = tmp_path / "t.jinja"
-    file.write_bytes(content)
-    with pytest.raises(DataError, match=rf"chat_template=.*t.jinja:? {expected}"):
-        ChatTemplate.resolve(tokenizer, str(file))
-
-
-def test_answer_is_quoted_without_control_characters(tokenizer: Any) -> None:
-    tokenizer.chat_template = NO_STOP
-    template = ChatTemplate.resolve(tokenizer, None)
-    message = problem(template, chat("q", "\x1b[2J" + "two " * 99))
-    assert r"`\x1b[2Jtwo two" in message and message.isprintable() and len(message) < 300
-
-
-ALL_TEMPLATES = {name: named_template(name) for name in TEMPLATE_NAMES} | published_templates()
-DAMAGES = 1
 
 
 def parsed(text: str) -> str | None:
@@ -340,19 +300,18 @@ def parsed(text: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", [*TEMPLATE_NAMES, *list(published_templates())[::4]])
-def test_a_template_is_valid_or_damaged_as_transformers_says(name: str) -> None:
-    text, numbers = ALL_TEMPLATES[name], random.Random(name)
+TEMPLATES = [*(named_template(name) for name in TEMPLATE_NAMES), *published_templates().values()]
+
+
+@pytest.mark.parametrize("text", TEMPLATES[::12])
+def test_a_template_is_valid_or_damaged_as_transformers_says(text: str) -> None:
+    numbers = random.Random(text)
     assert find_syntax_error("it", text) is None
-    for _ in range(DAMAGES):
-        start = numbers.randrange(len(text))
-        damaged = text[:start] + text[start + numbers.randint(1, 40) :]
-        assert find_syntax_error("it", damaged) == parsed(damaged)
-
-
-def test_tags_of_templates() -> None:
-    for text in ("{% generation %}{% endgeneration %}", "{% generation %}", "{% unheard %}"):
-        assert find_syntax_error("it", text) == parsed(text), text
+    start = numbers.randrange(len(text))
+    damaged = text[:start] + text[start + numbers.randint(1, 40) :]
+    tags = ("{% generation %}{% endgeneration %}", "{% generation %}", "{% unheard %}")
+    for changed in (damaged, *tags):
+        assert find_syntax_error("it", changed) == parsed(changed)
 
 
 def test_nothing_is_computed() -> None:

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from common.errors import Origin
 from data_modules.template import TEMPLATE_NAMES, ChatTemplate, MaskConfig
 from data_modules.template.named_templates import named_template
+from data_modules.template.rendering import RowRefusedError
 from data_modules.types import (
     Conversation,
     Document,
+    Encoded,
     Note,
     Segment,
     Tokens,
@@ -25,7 +27,7 @@ from data_modules.types import (
 )
 from tests.data_modules.conftest import build_tokenizer
 from tests.data_modules.published import tokenizer_for
-from tests.data_modules.test_template import NO_STOP, encode, problem, runs, text_of
+from tests.data_modules.test_template import NO_STOP, by_weight, encode, problem, runs, text_of
 
 ORIGIN = Origin("rows.json", 7)
 IM = ["<|im_start|>", "<|im_end|>"]
@@ -47,17 +49,6 @@ def tokenizer_of() -> Any:
 
 def template_of(name: str = "chatml", text: str | None = None, **mask: Any) -> ChatTemplate:
     return ChatTemplate(copy(tokenizer_of()), text or named_template(name), "", MaskConfig(**mask))
-
-
-def by_weight(template: ChatTemplate, item: Any) -> list[tuple[float, str]]:
-    """Return the runs of tokens of one weight as (weight, text)."""
-    encoded = encode(template, item)
-    found: list[tuple[float, list[int]]] = []
-    for id_, weight in zip(encoded.input_ids.tolist(), encoded.weights.tolist(), strict=True):
-        if not found or found[-1][0] != weight:
-            found.append((weight, []))
-        found[-1][1].append(id_)
-    return [(weight, template.tokenizer.decode(ids)) for weight, ids in found]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +75,13 @@ def test_settings_decide_which_turns_are_trained_on(
     assert runs(template_of(**mask), TALK) == trained
 
 
-def test_the_weight_of_a_turn_takes_precedence_over_its_role() -> None:
+def test_results_of_tools_can_be_trained_on() -> None:
+    assert runs(template_of("qwen3", roles_to_train=["tool"]), calling()) == ["sun"]
+
+
+def test_the_weight_of_a_turn_takes_precedence_over_its_role_and_is_multiplied_by_the_rows() -> (
+    None
+):
     turns = (
         *(Turn("user", "one", 0.5), Turn("assistant", "two", 0.0)),
         *(Turn("user", "three"), Turn("assistant", "four")),
@@ -94,11 +91,7 @@ def test_the_weight_of_a_turn_takes_precedence_over_its_role() -> None:
     # The last answer is masked, and last_turn_only does not select another one instead.
     quiet = Conversation((*turns[:3], Turn("assistant", "four", 0.0)), ORIGIN)
     assert runs(template_of(last_turn_only=True), quiet) == []
-
-
-def test_the_weight_of_a_row_multiplies_all_others() -> None:
-    turns = (Turn("user", "one"), Turn("assistant", "two", 0.5))
-    chat = Conversation(turns, ORIGIN, weight=0.5)
+    chat = Conversation((Turn("user", "one"), Turn("assistant", "two", 0.5)), ORIGIN, weight=0.5)
     assert by_weight(template_of(), chat)[-1] == (0.25, "two" + END)
     everything = by_weight(template_of(train_on_inputs=True), chat)
     assert [weight for weight, _ in everything] == [0.5, 0.25, 0.5]
@@ -147,7 +140,7 @@ REASONING = "<think>\nlet me see\n</think>\n\n"
 
 
 @pytest.mark.parametrize("item", [REASONED, INLINE])
-@pytest.mark.parametrize("name", ["chatml", "qwen3", "plain"])
+@pytest.mark.parametrize("name", ["chatml", "qwen3"])
 @pytest.mark.parametrize(
     ("reasoning", "trained", "seen"),
     [
@@ -164,23 +157,34 @@ def test_reasoning_is_kept_stripped_or_masked(
     if name == "qwen3" and reasoning == "strip":
         # It writes an empty reasoning block.
         trained, seen = "<think>\n\n</think>\n\ntwo", "<think>\n\n</think>\n\n"
-    header, end = ("### Assistant:\n", "</s>") if name == "plain" else ("assistant\n", END)
-    assert text.endswith(f"{header}{seen}two{end}")
-    assert runs(template, item) == [trained + end]
+    assert text.endswith(f"assistant\n{seen}two{END}")
+    assert runs(template, item) == [trained + END]
     in_tags = item is REASONED and name == "chatml" and reasoning != "strip"
     assert encode(template, item).notes == ((Note("reasoning_in_tags"),) if in_tags else ())
 
 
-def test_dropped_reasoning_is_noted() -> None:
-    dropped = named_template("chatml").replace(
-        "message['content']", "message['content'].split('</think>')[-1].strip()"
-    )
-    template = template_of(text=dropped)
+CHATML = named_template("chatml")
+
+
+def notes_of(item: Conversation, old: str = "", new: str = "", **mask: Any) -> set[str]:
+    """Encode with a changed ChatML template, and return the notes on what it drops."""
+    notes = encode(template_of(text=CHATML.replace(old, new), **mask), item).notes
+    return {f"{note.kind} {note.seen}".strip() for note in notes if note.kind[:4] == "lost"}
+
+
+def test_what_a_template_drops_is_noted() -> None:
+    skip = "in messages if message.role != "
+    assert notes_of(calling("look")) == {"lost_tools", "lost_tool_calls"}
+    assert "lost_tool_turn" in notes_of(calling("look"), "in messages", f"{skip}'tool'")
+    assert notes_of(TALK, "in messages", f"{skip}'system'") == {"lost_system"}
+    assert notes_of(TALK) == set()
+    # An answer whose calls are lost is masked.
+    assert runs(template_of(), calling()) == ["it is sun" + END]
+    short = "message['content']", "message['content'].split('</think>')[-1].strip()"
     for item in (REASONED, INLINE):
-        assert encode(template, item).notes[-1] == Note("lost_reasoning", "let me see")
-        assert runs(template, item) == ["two" + END]
-    stripping = template_of(text=dropped, reasoning="strip")
-    assert encode(stripping, REASONED).notes == ()
+        assert notes_of(item, *short) == {"lost_reasoning let me see"}
+        assert runs(template_of(text=CHATML.replace(*short)), item) == ["two" + END]
+    assert notes_of(REASONED, *short, reasoning="strip") == set()
 
 
 WEATHER = {
@@ -249,16 +253,6 @@ def test_plain_writes_tools_calls_and_results(content: str) -> None:
     assert [note.kind for note in encode(template, item).notes if note.kind[:4] == "lost"] == []
 
 
-def test_plain_copies_arguments_that_are_a_string() -> None:
-    tokenizer = template_of("plain").tokenizer
-    call = {"function": {"name": 'a"b', "arguments": '{"x": 1}'}}
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call, call]}]
-    written = '<tool_call>{"name": "a\\"b", "arguments": {"x": 1}}</tool_call>'
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == (
-        f"### Assistant:\n{written}\n{written}</s>\n\n"
-    )
-
-
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_templates_with_tools_are_those_that_lose_nothing(name: str) -> None:
     text = named_template(name)
@@ -268,75 +262,35 @@ def test_templates_with_tools_are_those_that_lose_nothing(name: str) -> None:
     assert keeps == (name in ("plain", "gemma4", "granite", "qwen3"))
 
 
+def row(number: int) -> Conversation:
+    """Return a row with tools, calls and results whose numbers differ."""
+    tool = {"type": "function", "function": {"name": f"tool {number}", "description": "}"}}
+    calls = tuple(ToolCall(f"tool {number}", {"n": [n]}) for n in range(1 + number % 3))
+    turns = (
+        Turn("user", "what is it?"),
+        Turn("assistant", "look" if number % 2 else "", tool_calls=calls),
+        Turn("tool", f"sun {number}"),
+        Turn("assistant", f"it is {number}"),
+    )
+    return Conversation(turns, ORIGIN, (tool,) * (1 + number % 2))
+
+
 @pytest.mark.parametrize("name", ["plain", "qwen3"])
-@pytest.mark.parametrize("system", [(), (Turn("system", "be brief"),)])
-def test_rows_with_tools_are_rendered_once(
-    name: str, system: tuple[Turn, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    template = template_of(name)
-
-    def row(number: int) -> Conversation:
-        tool = {"type": "function", "function": {"name": f"tool {number}", "description": "}"}}
-        calls = tuple(ToolCall(f"tool {number}", {"n": [n]}) for n in range(1 + number % 3))
-        turns = (
-            Turn("user", "what is it?"),
-            Turn("assistant", "look" if number % 2 else "", tool_calls=calls),
-            Turn("tool", f"sun {number}"),
-            Turn("assistant", f"it is {number}"),
-        )
-        return Conversation(system + turns, ORIGIN, (tool,) * (1 + number % 2))
-
-    rows = [row(number) for number in range(6)]
+def test_rows_with_tools_are_rendered_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template, rows = template_of(name), [row(number) for number in range(6)]
     expected = [runs(template, row) for row in rows]
     assert all("<tool_call>" in trained[0] for trained in expected)
-    searched = [
-        template._finder.search(c, template._renderer.render([c])[0])
-        for c in (template._renderer.prepare(row, "keep") for row in rows)
-    ]
-    found = template._finder.render([template._renderer.prepare(row, "keep") for row in rows])
-    answers = [2 - (not system), 4 - (not system)]
-    for slow, fast in zip(searched, found, strict=True):
-        assert [s for s in slow.spans if s.turn in answers] == [
-            s for s in fast.spans if s.turn in answers
+    prepared = [template._renderer.prepare(row, "keep") for row in rows]
+    for chat, fast in zip(prepared, template._finder.render(prepared), strict=True):
+        slow = template._finder.search(chat, template._renderer.render([chat])[0])
+        assert not isinstance(fast, RowRefusedError)
+        assert [s for s in slow.spans if s.turn in (1, 3)] == [
+            s for s in fast.spans if s.turn in (1, 3)
         ]
         assert slow.lost == fast.lost == ()
     monkeypatch.setattr(template._finder, "search", None)  # only skeletons are used
-    monkeypatch.setattr(template._finder, "_build_skeleton", None)
+    monkeypatch.setattr(template._finder, "_build_skeleton", pytest.fail)
     assert [runs(template, row) for row in rows] == expected
-
-
-def test_tool_turns_can_be_trained_on() -> None:
-    assert runs(template_of("qwen3", roles_to_train=["tool"]), calling()) == ["sun"]
-
-
-def test_rows_with_and_without_tools_do_not_mix() -> None:
-    template = template_of("qwen3")
-    items = [TALK, calling(), calling(tools=()), TALK]
-    texts = [
-        template.tokenizer.decode(encoded.input_ids)
-        for encoded in template.encode(items)
-        if not isinstance(encoded, str)
-    ]
-    assert texts == [text_of(template, item) for item in items]
-    assert ["# Tools" in text for text in texts] == [False, True, False, False]
-
-
-def test_dropped_parts_are_noted() -> None:
-    kinds = {note.kind for note in encode(template_of("chatml"), calling("look")).notes}
-    assert kinds == {"lost_tools", "lost_tool_calls"}
-    assert encode(template_of("qwen3"), calling("look")).notes == ()
-    no_tools = named_template("chatml").replace(
-        "in messages", "in messages if message.role != 'tool'"
-    )
-    kinds = {note.kind for note in encode(template_of(text=no_tools), calling("look")).notes}
-    assert "lost_tool_turn" in kinds
-    no_system = no_tools.replace("'tool'", "'system'")
-    assert encode(template_of(text=no_system), TALK).notes == (Note("lost_system"),)
-    assert encode(template_of(), TALK).notes == ()
-
-
-def test_an_answer_whose_calls_are_lost_is_masked() -> None:
-    assert runs(template_of("chatml"), calling()) == ["it is sun" + END]
 
 
 INJECTED = Conversation(
@@ -360,8 +314,11 @@ def test_control_tokens_in_the_text_are_noted_escaped_or_an_error() -> None:
     assert tokenizer.eos_token_id not in ids
     assert tokenizer.decode(ids) == text_of(template_of(), INJECTED)
     assert runs(escaping, INJECTED) == [f" the token {END} ends a turn, </s> too{END}"]
+    prompt = escaping.prompt(INJECTED)
+    assert prompt is not None
+    assert prompt.input_ids == ids[: int((escaped.weights > 0).argmax())]
     refused = problem(template_of(control_tokens="error"), INJECTED)
-    assert refused.startswith(f"rows.json:7 its text contains the control token `{END}`")
+    assert refused.startswith(f"its text contains the control token `{END}`")
 
 
 @settings(max_examples=60)
@@ -386,15 +343,6 @@ def test_no_control_token_comes_from_escaped_text(content: str) -> None:
         assert ids.count(tokenizer.eos_token_id) == (not chat and bool(content.strip()))
 
 
-def test_prompt_with_escaped_text_is_a_prefix_of_the_whole() -> None:
-    template = template_of(control_tokens="escape")
-    prompt = template.prompt(INJECTED)
-    encoded = encode(template, INJECTED)
-    assert prompt is not None
-    trained = int((encoded.weights > 0).argmax())
-    assert prompt.input_ids == encoded.input_ids[:trained].tolist()
-
-
 def test_rows_of_tokens_are_not_changed() -> None:
     template = template_of()
     item = Tokens((1, 2, 3), (0.0, 1.0, 0.0), ORIGIN)
@@ -402,14 +350,17 @@ def test_rows_of_tokens_are_not_changed() -> None:
     assert encoded.input_ids.tolist() == [1, 2, 3] and encoded.weights.tolist() == [0, 1, 0]
     assert template.prompt(item) is None
     expected = problem(template, Tokens((1, 9999), (1.0, 1.0), ORIGIN))
-    assert expected.startswith(
-        "rows.json:7 input_ids has 9,999, but the tokenizer has the ids 0 to"
-    )
+    assert expected.startswith("input_ids has 9,999, but the tokenizer has the ids 0 to")
 
 
 def test_results_are_in_the_order_of_the_rows() -> None:
-    template = template_of(text=NO_STOP)
-    good = Document((Segment("one", 1.0),), ORIGIN)
-    results = list(template.encode([good, TALK, Tokens((1,), (1.0,), ORIGIN), TALK, good]))
+    good, tokens = Document((Segment("one", 1.0),), ORIGIN), Tokens((1,), (1.0,), ORIGIN)
+    results = list(template_of(text=NO_STOP).encode([good, TALK, tokens, TALK, good]))
     kinds = [type(result).__name__ for result in results]
-    assert kinds == ["Encoded", "RowProblem", "Encoded", "RowProblem", "Encoded"]
+    assert kinds == ["Encoded", "UnusableTemplateError"] * 2 + ["Encoded"]
+    # Rows with and without tools are rendered in groups.
+    template, items = template_of("qwen3"), [TALK, calling(), calling(tools=()), TALK]
+    for item, encoded in zip(items, template.encode(items), strict=True):
+        assert isinstance(encoded, Encoded)
+        text = template.tokenizer.decode(encoded.input_ids)
+        assert text == text_of(template, item) and ("# Tools" in text) == bool(item.tools)

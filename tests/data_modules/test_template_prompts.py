@@ -55,7 +55,10 @@ def template_of(name: str) -> ChatTemplate:
     [
         "opens block",
         *TEMPLATE_NAMES,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in sorted({*list(PUBLISHED)[::2], *DIFFERENT} & PUBLISHED.keys())
+        ),
     ],
 )
 def test_answers_after_another_text_than_their_prompt_are_counted(name: str) -> None:
@@ -89,11 +92,9 @@ def several(templates: Any) -> ChatTemplate:
     return ChatTemplate.resolve(tokenizer, None, MaskConfig())
 
 
-@pytest.mark.parametrize("rag", [{}, {"rag": "{{ documents }}"}])
-def test_of_several_templates_the_one_for_tools_renders_rows_with_tools(
-    rag: dict[str, str],
-) -> None:
-    template = several({"tool_use": FOR_TOOLS, "default": CHATML + "\n", **rag})
+def test_of_several_templates_the_one_for_tools_renders_rows_with_tools() -> None:
+    rag = "{{ documents }}"
+    template = several({"tool_use": FOR_TOOLS, "default": CHATML + "\n", "rag": rag})
     assert template.note.endswith("the tokenizer's (`tool_use` for rows with tools)")
     alone = {name: several(text) for name, text in (("tools", FOR_TOOLS), ("none", CHATML))}
     for tools in ((), (TOOL,)):
@@ -144,8 +145,10 @@ def text_of(template: ChatTemplate, item: Conversation) -> str:
     return str(template.tokenizer.decode(encode(template, item).input_ids.tolist()))
 
 
-@pytest.mark.parametrize("form", ["messages", "sharegpt", "alpaca", "prompt_completion"])
-@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize(
+    ("form", "as_text"),
+    [("messages", False), ("sharegpt", True), ("alpaca", False), ("prompt_completion", True)],
+)
 def test_a_row_is_rendered_with_its_own_arguments(form: str, as_text: bool) -> None:
     kwargs = {"effort": "high", "thinks": False}
     item = row(form, chat_template_kwargs=json.dumps(kwargs) if as_text else kwargs)
@@ -190,33 +193,18 @@ def test_arguments_that_the_template_does_not_read_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [None, True, 1, -0.5, 1e30, "a'b\"\\n\n{% x %}{{\u00e9\U0001f600", [1, [], {}], {"a'": [None]}],
+    "value", [None, True, -0.5, 1e30, "a'b\"\\n\n{% x %}{{\u00e9\U0001f600", {"a'": [1, [], None]}]
 )
-def test_a_default_is_the_value(value: Any) -> None:
-    tokenizer = build_tokenizer(["</s>"], eos="</s>")
-    texts = [
-        Renderer(tokenizer, text).render([Chat(TURNS, (), kwargs)])
-        for text, kwargs in (
-            ("{{ x|tojson }}", {"x": value}),
-            (set_defaults("{{ x|tojson }}", {"x": value}), {}),
-        )
-    ]
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize(
-    "text", ["  {% if true %}a{% endif %}", "\n\na", " a\n", "{%- if true %}a{% endif %}"]
-)
-def test_defaults_do_not_change_a_template(text: str) -> None:
-    tokenizer = build_tokenizer(["</s>"], eos="</s>")
-    changed = Renderer(tokenizer, set_defaults(text, {"x": 1})).render([Chat(TURNS)])
-    assert changed == Renderer(tokenizer, text).render([Chat(TURNS)])
+@pytest.mark.parametrize("text", ["  {% if x %}{% endif %}", "\n\n", "{%- if true %}{% endif %} "])
+def test_a_default_is_the_value_and_changes_nothing_else(value: Any, text: str) -> None:
+    tokenizer, text = build_tokenizer(["</s>"], eos="</s>"), text + "{{ x|tojson }}\n"
+    given = Renderer(tokenizer, text).render([Chat(TURNS, (), {"x": value})])
+    assert Renderer(tokenizer, set_defaults(text, {"x": value})).render([Chat(TURNS)]) == given
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name, text in PUBLISHED.items() if "enable_thinking" in text]
+    "name", [name for name, text in PUBLISHED.items() if "enable_thinking" in text][::4]
 )
 def test_a_default_renders_as_the_argument_of_published_templates(name: str) -> None:
     text, kwargs = PUBLISHED[name], {"enable_thinking": False}
@@ -229,33 +217,14 @@ def test_a_default_renders_as_the_argument_of_published_templates(name: str) -> 
         assert Renderer(tokenizer, default).apply_template([Chat(TURNS * 2)], **options) == expected
 
 
-@pytest.mark.skipif("nemotron_3_nano" not in PUBLISHED, reason="needs trl's templates")
-def test_without_thinking_nemotron_is_prompted_as_trained() -> None:
-    template = resolve(PUBLISHED["nemotron_3_nano"], enable_thinking=False)
-    encoded = encode(template, row())
-    assert encoded.notes == ()
-    prompt = template.prompt_ids(TURNS[:1])
-    assert encoded.input_ids.tolist()[: len(prompt)] == prompt
-
-
-REFUSED = [
-    *("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "bos_token"),
-    *("return_dict", "a-b", "", "not"),
-]
-
-
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", ["tools", "add_generation_prompt", "return_dict", "a-b", "not"])
 def test_names_that_are_no_arguments_are_refused(name: str) -> None:
     with pytest.raises(RowError, match=f"chat_template_kwargs: '{name}' is "):
         row(chat_template_kwargs={name: True})
+    with pytest.raises(RowError, match="chat_template_kwargs is "):
+        row(chat_template_kwargs=[name])
     config = DataConfig(chat_template_kwargs={name: True})
     assert any(
         problem.startswith(f"data.chat_template_kwargs: '{name}' is ")
         for problem in check_datasets(config)
     )
-
-
-@pytest.mark.parametrize("value", [3, ["a"], "[1]", "{"])
-def test_a_column_of_another_type_is_refused(value: Any) -> None:
-    with pytest.raises(RowError, match="chat_template_kwargs is "):
-        row(chat_template_kwargs=value)

@@ -7,8 +7,7 @@ behave as those of families which no package carries.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,23 +22,19 @@ from data_modules.template.marks import RenderedChat
 from data_modules.template.named_templates import (
     TEMPLATE_NAMES,
     TEST_CHATS,
-    TracedChat,
     build_test_chat,
-    find_mask_faults,
     named_template,
     run_test_chats,
 )
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError
 from data_modules.template.spans import SpanFinder
 from data_modules.types import Conversation, Encoded, ToolCall, Turn
-from tests.data_modules.conftest import SHARED, build_tokenizer, read_rows
-from tests.data_modules.published import published_templates, tokenizer_for
-from tests.data_modules.test_template import encode, problem, runs
+from tests.data_modules.conftest import SHARED, read_rows
+from tests.data_modules.published import PUBLISHED, published_templates, tokenizer_for
+from tests.data_modules.test_template import encode, runs
 
 pytestmark = pytest.mark.slow
 
-PUBLISHED = published_templates()
-TRAINING = [name for name in PUBLISHED if name.endswith("_training")]
 ORIGIN = Origin("rows.json", 7)
 _CALL = (
     "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' "
@@ -147,49 +142,30 @@ TEMPLATES = {
     "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|assistant|>"),
 }
-REFUSED = {"alternating roles only": 1}
-"""number of test chats that a template rejects"""
-
-
-@cache
-def published(name: str) -> ChatTemplate:
-    return ChatTemplate(tokenizer_for(PUBLISHED[name]), PUBLISHED[name], "")
+NAMED = {f"named:{name}": named_template(name) for name in TEMPLATE_NAMES}
+ALL = TEMPLATES | NAMED | published_templates()
+# Those with `_training` have blocks for the answers, written by hand.
+TRAINING = [name for name in published_templates() if name.endswith("_training")]
 
 
 @cache
 def template_of(name: str) -> ChatTemplate:
-    return ChatTemplate(tokenizer_for(TEMPLATES[name]), TEMPLATES[name], "")
+    return ChatTemplate(tokenizer_for(ALL[name]), ALL[name], "")
 
 
 def is_our_error(reason: str) -> bool:
     return "refuses this row" not in reason
 
 
-def refused_test_chats(template: ChatTemplate) -> list[str]:
-    """Return the test chats that a template refuses; the others have a correct mask."""
-    found = run_test_chats(template.trace)
+@pytest.mark.parametrize("name", [name for name in ALL if name not in TRAINING])
+def test_no_template_trains_on_another_turn(name: str) -> None:
+    found = run_test_chats(template_of(name).trace)
     assert list(found) == list(TEST_CHATS)
     refused = {name: str(each) for name, each in found.items() if not isinstance(each, list)}
     assert not any(map(is_our_error, refused.values())), refused
     assert [each for name, each in found.items() if name not in refused and each] == []
-    return list(refused)
-
-
-@pytest.mark.skipif(not PUBLISHED, reason="needs trl's templates")
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in TRAINING])
-def test_no_published_template_trains_on_another_turn(name: str) -> None:
-    assert len(refused_test_chats(published(name))) <= len(TEST_CHATS) - 9
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_no_style_of_template_trains_on_another_turn(name: str) -> None:
-    assert len(refused_test_chats(template_of(name))) == REFUSED.get(name, 0)
-
-
-@pytest.mark.parametrize("name", TEMPLATE_NAMES)
-def test_no_named_template_trains_on_another_turn(name: str) -> None:
-    text = named_template(name)
-    refused_test_chats(ChatTemplate(tokenizer_for(text), text, ""))
+    most = int(name == "alternating roles only") if name in TEMPLATES else len(TEST_CHATS) - 9
+    assert len(refused) <= most
 
 
 CHANNELS = "several channels, results under the name of the call"
@@ -266,34 +242,18 @@ def test_stop_tokens_of_answers(
     assert template._layout_builder.seen_stops == stops
 
 
-@pytest.mark.parametrize(
-    ("name", "pattern", "kinds"),
-    [
-        (CHANNELS, "T u cc tt a", {"lost_tools", "lost_tool_calls"}),  # one of two calls is written
-        (CHANNELS, "T u ac t a", {"lost_tools", "lost_content"}),
-        (AFTER_RESULTS, "u ac", {"lost_content"}),
-    ],
-)
-def test_dropped_calls_and_texts_are_noted(name: str, pattern: str, kinds: set[str]) -> None:
-    notes = encode(template_of(name), build_test_chat(pattern)).notes
-    assert {note.kind for note in notes} == kinds
+def notes_of(name: str, pattern: str) -> set[str]:
+    return {note.kind for note in encode(template_of(name), build_test_chat(pattern)).notes}
 
 
-ASCII_ONLY = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' "
-    "+ m.content.encode('ascii', 'ignore').decode() + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""drops the marks by which answers are located"""
-
-
-def test_a_template_that_drops_characters_of_answers_locates_none() -> None:
-    tokenizer = build_tokenizer(["</s>", "<|im_start|>", "<|im_end|>"], eos="</s>")
-    tokenizer.chat_template = ASCII_ONLY
-    template = ChatTemplate.resolve(tokenizer, None)
-    assert "so its answers cannot be located; set data.chat_template=plain" in problem(
-        template, build_test_chat("u a")
-    )
+def test_dropped_calls_texts_and_reasoning_are_noted() -> None:
+    # One of two calls is written.
+    assert notes_of(CHANNELS, "T u cc tt a") == {"lost_tools", "lost_tool_calls"}
+    assert notes_of(CHANNELS, "T u ac t a") == {"lost_tools", "lost_content"}
+    assert notes_of(AFTER_RESULTS, "u ac") == {"lost_content"}
+    earlier = "reasoning of earlier answers dropped"
+    assert notes_of(earlier, "u ra u ra") == {"lost_reasoning", "other_prompt"}
+    assert notes_of(earlier, "u ra") == set()
 
 
 def test_a_wrong_mask_is_an_error_when_the_template_is_resolved(
@@ -301,53 +261,30 @@ def test_a_wrong_mask_is_an_error_when_the_template_is_resolved(
 ) -> None:
     render = SpanFinder.render
 
-    def extend_spans_to_the_end(finder: SpanFinder, chats: Sequence[Chat]) -> list[Any]:
-        return [
-            chat._replace(spans=[s._replace(stop_end=len(chat.text)) for s in chat.spans])
-            if isinstance(chat, RenderedChat)
-            else chat
-            for chat in render(finder, chats)
-        ]
+    def resolve(field: str, value: Callable[[RenderedChat], int]) -> str:
+        """Resolve a template whose spans are changed."""
 
-    monkeypatch.setattr(SpanFinder, "render", extend_spans_to_the_end)
-    tokenizer = build_tokenizer(["</s>", "<|im_start|>", "<|im_end|>"], eos="</s>")
-    tokenizer.chat_template = named_template("chatml") + "{# not checked yet #}"
-    with pytest.raises(DataError) as caught:
-        ChatTemplate.resolve(tokenizer, None)
-    fault = "in the test chat `two answers` turn 3 (user) is trained on"
-    assert f"the tokenizer's own chat template: {fault}" in str(caught.value)
+        def changed(finder: SpanFinder, chats: Sequence[Chat]) -> list[Any]:
+            return [
+                chat._replace(spans=[s._replace(**{field: value(chat)}) for s in chat.spans])
+                if isinstance(chat, RenderedChat)
+                else chat
+                for chat in render(finder, chats)
+            ]
 
+        monkeypatch.setattr(SpanFinder, "render", changed)
+        text = named_template("chatml") + f"{{# {field} not checked yet #}}"
+        with pytest.raises(DataError) as caught:
+            ChatTemplate.resolve(tokenizer_for(text), None)
+        return str(caught.value)
 
-def test_mask_faults_are_missing_answers_and_trained_prompts() -> None:
-    template = template_of("two tokens end a turn")
-    chat = build_test_chat("T u rac t a")
-    traced = template.trace(chat)
-    assert isinstance(traced, TracedChat) and list(find_mask_faults(chat, traced)) == []
-    nothing = traced._replace(weights=np.zeros_like(traced.weights))
-    assert "`c3vq0` of turn 4 (assistant) is not trained on" in list(
-        find_mask_faults(chat, nothing)
-    )
-    everything = traced._replace(weights=np.ones_like(traced.weights))
-    faults = list(find_mask_faults(chat, everything))
-    assert [fault for fault in faults if "not trained on" not in fault] == [
-        "turn 1 (user) is trained on",
-        "turn 3 (tool) is trained on",
-    ]
+    start = "the tokenizer's own chat template: in the test chat "
+    said = resolve("stop_end", lambda chat: len(chat.text))
+    assert said.startswith(f"{start}`two answers` turn 3 (user) is trained on")
+    said = resolve("start", lambda chat: len(chat.text))
+    assert said.startswith(f"{start}`one answer` `c1vq0` of turn 2 (assistant) is not trained on")
 
 
-def test_the_test_chats_take_less_than_a_second_and_run_once() -> None:
-    tokenizer = tokenizer_for(named_template("qwen3"))
-    tokenizer.chat_template = named_template("qwen3") + "{# another hash #}"
-    started = time.process_time()
-    run_test_chats(ChatTemplate(tokenizer, tokenizer.chat_template, "").trace)
-    assert time.process_time() - started < 1.0
-    ChatTemplate.resolve(tokenizer, None)
-    started = time.process_time()
-    ChatTemplate.resolve(tokenizer, None)
-    assert time.process_time() - started < 0.5
-
-
-@pytest.mark.skipif(not PUBLISHED, reason="needs trl's templates")
 @pytest.mark.parametrize("name", TRAINING)
 def test_masks_equal_those_of_the_generation_blocks(name: str) -> None:
     """Compare with the generation blocks that TRL wrote by hand into the same template.
@@ -356,7 +293,7 @@ def test_masks_equal_those_of_the_generation_blocks(name: str) -> None:
     the end of a message if the template ends the last one differently, and on empty turns. We alone
     train on text that the generation prompt leaves to the model. Neither is ever text of a row.
     """
-    template = published(name)
+    template = template_of(name)
     for pattern in TEST_CHATS.values():
         chat = template._rewrite(build_test_chat(pattern))
         traced = template.trace(chat)
@@ -433,35 +370,20 @@ def _format_of(name: str) -> str:
     return "oasst" if name.startswith("oasst") else "sharegpt"
 
 
-@pytest.mark.skipif(not PUBLISHED, reason="needs trl's templates")
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in TRAINING])
+@pytest.mark.parametrize("name", list(PUBLISHED)[::3])
 def test_real_conversations_are_usable(name: str) -> None:
     if not (SHARED / "chat").is_dir():
         pytest.skip("needs the shared data")
-    template, chats = published(name), real_conversations()
+    template, chats = template_of(name), real_conversations()
     problems = [row for row in template.encode(chats) if not isinstance(row, Encoded)]
-    assert [problem for problem in problems if is_our_error(problem.reason)] == []
+    assert not any(is_our_error(str(problem)) for problem in problems)
     assert len(problems) <= len(chats) // 100
-
-
-def test_dropped_reasoning_is_noted() -> None:
-    item = build_test_chat("u ra u ra")
-    notes = encode(template_of("reasoning of earlier answers dropped"), item).notes
-    assert [(note.kind, note.seen) for note in notes] == [
-        ("lost_reasoning", "r1vq0"),
-        ("other_prompt", "(prompt: ...<|assistant|><think>)"),
-    ]
-    kept = encode(template_of("reasoning of earlier answers dropped"), build_test_chat("u ra"))
-    assert kept.notes == ()
 
 
 ROUND = (Turn("user", "what is it?"), Turn("assistant", "it is one"))
 
 
-@pytest.mark.parametrize("name", ["plain", "chatml", "qwen3"])
-def test_a_long_conversation_is_rendered_a_few_times(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_conversation_is_rendered_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = 0
     apply_template = Renderer.apply_template
 
@@ -471,8 +393,8 @@ def test_a_long_conversation_is_rendered_a_few_times(
         return apply_template(renderer, chats, **options)
 
     monkeypatch.setattr(Renderer, "apply_template", count)
-    for num_rounds in (100, 200):
-        text = named_template(name)
+    for num_rounds in (50, 100):
+        text = named_template("qwen3")
         template = ChatTemplate(tokenizer_for(text), text, "")
         rendered = 0
         encode(template, Conversation(ROUND * num_rounds, ORIGIN))

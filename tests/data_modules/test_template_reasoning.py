@@ -22,7 +22,7 @@ from tests.data_modules.test_template import encode, runs
 PLAIN, HARMONY = "named:plain", "named:harmony"
 TEMPLATES = [
     *(f"named:{name}" for name in TEMPLATE_NAMES),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in list(PUBLISHED)[::2]),
 ]
 WHY, ANSWER = "one two three", "it is one"
 FORMS: dict[str, dict[str, Any]] = {
@@ -75,39 +75,27 @@ def tokens(encoded: Encoded) -> tuple[list[int], list[float]]:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_form_of_reasoning_is_the_same_to_a_template(name: str) -> None:
     """Tags in a line keep their white space in a template that reads no field."""
-    template = template_of(name, "keep")
-    expected = encode(template, row(FORMS["reasoning_content"]))
+    keeps, strips, masks = (template_of(name, mode) for mode in ("keep", "strip", "mask"))
+    expected = encode(keeps, row(FORMS["reasoning_content"]))
     is_lost = "lost_reasoning" in {note.kind for note in expected.notes}
+    reads_field = bool(keeps._renderer.message_format.reasoning_key)
+    without = tokens(encode(strips, row({"content": ANSWER})))
+    (plain,) = runs(masks, row({"content": ANSWER}))
     for form, answer in forms_of(name).items():
-        found = encode(template, row(answer))
-        if template._renderer.message_format.reasoning_key or "in a line" not in form:
+        found, (trained,) = encode(keeps, row(answer)), runs(keeps, row(answer))
+        if reads_field or "in a line" not in form:
             assert tokens(found) == tokens(expected), form
-        (trained,) = runs(template, row(answer))
-        assert ANSWER in trained
-        assert trained.count(WHY) == (0 if is_lost else 1), form
+        assert ANSWER in trained and trained.count(WHY) == (0 if is_lost else 1), form
         assert ("lost_reasoning" in {note.kind for note in found.notes}) == is_lost
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_stripped_reasoning_leaves_nothing(name: str) -> None:
-    template = template_of(name, "strip")
-    expected = tokens(encode(template, row({"content": ANSWER})))
-    for form, answer in forms_of(name).items():
-        assert tokens(encode(template, row(answer))) == expected, form
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_nothing_before_the_answer_of_masked_reasoning_is_trained_on(name: str) -> None:
-    template = template_of(name, "mask")
-    (trained,) = runs(template, row({"content": ANSWER}))
-    expected = trained[trained.index(ANSWER) :]
-    kept = template_of(name, "keep")
-    for form, answer in forms_of(name).items():
-        encoded = encode(template, row(answer))
-        assert encoded.input_ids.tolist() == encode(kept, row(answer)).input_ids.tolist()
-        (trained,) = runs(template, row(answer))
-        is_lost = "lost_reasoning" in {note.kind for note in encoded.notes}
-        assert ANSWER in trained if is_lost else trained.lstrip() == expected, form
+        assert tokens(encode(strips, row(answer))) == without, form
+        masked = encode(masks, row(answer))
+        assert masked.input_ids.tolist() == found.input_ids.tolist()
+        (trained,) = runs(masks, row(answer))
+        # Nothing before the answer is trained on.
+        if is_lost:
+            assert ANSWER in trained, form
+        else:
+            assert trained.lstrip() == plain[plain.index(ANSWER) :], form
 
 
 CALL = {"tool_calls": [{"function": {"name": "look", "arguments": {"x": 1}}}]}
@@ -196,25 +184,20 @@ def tool_text(result: str) -> Any:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize(
-    "result",
-    [
-        "<tool_response>\n36\n</tool_response>",
+def test_tool_results_in_the_text_of_a_question(name: str) -> None:
+    template = template_of(name, "keep")
+    for result in (
         "<tool_response>36</tool_response>\n<tool_response>\n</tool_response>",
         " <div>36</div>\n",
         "<tool_response>",
-    ],
-)
-def test_tool_results_in_the_text_of_a_question(name: str, result: str) -> None:
-    """Qwen's templates keep reasoning after a question unless it is a tool result in tags."""
-    template = template_of(name, "keep")
-    call, answer = runs(template, tool_text(result))
-    assert '<tool_call>{"name": "f"}</tool_call>' in call
-    assert ANSWER in answer
-    assert "36" not in call + answer
+    ):
+        call, answer = runs(template, tool_text(result))
+        assert '<tool_call>{"name": "f"}</tool_call>' in call and ANSWER in answer
+        assert "36" not in call + answer
 
 
 def test_tool_results_in_text_keep_the_reasoning_before_them() -> None:
+    """Qwen's templates keep reasoning after a question unless it is a tool result in tags."""
     template = template_of("named:qwen3", "keep")
     call, answer = runs(template, tool_text("<tool_response>\n36\n</tool_response>"))
     assert call.startswith("<think>\nlook\n</think>\n\n<tool_call>")

@@ -196,18 +196,6 @@ def check_that_skeleton_and_search_agree(
         assert fast.lost == slow.lost
 
 
-def test_search_includes_the_white_space_at_the_end_of_an_answer_without_stop_token() -> None:
-    finder = template_of("harmony")._finder
-    chat = Chat((Turn("user", "yes"), Turn("assistant", "no \n")) * 2)
-    (text,) = finder._renderer.render([chat])
-    assert isinstance(text, str)
-    spans = [span for span in finder.search(chat, text).spans if span.turn in (1, 3)]
-    assert [text[span.start : span.end] for span in spans] == [
-        "<|channel|>final<|message|>no \n" for _ in spans
-    ]
-    assert [span.stop for span in spans] == ["", "<|return|>"]
-
-
 def test_the_end_of_an_empty_question_is_not_trained_on() -> None:
     """For a template without generation prompt that writes the last question in another way."""
     tokenizer = build_tokenizer(["</s>", "[INST]", "[/INST]"], eos="</s>")
@@ -223,7 +211,7 @@ def test_the_end_of_an_empty_question_is_not_trained_on() -> None:
     assert trained_texts(template, encode(template, chat)) == " yes</s> no</s>"
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ["plain", "gemma of its hub", "no prefix"])
 def test_each_row_is_rendered_once(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template = template_of(style)
     chat = Conversation(
@@ -259,7 +247,7 @@ def test_skeleton_matches_exactly_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("answer", ["two", " two", "\n\ntwo"])
+@pytest.mark.parametrize("answer", [" two", "\n\ntwo"])
 def test_prompt_is_a_prefix_of_the_trained_tokens(style: str, answer: str) -> None:
     template = template_of(style, adds_bos=True)
     turns = (Turn("user", "q"), Turn("assistant", "one"), Turn("user", "r"))
@@ -275,32 +263,16 @@ def test_prompt_is_a_prefix_of_the_trained_tokens(style: str, answer: str) -> No
     assert prompt.input_ids == ids[:last].tolist()
 
 
-REASONING = "<think>\nhm\n</think>\n\n"
-
-
 @pytest.mark.parametrize("style", REASONING_STYLES)
-@pytest.mark.parametrize(
-    ("answers", "trained"),
-    [
-        ([REASONING + "two"], [REASONING + "two"]),
-        (["two"], ["<think>\n\n</think>\n\ntwo"]),
-        ([REASONING + "one", REASONING + "two"], ["one", REASONING + "two"]),
-    ],
-)
-def test_reasoning_is_trained_on_as_the_template_writes_it(
-    style: str, answers: list[str], trained: list[str], monkeypatch: pytest.MonkeyPatch
+def test_reasoning_of_earlier_answers_is_left_out_as_the_template_does(
+    style: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = template_of(style)
+    answers = [f"<think>\nhm\n</think>\n\n{text}" for text in ("one", "two")]
     turns = [turn for text in answers for turn in (Turn("user", "q"), Turn("assistant", text))]
     monkeypatch.setattr(template._finder, "search", None)  # only skeletons are used
-    assert runs(template, Conversation(tuple(turns), ORIGIN)) == [
-        text + "<|im_end|>" for text in trained
-    ]
-
-
-def test_every_named_template_is_a_style() -> None:
-    assert set(TEMPLATE_NAMES) <= set(STYLES) | set(OTHERS)
-    assert TEMPLATE_NAMES[:2] == ("plain", "chatml")
+    trained = runs(template, Conversation(tuple(turns), ORIGIN))
+    assert trained == ["one<|im_end|>", answers[1] + "<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)

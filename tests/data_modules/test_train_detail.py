@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import Origin
 from data_modules.format import RowError, convert_row
-from data_modules.template import ChatTemplate, RowProblem
+from data_modules.template import ChatTemplate, UnusableTemplateError
 from data_modules.types import Conversation, Row, Turn
 from tests.data_modules.test_template import encode, template_of
 from tests.data_modules.test_template_reasoning import TEMPLATES
@@ -174,6 +174,6 @@ def test_an_answer_that_is_not_written_unchanged_is_refused() -> None:
         (Turn("user", "a"), Turn("assistant", "b </think> c", trained=((0, 3),))), ORIGIN
     )
     (found,) = template_of(UPPER.replace(" | upper", ".split('</think>')[-1]")).encode([chat])
-    assert isinstance(found, RowProblem) and found.is_of_template
-    assert found.problem.startswith("rows.jsonl:7 turn 2 (assistant): the chat template does not")
-    assert "train_detail cannot be located; set 'train' for the whole turn" in found.problem
+    assert isinstance(found, UnusableTemplateError)
+    assert str(found).startswith("turn 2 (assistant): the chat template does not")
+    assert "train_detail cannot be located; set 'train' for the whole turn" in str(found)
