@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,24 @@ class MixtureRow:
     share_of_rows: float
     share_of_tokens: float
     requested: float | None
+
+    HEADINGS: ClassVar[tuple[str, ...]] = (
+        *("data set", "rows", "tokens", "epochs", "rows seen", "of rows", "of tokens"),
+        "requested",
+    )
+
+    def cells(self) -> tuple[str, ...]:
+        """Return a text cell for each heading."""
+        return (
+            self.name,
+            f"{self.rows:,}",
+            f"{self.tokens:,}",
+            f"{self.epochs:.3g}",
+            f"{self.rows_seen:,}",
+            percent(self.share_of_rows, 2),
+            percent(self.share_of_tokens, 2),
+            "" if self.requested is None else percent(self.requested, 2),
+        )
 
 
 def seeded_generator(seed: int, *keys: object) -> np.random.Generator:
@@ -180,14 +198,7 @@ def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
 
     A last line warns of data sets that are repeated more than `_MANY_EPOCHS` times.
     """
-    names = ("data set", "rows", "tokens", "epochs", "rows seen", "of rows", "of tokens")
-    table: list[tuple[str, ...]] = [(*names, "requested")]
-    for row in rows:
-        shares = (row.share_of_rows, row.share_of_tokens, row.requested)
-        counts = (f"{row.rows:,}", f"{row.tokens:,}", f"{row.epochs:.3g}", f"{row.rows_seen:,}")
-        percents = ("" if share is None else percent(share, 2) for share in shares)
-        table.append((row.name, *counts, *percents))
-    lines = aligned(table)
+    lines = aligned([MixtureRow.HEADINGS, *(row.cells() for row in rows)])
     repeated = [row for row in rows if row.requested is not None and row.epochs > _MANY_EPOCHS]
     if repeated:
         named = ", ".join(f"{row.name} {row.epochs:.3g} times" for row in repeated)

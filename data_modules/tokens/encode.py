@@ -222,12 +222,12 @@ class ChunkEncoder:
         )
         for number, items in rows.items():
             results = [next(encoded) for _ in items]
-            good = [found for found in results if isinstance(found, Encoded)]
             try:
-                for found in results:
-                    if isinstance(found, RowRefusedError):
-                        raise found
-                self._add(builder, good, number, items[0])
+                for result in results:
+                    if isinstance(result, RowRefusedError):
+                        raise result
+                whole = [result for result in results if isinstance(result, Encoded)]
+                self._add(builder, whole, number, items[0])
             except (formats.RowError, RowRefusedError) as error:
                 refused[number] = error
                 continue

@@ -27,8 +27,6 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "R", "tool_call_id": "call00001", "name": "look"}
 TALK = [SYSTEM, USER, ANSWER, AGAIN]
 WITH_TOOLS = [USER, CALLS, RESULT, ANSWER]
-LLAMA = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
-OPEN, CLOSE = "<|start_header_id|>", "<|end_header_id|>\n\n"
 ROLE, END = "<|start_of_role|>", "<|end_of_role|>"
 RENDERED = {
     "phi4": "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>U<|im_end|>"
@@ -36,8 +34,6 @@ RENDERED = {
     "<|im_start|>assistant<|im_sep|>",
     "mistral_v3": "<s>[INST] S\n\nU[/INST] A</s>[INST] V[/INST]",
     "mistral_v7": "<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]U[/INST]A</s>[INST]V[/INST]",
-    "llama3_1": f"<s>{OPEN}system{CLOSE}{LLAMA}S<|eot_id|>{OPEN}user{CLOSE}U<|eot_id|>"
-    f"{OPEN}assistant{CLOSE}A<|eot_id|>{OPEN}user{CLOSE}V<|eot_id|>{OPEN}assistant{CLOSE}",
     "granite": f"{ROLE}system{END}S<|end_of_text|>\n{ROLE}user{END}U<|end_of_text|>\n"
     f"{ROLE}assistant{END}A<|end_of_text|>\n{ROLE}user{END}V<|end_of_text|>\n{ROLE}assistant{END}",
     "deepseek": "<s>S<｜User｜>U<｜Assistant｜>A<｜end▁of▁sentence｜><｜User｜>V<｜Assistant｜>",
@@ -46,13 +42,6 @@ RENDERED_CALLS = {
     "mistral_v3": f"<s>[AVAILABLE_TOOLS] [{json.dumps(TOOL)}][/AVAILABLE_TOOLS][INST] U[/INST]"
     '[TOOL_CALLS] [{"name": "look", "arguments": {"a": 1}, "id": "call00001"}]</s>'
     '[TOOL_RESULTS] {"content": R, "call_id": "call00001"}[/TOOL_RESULTS] A</s>',
-    "llama3_1": f"<s>{OPEN}system{CLOSE}Environment: ipython\n{LLAMA}<|eot_id|>{OPEN}user{CLOSE}"
-    "Given the following functions, please respond with a JSON for a function call with its proper "
-    "arguments that best answers the given prompt.\n\nRespond in the format "
-    '{"name": function name, "parameters": dictionary of argument name and its value}.'
-    f"Do not use variables.\n\n{json.dumps(TOOL, indent=4)}\n\nU<|eot_id|>"
-    f'{OPEN}assistant{CLOSE}{{"name": "look", "parameters": {{"a": 1}}}}<|eot_id|>'
-    f'{OPEN}ipython{CLOSE}"R"<|eot_id|>{OPEN}assistant{CLOSE}A<|eot_id|>',
     "granite": f"{ROLE}user{END}U<|end_of_text|>\n{ROLE}assistant{END}<tool_call>\n"
     '{"name": "look", "arguments": {"a": 1}}\n</tool_call><|end_of_text|>\n'
     f"{ROLE}user{END}\n<tool_response>\nR\n</tool_response><|end_of_text|>\n"
@@ -110,15 +99,12 @@ def rendered(text: str, messages: list[dict[str, Any]], **more: Any) -> str:
 
 
 @pytest.mark.parametrize("name", RENDERED)
-def test_a_conversation(name: str) -> None:
+def test_conversations_with_and_without_calls(name: str) -> None:
     text = named_template(name)
     assert rendered(text, TALK, add_generation_prompt=True) == RENDERED[name]
-
-
-@pytest.mark.parametrize("name", RENDERED_CALLS)
-def test_calls_and_their_results(name: str) -> None:
-    tools = {"tools": [TOOL]} if name in ("mistral_v3", "llama3_1") else {}
-    assert rendered(named_template(name), WITH_TOOLS, **tools) == RENDERED_CALLS[name]
+    if name in RENDERED_CALLS:
+        tools = {"tools": [TOOL]} if name == "mistral_v3" else {}
+        assert rendered(text, WITH_TOOLS, **tools) == RENDERED_CALLS[name]
 
 
 @pytest.mark.parametrize(
@@ -154,25 +140,15 @@ def test_granite_declares_its_tools() -> None:
 
 @pytest.mark.skipif(not published_templates(), reason="needs trl's templates")
 @pytest.mark.parametrize("name", SAME_AS)
-def test_a_conversation_is_rendered_as_by_the_published_template(name: str) -> None:
-    other = published_templates()[SAME_AS[name]]
-    for messages, prompt in (([USER, ANSWER], False), ([USER, ANSWER, AGAIN], True)):
-        ours, theirs = (
-            rendered(text, messages, add_generation_prompt=prompt)
-            for text in (named_template(name), other)
-        )
-        assert ours == theirs
-
-
-@pytest.mark.skipif(not published_templates(), reason="needs trl's templates")
-@pytest.mark.parametrize("name", ["gemma4", "harmony"])
-def test_tools_and_reasoning_are_rendered_as_by_the_published_template(name: str) -> None:
-    other = published_templates()[SAME_AS[name]]
-    for messages, prompt in CHATS_WITH_TOOLS:
-        for tools in ([TOOL, TAKE], None):
+def test_chats_are_rendered_as_by_the_published_template(name: str) -> None:
+    ours, theirs = named_template(name), published_templates()[SAME_AS[name]]
+    chats = [([USER, ANSWER], False), (TALK, True)]
+    chats += [(WITH_TOOLS, False)] if name in ("llama3_1", "qwen3") else []
+    chats += CHATS_WITH_TOOLS if name in ("gemma4", "harmony") else []
+    for messages, prompt in chats:
+        for tools in ([TOOL, TAKE], [TOOL], None):
             more = {"tools": tools, "add_generation_prompt": prompt, "enable_thinking": prompt}
-            ours = rendered(named_template(name), messages, **more)
-            assert ours == rendered(other, messages, **more)
+            assert rendered(ours, messages, **more) == rendered(theirs, messages, **more)
 
 
 def test_harmony_allows_one_call_per_answer() -> None:
