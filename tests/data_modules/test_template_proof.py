@@ -100,14 +100,6 @@ TEMPLATES = {
     "{% else %}{{ m.content + '<turn|>\n' }}{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}"
     "{% endif %}",
-    "results in one user turn": "{% for m in messages %}{% if m.role == 'tool' %}"
-    "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
-    "{{ '\n<result>\n' + m.content + '\n</result>' }}"
-    "{% if loop.last or messages[loop.index].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
-    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content|trim }}"
-    + _CALL
-    + "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    + _PROMPT.replace("PROMPT", "<|im_start|>assistant\n"),
     "system in the first question, turns merged": "{{ bos_token }}{% for m in messages %}"
     "{% if m.role == 'system' %}{{ '[INST] ' + m.content + '\n\n' }}"
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content }}"
@@ -126,20 +118,9 @@ TEMPLATES = {
     "{{ call.id + call.function.name + call.function.arguments|tojson }}{% endfor %}"
     "{{ (m.tool_call_id or '') + '<|end|>' }}{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|assistant|>"),
-    "contents in parts": "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
-    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
-    "{% endfor %}"
-    + _CALL
-    + "{{ '<|end|>' }}{% endfor %}"
-    + _PROMPT.replace("PROMPT", "<|assistant|>"),
     "text after the calls": "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
     + _CALL
     + "{{ m.content + '<|end|>' }}{% endfor %}"
-    + _PROMPT.replace("PROMPT", "<|assistant|>"),
-    "alternating roles only": "{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|assistant|>"),
 }
 NAMED = {f"named:{name}": named_template(name) for name in TEMPLATE_NAMES}
@@ -164,8 +145,7 @@ def test_no_template_trains_on_another_turn(name: str) -> None:
     refused = {name: str(each) for name, each in found.items() if not isinstance(each, list)}
     assert not any(map(is_our_error, refused.values())), refused
     assert [each for name, each in found.items() if name not in refused and each] == []
-    most = int(name == "alternating roles only") if name in TEMPLATES else len(TEST_CHATS) - 9
-    assert len(refused) <= most
+    assert len(refused) <= (0 if name in TEMPLATES else len(TEST_CHATS) - 9)
 
 
 CHANNELS = "several channels, results under the name of the call"

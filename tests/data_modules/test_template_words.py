@@ -135,7 +135,7 @@ def test_ids_equal_the_tokenizers(
 def named_tokenizer(name: str) -> tuple[Any, TextTokenizer]:
     import transformers
 
-    tokenizer = tokenizer_of("", "")
+    tokenizer = tokenizer_of("", "NFC")
     if name:
         folder = SHARED / ("models" if name == "stories260K" else "tokenizers") / name
         if not folder.is_dir():
