@@ -371,37 +371,13 @@ class Audit:
         lines += [f"problem: {problem}" for problem in self.problems]
         return [printable(relative(line)) for line in lines]
 
-    def remarks(self, *, only_warnings: bool = False) -> list[str]:
-        """Return the lines below the table on the screen, with one line per kind of warning.
-
-        `only_warnings` leaves out facts, and the problems that `check` raises, but not the line of
-        what nothing reads.
-        """
-        longest = [] if only_warnings else [f"{origin} {num:,}" for num, origin in self.longest]
-        lines = (
-            [f"longest rows, in tokens: {', '.join(_short_origins(longest))}"] if longest else []
-        )
-        same = [
-            f"{test.name} {test.repeated:,} of {test.rows:,}"
-            for test in self.benchmarks
-            if test.repeated
-        ]
-        if same:
-            lines.append(
-                f"test documents with the same tokens as a training document: {', '.join(same)}"
-            )
-        lines += [] if only_warnings else self.facts
-        lines += _describe_unread(self.unread, is_brief=True)
-        lines += [f"warning: {line}" for line in _group_warnings(self.findings)]
-        lines += [] if only_warnings else [f"problem: {problem}" for problem in self.problems]
-        return [printable(line) for line in lines]
-
     def lines(
         self, columns: Mapping[str, Sequence[str]] | None = None, *, only_warnings: bool = False
     ) -> list[str]:
-        """Return the lines for the screen: a narrow table, and the remarks.
+        """Return the lines for the screen: a narrow table, and a line per kind of warning.
 
-        `columns` are further columns: heading -> one cell per data set.
+        `columns` are further columns: heading -> one cell per data set. `only_warnings` leaves out
+        facts, and the problems that `check` raises, but not the line of what nothing reads.
         """
         cells = _cells([asdict(dataset) for dataset in self.datasets], on_screen=True)
         if only_warnings:
@@ -409,8 +385,18 @@ class Audit:
         for heading, texts in (columns or {}).items():
             column = [heading, *map(printable, texts), *[""] * (len(cells) - 1 - len(texts))]
             cells = [[*row, cell] for row, cell in zip(cells, column, strict=True)]
-        table = aligned(cells) if self.datasets else []
-        return [*table, *self.remarks(only_warnings=only_warnings)]
+        lines = []
+        if self.longest and not only_warnings:
+            longest = _short_origins(f"{origin} {tokens:,}" for tokens, origin in self.longest)
+            lines = [f"longest rows, in tokens: {', '.join(longest)}"]
+        tests = [test for test in self.benchmarks if test.repeated]
+        if same := ", ".join(f"{test.name} {count_of(test.repeated, test.rows)}" for test in tests):
+            lines.append(f"test documents with the same tokens as a training document: {same}")
+        lines += [] if only_warnings else self.facts
+        lines += _describe_unread(self.unread, is_brief=True)
+        lines += [f"warning: {line}" for line in _group_warnings(self.findings)]
+        lines += [] if only_warnings else [f"problem: {problem}" for problem in self.problems]
+        return [*(aligned(cells) if self.datasets else []), *map(printable, lines)]
 
     def full_lines(self) -> list[str]:
         """Return the lines for a file: the whole table, and all notes in full."""

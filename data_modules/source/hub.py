@@ -24,6 +24,7 @@ from data_modules.source.opening import (
     BadRow,
     Chunk,
     ReadLimits,
+    ReadOptions,
     Url,
     answer_within,
     grouped,
@@ -66,8 +67,7 @@ def hub_chunks(
     path: str,
     name: str | None,
     revision: str | None,
-    max_row_bytes: int,
-    limits: ReadLimits,
+    options: ReadOptions,
     shard: tuple[int, int],
     streaming: bool,
     part: Part,
@@ -79,17 +79,17 @@ def hub_chunks(
     """
     import datasets
 
-    limit_hub(limits.remote_seconds, limits.remote_bytes_per_second)
+    limit_hub(options.limits.remote_seconds, options.limits.remote_bytes_per_second)
     try:
         builder = _builder_of(path, name, revision)
         if streaming:
             rows = builder.as_streaming_dataset(split=part.name)
-            yield from _stream(path, part, rows, shard, max_row_bytes)
+            yield from _stream(path, part, rows, shard, options.max_row_bytes)
         else:
             with _over_http():
                 builder.download_and_prepare()
             rows = builder.as_dataset(split=part.name)
-            chunks = _load(path, part, rows, max_row_bytes, limits)
+            chunks = _load(path, part, rows, options)
             yield from take(chunks, *rows_of(path, part, len(rows)))
     except DataError:
         raise
@@ -357,9 +357,7 @@ def _copy_of(path: str) -> Any:
     return Cache(repo_id=path, dataset_name=path.rpartition("/")[2], version="auto", hash="auto")
 
 
-def _load(
-    path: str, part: Part, rows: Any, max_row_bytes: int, limits: ReadLimits
-) -> Iterator[Chunk]:
+def _load(path: str, part: Part, rows: Any, options: ReadOptions) -> Iterator[Chunk]:
     if not len(rows):
         raise DataError(f"{path}: 0 rows in split '{part.name}'; give one with at least one row")
     # The feature types say which text is JSON; see BatchChunk.
@@ -369,7 +367,7 @@ def _load(
         for batch in table.replace_schema_metadata(described).combine_chunks().to_batches():
             numbers = range(first, first + batch.num_rows)
             first = numbers.stop
-            yield BatchChunk(name, batch.nbytes, numbers, batch, max_row_bytes, limits)
+            yield BatchChunk(name, batch.nbytes, numbers, batch, options)
 
 
 def _stream(

@@ -138,7 +138,7 @@ def locate(
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {reason_of(error)}") from error
     if not exists:
-        raise DataError(f"{path}: no such file (searched from {_here()}){_nearest(file)}")
+        raise DataError(f"{path}: no such file (searched from {Path.cwd().name}/){_nearest(file)}")
     _check_readable(path, file.name)
     return _Found(_only(path, file, split))
 
@@ -206,7 +206,9 @@ def _matching(path: str, matches: Mapping[str, File], split: str) -> _Found:
     junk = [] if "/." in f"/{pattern}" else [n for n in inner if _is_set_aside(Path(n).name)]
     names = [n for n in inner if _is_readable(Path(n).name) and n not in junk]
     if not names:
-        beside = "" if "://" in path else f" (searched from {_here()}){_beside(Path(path))}"
+        beside = (
+            "" if "://" in path else f" (searched from {Path.cwd().name}/){_beside(Path(path))}"
+        )
         raise DataError(f"{path}: no file matches{beside}")
     chosen = _select_split(names, split)
     if split == "train":
@@ -217,10 +219,9 @@ def _matching(path: str, matches: Mapping[str, File], split: str) -> _Found:
     # Those that the pattern would match, were they there.
     bare = PurePosixPath(pattern).name
     missing = ((n, PurePosixPath(n).name.replace("*", ".x")) for n in missing_shards(chosen))
-    _check_shards(path, [n for n, name in missing if fnmatch.fnmatchcase(name, bare)])
-    files = [matches[inner[n]] for n in chosen]
-    _check_regular(files)
-    return _Found(files, _notes(junk, [n for n in names if n not in chosen]))
+    lost = [n for n, name in missing if fnmatch.fnmatchcase(name, bare)]
+    notes = _notes(junk, [n for n in names if n not in chosen])
+    return _complete(path, [matches[inner[n]] for n in chosen], lost, notes)
 
 
 def _sample_file(path: str) -> Path:
@@ -371,18 +372,29 @@ def _declared(folder: _Folder, split: str, name: str | None) -> _Found | None:
 def _checked(folder: _Folder, names: Sequence[str], split: str, notes: list[str]) -> _Found:
     if not names:
         raise DataError(_no_split(folder, split, folder.names(0)))
-    _check_shards(str(folder), list(missing_shards(names)))
     files = [folder.file(name) for name in names]
-    _check_regular(files)
-    return _Found(files, notes)
+    return _complete(str(folder), files, list(missing_shards(names)), notes)
 
 
-def _check_shards(path: str, missing: list[str]) -> None:
+def _complete(path: str, files: list[File], missing: list[str], notes: list[str]) -> _Found:
+    """Return the files; raises DataError if a shard is missing, or one is not a regular file.
+
+    Skipping them silently would lose a part of the data.
+    """
     if missing:
         raise DataError(
             f"{path}: {len(missing):,} shards are missing: {listed(missing)}; download them again, "
             "or give a pattern that only the wanted shards match"
         )
+    problems = Problems()
+    for file in (file for file in files if isinstance(file, Path)):
+        problem = special_file(file)
+        if problem is None and not file.exists():
+            problem = f"{file}: is a link to a missing file; restore the file"
+        if problem is not None:
+            problems.add(f"{problem}, or remove it from the data set")
+    problems.raise_if_any()
+    return _Found(files, notes)
 
 
 def _looks_set_aside(name: str) -> bool:
@@ -394,21 +406,6 @@ def _looks_set_aside(name: str) -> bool:
 def _notes(junk: Sequence[str], others: Sequence[str]) -> list[str]:
     kinds = (("hidden, lock or backup files", junk), ("files of other splits", others))
     return [f"left out {len(names):,} {kind}: {listed(names)}" for kind, names in kinds if names]
-
-
-def _check_regular(files: Sequence[File]) -> None:
-    """Raise DataError for entries of a folder or a pattern that are not regular files.
-
-    Skipping them silently would lose a part of the data.
-    """
-    problems = Problems()
-    for file in (file for file in files if isinstance(file, Path)):
-        problem = special_file(file)
-        if problem is None and not file.exists():
-            problem = f"{file}: is a link to a missing file; restore the file"
-        if problem is not None:
-            problems.add(f"{problem}, or remove it from the data set")
-    problems.raise_if_any()
 
 
 def _no_split(
@@ -436,10 +433,6 @@ def _only_train(path: str, split: str) -> str:
         f"{path}: no split '{split}': a single file, or files named one by one, are the train "
         "split; give a folder, or the file of that split"
     )
-
-
-def _here() -> str:
-    return str(Path.cwd().name) + "/"
 
 
 def _beside(pattern: Path) -> str:

@@ -352,25 +352,29 @@ def open_regular(file: Path) -> io.BufferedReader:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise DataError(special_file(file) or unreadable(file, error)) from error
-    if kind := kind_of(os.fstat(descriptor).st_mode):
+    if problem := _special_mode(file, os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise DataError(f"{file}: is {kind}, not a file; give a regular file")
+        raise DataError(problem)
     return os.fdopen(descriptor, "rb")
 
 
 def special_file(file: Path) -> str | None:
     """Return the message that `file` is not a regular file; None if it is, or on an error."""
     try:
-        kind = kind_of(file.stat().st_mode)
+        return _special_mode(file, file.stat().st_mode)
     except OSError:
         return None
+
+
+def _special_mode(file: Path, mode: int) -> str | None:
+    kind = kind_of(mode)
     return f"{file}: is {kind}, not a file; give a regular file" if kind else None
 
 
 @contextmanager
-def open_text(file: File, budget: Budget | None, limits: ReadLimits) -> Iterator[Content]:
+def open_text(file: File, options: ReadOptions) -> Iterator[Content]:
     """Open a text file; raises DataError if its first bytes are those of another format."""
-    with _open_bytes(file, limits) as stream:
+    with _open_bytes(file, options.limits) as stream:
         head = stream.read(_SNIFFED_BYTES)
         if head.startswith(_UTF16_MARKS) or b"\0\0" in (head[:4:2], head[1:4:2]):
             raise DataError(f"{file}: is UTF-16; save it as UTF-8")
@@ -379,7 +383,7 @@ def open_text(file: File, budget: Budget | None, limits: ReadLimits) -> Iterator
                 raise DataError(f"{file}: is {what}")
         if b"\r" in head and b"\n" not in head and len(head) > head.index(b"\r") + 1:
             raise DataError(f"{file}: has CR line endings; save it with LF line endings")
-        yield Content(file, stream, budget, head.removeprefix(_UTF8_MARK))
+        yield Content(file, stream, options.budget, head.removeprefix(_UTF8_MARK))
 
 
 @contextmanager

@@ -72,8 +72,7 @@ def read_chunks(
     card declares several. Raises DataError if a file cannot be read to its end,
     changes meanwhile, or has no row; problems of single rows are in Chunk.rows.
     """
-    limits = limits or ReadLimits()
-    options = ReadOptions(budget=budget, max_row_bytes=max_row_bytes, limits=limits)
+    options = ReadOptions(budget=budget, max_row_bytes=max_row_bytes, limits=limits or ReadLimits())
     if revision is not None and not is_hub_id(path):
         raise DataError(f"{path}: revision '{revision}' is given, but only a hub data set has one")
     parts = _parts(path, split)
@@ -81,12 +80,10 @@ def read_chunks(
         # Whole files can be assigned to shards only if all of their rows are read.
         is_whole = streaming and rows == (0, None) and split == parts[0].name
         by_file, shard = (shard, (0, 1)) if is_whole else ((0, 1), shard)
-        how = max_row_bytes, limits, by_file, streaming
-        hub = functools.partial(hub_chunks, path, name, revision, *how)
-        chunks = map(hub, parts)
+        read = functools.partial(hub_chunks, path, name, revision, options, by_file, streaming)
     else:
-        chunks = map(functools.partial(_read_files, path, name, options), parts)
-    yield from take(itertools.chain.from_iterable(chunks), *rows, shard)
+        read = functools.partial(_read_files, path, name, options)
+    yield from take(itertools.chain.from_iterable(map(read, parts)), *rows, shard)
 
 
 def read_rows(path: str, max_rows: int | None = None) -> Iterator[tuple[dict[str, Any], Origin]]:

@@ -54,15 +54,14 @@ class BatchChunk(Chunk):
 
     numbers: range
     batch: Any
-    max_row_bytes: int
-    limits: ReadLimits
+    options: ReadOptions
 
     def rows(self) -> Iterator[Row | BadRow]:
         import pyarrow
 
         features = _json_features(self.batch.schema.metadata)
         features = _with_structs(self.batch.schema, features)
-        if self.batch.nbytes <= self.max_row_bytes:
+        if self.batch.nbytes <= self.options.max_row_bytes:
             try:
                 every = self.batch.to_pylist()
                 for name, feature in features.items():
@@ -90,9 +89,8 @@ class BatchChunk(Chunk):
     def _row(self, batch: Any, origin: Origin, features: dict[str, Any]) -> Row | BadRow:
         import pyarrow
 
-        if batch.nbytes > self.max_row_bytes:
-            text = ", ".join(batch.schema.names)
-            return too_large(origin, f"{batch.nbytes:,}", self.max_row_bytes, text)
+        if batch.nbytes > (most := self.options.max_row_bytes):
+            return too_large(origin, f"{batch.nbytes:,}", most, ", ".join(batch.schema.names))
         values = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             try:
@@ -108,7 +106,7 @@ class BatchChunk(Chunk):
     def _restored(self, value: Any, feature: Any) -> Any:
         """Return a value as it was before arrow; ValueError if its JSON is nested too deep."""
         value = restore(value, feature)
-        if feature is not None and (problem := nesting_error([value], self.limits)):
+        if feature is not None and (problem := nesting_error([value], self.options.limits)):
             raise ValueError(problem)
         return value
 
@@ -120,17 +118,16 @@ class BatchChunk(Chunk):
         with pyarrow.ipc.new_stream(sink, self.batch.schema) as writer:
             writer.write_batch(self.batch)
         data = sink.getvalue().to_pybytes()
-        kept = self.numbers, data, self.max_row_bytes, self.limits
-        return _load_batch, (self.file, self.num_bytes, *kept)
+        return _load_batch, (self.file, self.num_bytes, self.numbers, data, self.options)
 
 
 def _load_batch(
-    file: str, num_bytes: int, numbers: range, data: bytes, max_row_bytes: int, limits: ReadLimits
+    file: str, num_bytes: int, numbers: range, data: bytes, options: ReadOptions
 ) -> BatchChunk:
     import pyarrow
 
     batch = pyarrow.ipc.open_stream(data).read_next_batch()
-    return BatchChunk(file, num_bytes, numbers, batch, max_row_bytes, limits)
+    return BatchChunk(file, num_bytes, numbers, batch, options)
 
 
 def _json_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
@@ -422,8 +419,7 @@ def _batches(
             piece = batch.slice(start, width)
             numbers = range(first, first + piece.num_rows)
             first = numbers.stop
-            bounds = options.max_row_bytes, options.limits
-            yield BatchChunk(str(file), piece.nbytes, numbers, piece, *bounds)
+            yield BatchChunk(str(file), piece.nbytes, numbers, piece, options)
             if budget is not None:
                 budget.left -= piece.nbytes
                 if budget.spent:
@@ -499,7 +495,7 @@ class _CsvLines:
 
 def read_csv(file: File, options: ReadOptions, separator: str = ",") -> Iterator[Chunk]:
     """Yield the rows of a table in text, whose header may show another separator."""
-    with open_text(file, options.budget, options.limits) as data:
+    with open_text(file, options) as data:
         yield from grouped(_csv_rows(data, separator, options), str(file))
 
 

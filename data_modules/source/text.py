@@ -66,8 +66,7 @@ class _TextChunk(Chunk):
     first_line: int
     data: bytes
     kind: str
-    max_row_bytes: int
-    limits: ReadLimits
+    options: ReadOptions
     kept: range | None = None
 
     def rows(self) -> Iterator[Row | BadRow]:
@@ -81,10 +80,10 @@ class _TextChunk(Chunk):
                 if bad is not None:
                     yield bad
                     continue
-            if size := _too_many_bytes(part, self.max_row_bytes):
-                yield too_large(origin, f"{size:,}", self.max_row_bytes, part)
+            if size := _too_many_bytes(part, self.options.max_row_bytes):
+                yield too_large(origin, f"{size:,}", self.options.max_row_bytes, part)
             elif self.kind == "json":
-                yield _parse_json_line(origin, part, line == last, self.limits)
+                yield _parse_json_line(origin, part, line == last, self.options.limits)
             else:
                 yield Row({"text": part.replace("\r\n", "\n").rstrip("\r\n")}, origin)
 
@@ -143,12 +142,13 @@ def _parse_json_line(origin: Origin, text: str, is_last: bool, limits: ReadLimit
 
 
 def _parse_element(
-    text: str, start: int, origin: Origin, max_row_bytes: int, limits: ReadLimits
+    text: str, start: int, origin: Origin, options: ReadOptions
 ) -> tuple[Row | BadRow, int]:
     """Return the row at `start` of an array, and its end.
 
     Raises JSONDecodeError or DataError if the end cannot be found.
     """
+    max_row_bytes, limits = options.max_row_bytes, options.limits
     try:
         values, end = _decoder(limits.columns, limits.key_chars).raw_decode(text, start)
     except json.JSONDecodeError:
@@ -245,7 +245,7 @@ def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chun
         if end:
             text = bytes(rest[:end])
             if not text.isspace():
-                yield _TextChunk(file, end, line, text, kind, max_row_bytes, options.limits)
+                yield _TextChunk(file, end, line, text, kind, options)
             line += text.count(b"\n")
             del rest[:end]
         elif len(rest) > max_row_bytes and rest.strip():
@@ -257,7 +257,7 @@ def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chun
             line += num_lines
             rest = bytearray(after)
     if rest.strip() and not data.cut:
-        yield _TextChunk(file, len(rest), line, bytes(rest), kind, max_row_bytes, options.limits)
+        yield _TextChunk(file, len(rest), line, bytes(rest), kind, options)
 
 
 def _skip_row(data: Content, rest: bytes, end_of_row: re.Pattern[bytes]) -> tuple[int, int, bytes]:
@@ -280,14 +280,14 @@ def _skip_row(data: Content, rest: bytes, end_of_row: re.Pattern[bytes]) -> tupl
 
 
 def read_jsonl(file: File, options: ReadOptions) -> Iterator[Chunk]:
-    with open_text(file, options.budget, options.limits) as data:
+    with open_text(file, options) as data:
         if data.head.lstrip().split(b"\n", 1)[0].strip() == b"[":
             raise DataError(f"{file}: holds a JSON array, not one row a line; name it .json")
         yield from _split_rows(data, "json", options)
 
 
 def read_json(file: File, options: ReadOptions) -> Iterator[Chunk]:
-    with open_text(file, options.budget, options.limits) as data:
+    with open_text(file, options) as data:
         head = data.head.lstrip()
         if head.startswith(b"["):
             yield from grouped(_array_rows(data, options), str(file))
@@ -300,7 +300,7 @@ def read_json(file: File, options: ReadOptions) -> Iterator[Chunk]:
 def _whole_object(data: Content, options: ReadOptions) -> Iterator[Chunk]:
     """Yield a row per line; raises DataError if the whole file is one object."""
     budget = None if options.budget is None else Budget(options.budget.left)
-    with open_text(data.file, budget, options.limits) as copy:
+    with open_text(data.file, replace(options, budget=budget)) as copy:
         text = _decode(copy.read_all(), data.file)
     try:
         values = None if copy.cut else json.loads(text)
@@ -339,7 +339,7 @@ def _array_rows(data: Content, options: ReadOptions) -> Iterator[tuple[int, Row 
         line, counted = line + text.count("\n", counted, position), position
         origin, start = Origin(file, line), position
         try:
-            row, end = _parse_element(text, start, origin, options.max_row_bytes, options.limits)
+            row, end = _parse_element(text, start, origin, options)
             position = _after_element(text, end)
         except json.JSONDecodeError as error:
             if data.cut:
@@ -378,6 +378,6 @@ def _skip_blank(text: str, position: int) -> int:
 
 def read_txt(file: File, options: ReadOptions) -> Iterator[Chunk]:
     """Yield a row per paragraph, or per line if the first block has no blank line."""
-    with open_text(file, options.budget, options.limits) as data:
+    with open_text(file, options) as data:
         kind = "paragraph" if _PARAGRAPH_END.search(data.head.strip()) else "line"
         yield from _split_rows(data, kind, options)

@@ -433,10 +433,8 @@ def test_a_packed_row_is_split_into_its_documents(key: str) -> None:
     ("columns", "said"),
     [
         ({"position_ids": [0, 1, 3, 4]}, r"position_ids\[2\] is 3; positions count from 0"),
-        ({"position_ids": [0, 1]}, "position_ids has 2 numbers and input_ids 4"),
         ({"seq_lengths": [2, 3]}, "seq_lengths tells documents of 5 tokens together, .* has 4"),
         ({"seq_lengths": [4, 0]}, "seq_lengths tells"),
-        ({"cu_seqlens": [0, 3]}, "cu_seqlens tells documents of 3"),
         ({"position_ids": [0, 1, 0, 1], "seq_lengths": [4]}, r"\(2 and 1 of them\)"),
     ],
 )

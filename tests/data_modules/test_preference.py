@@ -188,7 +188,3 @@ def test_the_format_is_said_by_the_objective_and_never_guessed(tmp_path: Path) -
     assert "objective=dpo" in check_datasets(config)[0]
     assert check_datasets(with_format(config, PREFERENCE)) == []
     assert with_format(config, None) is config
-    rows = [{"instruction": "q", "output": "a"}]
-    file.write_text("".join(json.dumps(values) + "\n" for values in rows))
-    (problem,) = check_datasets(with_format(config, PREFERENCE))
-    assert problem.startswith(f"{file}:1 missing 'chosen'") and "objective=sft" in problem

@@ -113,18 +113,14 @@ def test_the_separator_of_a_table_is_that_of_its_header(tmp_path: Path, mark: st
             b"a;b\n1\n",
             "d.csv:2 1 cells, the header has 2 (a, b); quote cells that hold a semi",
         ),
-        ("d.csv", b"a,b,a\n1,2,3\n", "d.csv:1 column 'a' is twice in the header (a, b, a)"),
         ("d.csv", b'a,b\n"x\n\xe9",2\n', "d.csv:3 byte 0xE9 at column 1 is not UTF-8"),
         ("d.csv", b"a,b\n1,2\na,b\n3,4\n", "d.csv:3 repeats the header"),
         ("d.txt", b"one\ntwo\n\nthr\xe9e\n", "d.txt:4 byte 0xE9 at column 4 is not UTF-8"),
         ("d.arrow", b"ARROW1\0\0nonsense", "d.arrow: not a readable arrow file"),
-        ("d.arrow", b"", "d.arrow: not a readable arrow file"),
-        ("d.json", b'[{"a": 1},', "d.json:1:11 invalid JSON"),
         ("d.json", b'[{"a": 1},\n{"a": "caf\xe9"}]', "d.json:2 byte 0xE9 at column 11 is not"),
         ("d.json", b'[{"a": 1},\n{"a": 2}\n, \n]\n', "d.json:3:1 invalid JSON: trailing comma"),
         ("d.json", b'[{"a": 1}]\n\n[{"a": 2}]\n', "d.json:3:1 more than one JSON value"),
         ("d.json", b'[{"a": 1}]\xef\xbb\xbf[{"a": 2}]', "d.json:1:11 more than one JSON value"),
-        ("d.jsonl", b'{"a": 1} x\n', "d.jsonl:1:10 invalid JSON: Extra data, near `{"),
     ],
 )
 def test_content_that_does_not_match_the_file_name_is_reported(
@@ -259,38 +255,27 @@ def test_piece_of_a_batch_is_sent_without_the_rest(tmp_path: Path) -> None:
 LARGE = "x" * 5000
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "line", "size"),
-    [
-        ("d.jsonl", lines_of([{"a": "s"}, {"a": LARGE}, {"a": "t"}]), 2, "5,009"),
-        ("d.json", json.dumps([{"a": "s"}, {"a": LARGE}, {"a": "t"}]).encode(), 2, "5,009"),
-        ("d.txt", f"s\n\nx\n{LARGE}\n\nt\n".encode(), 3, "5,002"),
-        ("d.txt", f"s\n{LARGE}\nt\n".encode(), 2, "5,000"),
-        ("d.parquet", parquet_bytes([{"a": "s"}, {"a": LARGE}, {"a": "t"}]), 2, "5,0"),
-        ("d.arrow", arrow_bytes([{"a": "s"}, {"a": LARGE}], pyarrow.ipc.new_file), 2, "5,0"),
-    ],
-)
 @pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
 def test_a_row_above_the_size_limit_is_a_bad_row(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    content: bytes,
-    line: int,
-    size: str,
-    chunk_bytes: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(opening, "CHUNK_BYTES", chunk_bytes)
-    file = tmp_path / name
-    (problem,) = problems_of(file, content, max_row_bytes=1000)
-    assert problem.startswith(f"{name}:{line} row of {size}")
-    assert "data.max_row_bytes is 1,000" in problem
-    rows = read(file, max_row_bytes=1000)
-    assert [isinstance(row, BadRow) for row in rows] == [False, True, False][: len(rows)]
-    last = rows[-1]
-    if isinstance(last, Row):
+    rows = [{"a": "s"}, {"a": LARGE}, {"a": "t"}]
+    for name, content, line, size in (
+        ("d.jsonl", lines_of(rows), 2, "5,009"),
+        ("d.json", json.dumps(rows).encode(), 2, "5,009"),
+        ("d.txt", f"s\n\nx\n{LARGE}\n\nt\n".encode(), 3, "5,002"),
+        ("d.txt", f"s\n{LARGE}\nt\n".encode(), 2, "5,000"),
+        ("d.parquet", parquet_bytes(rows), 2, "5,0"),
+        ("d.arrow", arrow_bytes(rows, pyarrow.ipc.new_file), 2, "5,0"),
+    ):
+        (problem,) = problems_of(tmp_path / name, content, max_row_bytes=1000)
+        assert problem.startswith(f"{name}:{line} row of {size}")
+        assert "data.max_row_bytes is 1,000" in problem
+        _, bad, last = read(tmp_path / name, max_row_bytes=1000)
+        assert isinstance(bad, BadRow) and isinstance(last, Row)
         assert last.values.get("a", last.values.get("text")) == "t"
-    assert problems_of(file, content, max_row_bytes=10_000) == []
+        assert problems_of(tmp_path / name, content, max_row_bytes=10_000) == []
 
 
 def test_the_size_limit_is_inclusive_and_in_bytes(tmp_path: Path) -> None:

@@ -20,9 +20,12 @@ NAN = float("nan")
 
 def test_names_are_derived_from_paths_and_unique() -> None:
     paths = ["a/x.json", "b/x.jsonl.gz", "owner/set", "sample:lists.json", "data/v1.5", "in/*.csv"]
+    paths += ["data/train-*.parquet", "data/gsm8k-*.jsonl.gz", "data/sets*/*.json"]
+    paths.append("https://user:word@host/data/d.jsonl.gz?token=secret")
     configs = [DatasetConfig(path=path) for path in paths]
     configs.append(DatasetConfig(path="y.json", name="mine"))
-    assert dataset_names(configs) == ["x", "x-2", "set", "lists", "v1.5", "in", "mine"]
+    names = ["x", "x-2", "set", "lists", "v1.5", "in", "data", "gsm8k", "sets", "d", "mine"]
+    assert dataset_names(configs) == names
 
 
 def problems(*datasets: DatasetConfig, **settings: Any) -> list[str]:
@@ -51,24 +54,19 @@ def test_check_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ):
         (problem,) = problems(good, **settings)
         assert problem.startswith(f"data.{message}")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"weight": 0.0}, "data.datasets[0].weight=0.0: expected above 0"),
-        ({"weight": NAN}, "data.datasets[0].weight=nan: expected above 0"),
-        ({"format": "alpacca"}, "data.datasets[0].format: unknown format 'alpacca'; did you mean"),
+    for given, message in (
+        ({"weight": 0.0}, "weight=0.0: expected above 0"),
+        ({"weight": NAN}, "weight=nan: expected above 0"),
+        ({"format": "alpacca"}, "format: unknown format 'alpacca'; did you mean 'alpaca'?"),
         (
             {"format": "alpaca", "columns": {"outptu": "a"}},
-            "data.datasets[0].columns.outptu: format 'alpaca' has no field 'outptu'; did you mean",
+            "columns.outptu: format 'alpaca' has no",
         ),
-        ({"columns": {"output": "a"}}, "missing 'a'; found ['instruction', 'output']"),
-    ],
-)
-def test_check_of_data_set_settings(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "d.jsonl", alpaca("one")).path
-    assert message in problems(DatasetConfig(path=path, **settings))[0]
+    ):
+        (problem,) = problems(DatasetConfig(path=good.path, **given))
+        assert problem.startswith(f"data.datasets[0].{message}")
+    (problem,) = problems(DatasetConfig(path=good.path, columns={"output": "a"}))
+    assert "missing 'a'; found ['instruction', 'output']" in problem
 
 
 def test_data_sets_share_one_budget_equally(

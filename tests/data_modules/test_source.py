@@ -20,7 +20,6 @@ from common.errors import DataError
 from data_modules.source import (
     BadRow,
     Budget,
-    default_name,
     find_files,
     fingerprint,
     is_hub_id,
@@ -66,23 +65,13 @@ def test_rows_have_their_line_number(
     assert places(rows_of(tmp_path / name, text)) == expected
 
 
-def test_names_of_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_paths_are_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_hub_id("databricks/dolly-15k")
     for path in ("data/rows.json", "data/rows.jsonl.zst", "rows", "./a/b", "s3://bucket/rows"):
         assert not is_hub_id(path), path
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
     assert not is_hub_id("data/rows"), "an existing folder is no owner"
-    for path, name in (
-        ("data/rows.jsonl.zst", "rows"),
-        ("data/train-*.parquet", "data"),
-        ("data/gsm8k-*.jsonl.gz", "gsm8k"),
-        ("data/set*/*.json", "set"),
-        ("https://user:word@host/data/d.jsonl.gz?token=secret", "d"),
-        ("owner/name", "name"),
-        ("sample:lists.json", "lists"),
-    ):
-        assert default_name(path) == name, path
 
 
 def test_fingerprint_depends_on_file_names_and_boundaries(tmp_path: Path) -> None:
