@@ -52,7 +52,7 @@ Grant = Literal[
 """what the value of a setting lets the program do; never read back from a folder, but "nothing" """
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _LARGEST = 10**9
 """upper bound of whole numbers that declare none"""
 COMPARISONS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
@@ -114,9 +114,9 @@ class _Facts(TypedDict, total=False):
 
 
 @overload
-def setting(default: T, **facts: Unpack[_Facts]) -> T: ...
+def setting(default: _T, **facts: Unpack[_Facts]) -> _T: ...
 @overload
-def setting(*, default_factory: Callable[[], T], **facts: Unpack[_Facts]) -> T: ...
+def setting(*, default_factory: Callable[[], _T], **facts: Unpack[_Facts]) -> _T: ...
 @overload
 def setting(**facts: Unpack[_Facts]) -> Any: ...
 def setting(

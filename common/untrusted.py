@@ -30,11 +30,11 @@ from typing import Any, TypeVar
 from common.errors import ENVIRONMENT_ERROR, TRAINING_FAULT, TrainingFault, UserError, exit_code
 from common.files import kind_of
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _PATIENCE = 3
 """ratio of the time that is waited for to the limit, which is of a processor: others may be busy"""
 LIMITS_VARIABLE = "LOFT_LIMITS"
-MAX_WORDS = 300
+_MAX_MESSAGE = 300
 """maximum number of characters printed of a library's message"""
 _CAUSED_BY_CONTENT = (
     errno.ENOENT,
@@ -165,7 +165,7 @@ def short_message(error: BaseException) -> str:
     words = " ".join(str(error).split())
     if not words or isinstance(error, (KeyError, IndexError)) or " " not in words:
         words = f"{type(error).__name__} {words}".strip()
-    return words if len(words) <= MAX_WORDS else f"{words[:MAX_WORDS]}..."
+    return words if len(words) <= _MAX_MESSAGE else f"{words[:_MAX_MESSAGE]}..."
 
 
 def _is_network_error(error: BaseException | None) -> bool:
@@ -330,10 +330,10 @@ def read_header(file: Path) -> tuple[Header, list[str]]:
             return Header(), [over_limit(file, f"a header of {length:,} bytes", "header_mib")]
         stream.seek(8)
         text = stream.read(length)
+    damaged = f"{file}: its safetensors header is damaged"
     header, problem = parse_json(text, file) if text.startswith(b"{") else (None, "no object")
     if problem is not None or not isinstance(header, dict):
-        problem = f"{file}: its safetensors header is damaged ({problem}); download it again"
-        return Header(), [problem]
+        return Header(), [f"{damaged} ({problem}); download it again"]
     metadata = header.pop("__metadata__", None)
     framework = metadata.get("format") if isinstance(metadata, dict) else None
     if framework in ("tf", "flax"):
@@ -347,19 +347,15 @@ def read_header(file: Path) -> tuple[Header, list[str]]:
         try:
             result.shapes[name], begin, end = _extent_of(tensor)
         except (ValueError, KeyError, TypeError) as error:
-            return Header(), [
-                f"{file}: its safetensors header is damaged: {name[:80]!r}: "
-                f"{short_message(error)}; download it again"
-            ]
+            why = f"{name[:80]!r}: {short_message(error)}"
+            return Header(), [f"{damaged}: {why}; download it again"]
         result.dtypes[name] = tensor["dtype"]
         extents.append((begin, end, name))
     expected = 0
     for begin, end, name in sorted(extents):
         if begin != expected:
-            return Header(), [
-                f"{file}: its safetensors header is damaged: {name[:80]!r} begins at byte {begin}, "
-                f"expected {expected}; download it again"
-            ]
+            why = f"{name[:80]!r} begins at byte {begin}, expected {expected}"
+            return Header(), [f"{damaged}: {why}; download it again"]
         expected = end
     if size != (end := 8 + length + expected):
         return Header(), [
@@ -397,7 +393,7 @@ class LimitError(Exception):
     """Which limit was exceeded."""
 
 
-def call_within(seconds: float, call: Callable[[], T]) -> T:
+def call_within(seconds: float, call: Callable[[], _T]) -> _T:
     """Return what `call` returns, or raise what it raises; LimitError after `seconds`.
 
     It runs in a separate thread, which is abandoned after that time: a library's call that waits
@@ -418,11 +414,11 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
         raise LimitError(f"within {seconds:g} s") from None
     if error is not None:
         raise error
-    found: T = answer
+    found: _T = answer
     return found
 
 
-def run_limited(work: Callable[[], T], limits: ProcessLimits) -> T:
+def run_limited(work: Callable[[], _T], limits: ProcessLimits) -> _T:
     """Return the result of `work`, run in a forked process; raise LimitError if it takes too much.
 
     Without `fork`, `work` runs in this process, without limits.
@@ -456,7 +452,7 @@ def run_limited(work: Callable[[], T], limits: ProcessLimits) -> T:
         receiver.close()
     if not is_done:
         raise LimitError(f"within {limits.memory_mb:,} MB")
-    value: T = result
+    value: _T = result
     return value
 
 
@@ -478,7 +474,6 @@ def _run_in_child(work: Callable[[], object], sender: Connection, limits: Proces
 
 
 def _lower_limit(kind: int, most: int) -> None:
-    """Set a soft resource limit of this process to at most `most`; never raise it."""
     import resource
 
     soft, hard = resource.getrlimit(kind)

@@ -30,7 +30,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from app.config.conf_files import CONF
-from app.config.load import EXPERIMENT
+from app.config.load import EXPERIMENT_NODE
 from data_modules import DataConfig, DatasetConfig
 from data_modules import settings as data_settings
 from data_modules.source import Budget
@@ -77,7 +77,7 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
         if files is None:
             return merge_files(loader, defaults=defaults, repo=repo)
         paths = [each.config_path for each in defaults]
-        typed = f"experiment/{EXPERIMENT}"
+        typed = f"experiment/{EXPERIMENT_NODE}"
         end = paths.index(typed) if typed in paths else len(paths)
         key = (*map(repr, defaults[:end]),)
         if key not in merged:
@@ -107,7 +107,7 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
         return copy.copy(parsed[text, rule])  # of an override, which is given its loader
 
     def load_once(repo: Any, config_path: str) -> Any:
-        if _files(repo) is None or config_path == f"experiment/{EXPERIMENT}":
+        if _files(repo) is None or config_path == f"experiment/{EXPERIMENT_NODE}":
             return load(repo, config_path)
         if config_path not in loaded:
             loaded[config_path] = pickle.dumps(load(repo, config_path))
@@ -138,5 +138,5 @@ def _files(repo: Any) -> str | None:
     """Return a cache key with the options of the experiment; None if other files are involved."""
     if not any(source.path == SHIPPED for source in repo.get_sources()):
         return None
-    stored = ConfigStore.instance().repo.get("experiment", {}).get(f"{EXPERIMENT}.yaml")
+    stored = ConfigStore.instance().repo.get("experiment", {}).get(f"{EXPERIMENT_NODE}.yaml")
     return "" if stored is None else str(stored.node["defaults"])

@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,14 +28,13 @@ from app.config.schema import Setting, docs_of, list_settings
 from app.config.validation import print_note
 from app.config.verbs import (
     ALL_VERBS,
-    PARTS,
-    VERBS,
     EvaluateConfig,
     LaunchConfig,
     PlanConfig,
     PreviewConfig,
     TrainConfig,
     TunedConfig,
+    all_settings,
     may_be_key,
     only_in,
 )
@@ -60,7 +59,7 @@ from common.redaction import redact
 from common.text import printable
 
 _DEFAULT_EXPERIMENT = "quickstart"
-T = TypeVar("T")
+_T = TypeVar("_T")
 _TRUTH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
 
@@ -109,7 +108,7 @@ def _dispatch(
 ) -> int:
     if "--help" in words or "-h" in words:
         topic = next((word for word in words if word[0] != "-" and "=" not in word), None)
-        print(help_page(verb, VERBS[verb], PARTS, CONF, topic))
+        print(_help_page(verb) if topic is None else _topic_page(topic, all_settings(verb)))
         return DONE
     if "--version" in words:
         print(f"loft {version()}")
@@ -233,7 +232,6 @@ def _check_launch(config: Config, words: Sequence[str] | None) -> list[str]:
 
 
 def _pop_cfg_flag(words: list[str]) -> tuple[bool, list[str]]:
-    """Return whether `--cfg job` is among the words, and the other words."""
     if "--cfg" not in words:
         return False, words
     position = words.index("--cfg")
@@ -284,14 +282,20 @@ def _check_required(config: Config) -> list[str]:
 
 
 def run_plain_verb(
-    verb: str, schema: type[T], function: Callable[[T], object], words: Sequence[str] | None = None
+    verb: str,
+    schema: type[_T],
+    function: Callable[[_T], object],
+    words: Sequence[str] | None = None,
 ) -> int:
     """Run a verb from its command line; return the exit code and print at most one error."""
     typed = list(sys.argv[1:] if words is None else words)
 
     def work() -> int:
         if {"--help", "-h"} & set(typed):
-            print(_help_of(verb, schema))
+            rows = {each.typed_key: describe(each) for each in list_settings(schema)}
+            usage = f"usage: {verb_command(verb)} SETTING=VALUE ..."
+            about = inspect.cleandoc(str(schema.__doc__))
+            print("\n".join([usage, "", about, "", *two_columns(rows, page_width())]))
         else:
             function(read_plain(schema, typed))
         return DONE
@@ -299,12 +303,12 @@ def run_plain_verb(
     return run_guarded(verb, work)
 
 
-def read_plain(schema: type[T], words: Sequence[str]) -> T:
+def read_plain(schema: type[_T], words: Sequence[str]) -> _T:
     """Convert typed words to the fields of `schema`: str, bool, int, or a list of str.
 
     UserError lists every problem.
     """
-    untyped: Any = schema  # type[T] is not hashable to mypy
+    untyped: Any = schema  # type[_T] is not hashable to mypy
     fields = {facts_of(field).typed or field.name: field for field in dataclasses.fields(untyped)}
     hints, values, problems = hints_of(untyped), dict[str, Any](), []
     for word in words:
@@ -344,18 +348,7 @@ def read_plain(schema: type[T], words: Sequence[str]) -> T:
     return schema(**values)
 
 
-def _help_of(verb: str, schema: type) -> str:
-    """Return the help page of a verb."""
-
-    about = inspect.cleandoc(str(schema.__doc__))
-    rows = {each.typed_key: describe(each) for each in list_settings(schema)}
-    usage = f"usage: {verb_command(verb)} SETTING=VALUE ..."
-    return "\n".join([usage, "", about, "", *two_columns(rows, page_width())])
-
-
-Parts = Mapping[str, Mapping[str, type]]
-
-USAGE = {
+_USAGE = {
     "train": (
         ("python -m app.train", "the same as +experiment=quickstart"),
         ("python -m app.train +experiment=NAME [GROUP=OPTION] [KEY=VALUE] ...", ""),
@@ -413,28 +406,20 @@ Exit codes: 0 done, 2 invalid input, 3 environment (disk, memory, package), 4 tr
 130/143 stopped by a signal. LOFT_TRACEBACK=1 prints tracebacks, --verbose more details."""
 
 
-def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None = None) -> str:
-    """Return the help of a verb: its first page, or every setting of `topic`.
-
-    `parts`: group -> option -> schema. `topic`: `all`, a group, or a setting's full key.
-    """
-    settings = list_settings(top, parts)
-    if topic is not None:
-        return _topic_page(topic, settings)
-    width = page_width()
-    primary = read_conf_file(conf / f"{verb}.yaml", package="")
-    defaults = dict(primary.choices)
-    options = list_groups(conf)
+def _help_page(verb: str) -> str:
+    """Return the first page of a verb's help."""
+    settings, options, width = all_settings(verb), list_groups(CONF), page_width()
+    defaults = dict(read_conf_file(CONF / f"{verb}.yaml", package="").choices)
     lines = [f"loft {verb}: {ALL_VERBS[verb].what}", "", "usage"]
-    for command, meaning in USAGE[verb]:
+    for command, meaning in _USAGE[verb]:
         typed = command.replace(f"python -m app.{verb}", verb_command(verb))
         lines.append(f"  {typed:<44}  {meaning}".rstrip())
     if verb in ("train", "preview", "plan", "launch"):
         lines += ["", "complete runs: +experiment=NAME"]
-        runs = {name: _what(conf / "experiment" / f"{name}.yaml") for name in options["experiment"]}
+        runs = {name: _what(CONF / "experiment" / f"{name}.yaml") for name in options["experiment"]}
         lines += two_columns(runs, width)
     if verb == "train":
-        sweeps = {name: _what(conf / "sweep" / f"{name}.yaml") for name in options["sweep"]}
+        sweeps = {name: _what(CONF / "sweep" / f"{name}.yaml") for name in options["sweep"]}
         lines += ["", "sweeps: -m +experiment=NAME +sweep=NAME", *two_columns(sweeps, width)]
     lines += ["", "groups: GROUP=OPTION (* is the default)"]
     lines += two_columns(
@@ -464,9 +449,9 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
         lines += ["", heading, *two_columns(of_datasets, width)]
     groups = ", ".join(each.key for each in settings if each.is_part and "." not in each.key)
     lines += ["", *textwrap.wrap(f"all settings: --help all, or --help and one of {groups}", width)]
-    files = f"settings in {conf}"
+    files = f"settings in {CONF}"
     if is_checkout():
-        files = f"settings in {conf.name}/, measured results of the experiments in {_RESULTS}"
+        files = f"settings in {CONF.name}/, measured results of the experiments in {_RESULTS}"
     return "\n".join([*lines, "", *_ENDING.format(files=files).splitlines()])
 
 
@@ -475,6 +460,7 @@ def _names(options: Sequence[str], default: str | None) -> str:
 
 
 def _topic_page(topic: str, settings: Sequence[Setting]) -> str:
+    """Return every setting of `topic`: `all`, a group, or a setting's full key."""
     found = [
         setting
         for setting in settings

@@ -41,7 +41,7 @@ from app.config.overrides import (
     words_of,
 )
 from app.config.schema import is_section
-from app.config.validation import Settings, Sources, describe_shape, find_problems, print_note
+from app.config.validation import KnownSettings, Sources, describe_shape, find_problems, print_note
 from app.config.verbs import (
     ALTERNATIVES,
     PARTS,
@@ -52,13 +52,12 @@ from app.config.verbs import (
     only_in,
 )
 from app.model.base import ModelConfig
-from app.process.reporting import MAX_PROBLEMS
 from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, NO_URL, VERB_LINE, expand_home
 from app.run.remote import run_folder
 from app.strategy.deepspeed_config import read_deepspeed_file
 from app.strategy.settings import ZeroConfig
-from common.errors import UserError
+from common.errors import MAX_PROBLEMS, UserError
 from common.facts import facts_of, hints_of, leaves_of
 from common.installation import ROOT
 from common.untrusted import reading
@@ -66,7 +65,7 @@ from data_modules import TEMPLATE_NAMES
 
 Config = TrainConfig | TunedConfig
 """the settings of a verb; PreviewConfig and PlanConfig are TrainConfigs"""
-EXPERIMENT = "typed-experiment"
+EXPERIMENT_NODE = "typed-experiment"
 """name in Hydra's ConfigStore of the experiment that this module has read"""
 _MAX_NAME_LENGTH = 72
 _FEW_KEYS = 64
@@ -120,7 +119,7 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
         experiment = _check_options(verb, choices, typed, known, conf)
         if experiment is None and (run := find_source_run(verb, typed, load_run_config)):
             experiment = experiment_from_run(run, load_run_config(run), verb, typed.keys())
-        for_hydra += [] if experiment is None else [f"+experiment={EXPERIMENT}"]
+        for_hydra += [] if experiment is None else [f"+experiment={EXPERIMENT_NODE}"]
         values, options = _compose_values(verb, for_hydra, experiment, conf)
     except UserError as error:
         raise _explain(verb, experiment, problems, error) from error
@@ -248,11 +247,11 @@ def _explain(
     """Return the error to raise: values of a wrong shape explain all others of their group."""
     shapes: list[str] = []
     if experiment is not None:
-        shapes = check_shapes(experiment, experiment.values, hints_of(VERBS[verb]))
+        shapes = check_sections(experiment, experiment.values, hints_of(VERBS[verb]))
     return UserError(problems + (shapes or error.problems))
 
 
-def check_shapes(
+def check_sections(
     file: ConfFile, values: Mapping[str, Any], hints: Mapping[str, Any], above: str = ""
 ) -> list[str]:
     """List what stands in an experiment in place of the settings of a group or section."""
@@ -263,7 +262,7 @@ def check_shapes(
         sections = parts or ([hint] if is_section(hint) else [])
         if isinstance(value, dict):
             inner = {each: kind for part in sections for each, kind in hints_of(part).items()}
-            problems += check_shapes(file, value, inner, f"{key}.")
+            problems += check_sections(file, value, inner, f"{key}.")
         elif sections and not str(value).startswith("${"):
             problems.append(f"{file.where(key)} {describe_shape(key, value, sections[0])}")
         elif "." in name and name.partition(".")[0] in hints:
@@ -289,7 +288,7 @@ def _compose_values(
     try:
         if experiment is not None:
             node = {"defaults": experiment.defaults, **experiment.values}
-            ConfigStore.instance().store(EXPERIMENT, node, "experiment", "_global_")
+            ConfigStore.instance().store(EXPERIMENT_NODE, node, "experiment", "_global_")
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
             composed = compose(verb, overrides=overrides, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
@@ -304,7 +303,7 @@ def _compose_values(
                     fix = f"`{group}: {option}`: write `override /{group.strip('/')}: {option}`"
                     raise UserError(f"{experiment.where('defaults')} defaults: {fix}") from error
             name = experiment.path.stem
-            message = f"{display_path(experiment.path)}: {message.replace(EXPERIMENT, name)}"
+            message = f"{display_path(experiment.path)}: {message.replace(EXPERIMENT_NODE, name)}"
         raise UserError(message) from error
     options = {group: option for group, option in composed.hydra.runtime.choices.items() if option}
     values: dict[str, Any] = OmegaConf.to_container(composed, resolve=False)  # type: ignore[assignment]
@@ -326,7 +325,7 @@ def _files_in_use(
     files = []
     for default in defaults:
         path = conf / f"{default.config_path}.yaml"
-        if experiment is not None and default.config_path == f"experiment/{EXPERIMENT}":
+        if experiment is not None and default.config_path == f"experiment/{EXPERIMENT_NODE}":
             files.append(experiment)
         elif path.is_file():
             files.append(read_conf_file(path, package=default.package or ""))
@@ -370,7 +369,7 @@ def _build(
     if not problems:
         with contextlib.suppress(UserError):
             return _give_types(schema, parts, values, names, sources)
-    settings = Settings(schema, parts, names, PARTS, frozenset(replaced))
+    settings = KnownSettings(schema, parts, names, PARTS, frozenset(replaced))
     values, found = find_problems(values, settings, sources)
     if problems or found:
         raise UserError([*problems, *found])

@@ -24,12 +24,11 @@ from app.config.verbs import (
     SETTINGS,
     TYPED_KEYS,
     VERBS,
+    all_settings,
     may_be_key,
-    settings_of,
 )
 from app.planning.hardware import split_name
-from app.process.reporting import MAX_PROBLEMS
-from common.errors import UserError, nearest
+from common.errors import MAX_PROBLEMS, UserError, nearest
 from common.facts import hints_of
 from common.installation import verb_command
 from common.redaction import REDACTED, holds_token
@@ -49,7 +48,7 @@ GROUPS_WITH_PLUS = ("experiment", "sweep")
 _SECRET_NAMES = {"token", "api_key", "apikey", "secret", "password", "access_token", "hf_token"}
 _REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
 """`${key.of.another.setting}`; a nested one does not match, as it could form a resolver's name"""
-MAX_WORDS = 350
+MAX_TYPED = 350
 """maximum number of typed settings, each of which is parsed twice; no verb has as many"""
 YAML_SUFFIXES = (".yaml", ".yml")
 FILE_ALONE, EXPERIMENT = re.compile(r"\A[^=]*\.ya?ml\Z"), r"experiment=\g<0>"
@@ -141,9 +140,9 @@ def check_words(verb: str, words: Sequence[str], groups: Iterable[str]) -> None:
     """
     keys = [match["key"] for word in words if (match := WORD.fullmatch(word)) is not None]
     refuse_unknown(verb, [key for key in keys if key not in groups], lambda _: "command line:")
-    if len(words) > MAX_WORDS:
+    if len(words) > MAX_TYPED:
         raise UserError(
-            f"command line: {len(words):,} settings (limit {MAX_WORDS}): write them into an "
+            f"command line: {len(words):,} settings (limit {MAX_TYPED}): write them into an "
             "experiment, and type experiment=PATH.yaml"
         )
 
@@ -155,7 +154,7 @@ def refuse_unknown(verb: str, keys: Iterable[str], where: Callable[[str], str]) 
         return
     groups = list(hints_of(VERBS[verb]))
     named = [
-        f"{where(key)} unknown key {key[:80]}{suggest(key[:80], groups, settings_of(verb))}"
+        f"{where(key)} unknown key {key[:80]}{suggest(key[:80], groups, all_settings(verb))}"
         for key in unknown[:MAX_PROBLEMS]
     ]
     raise UserError(named + ["unknown key"] * (len(unknown) - len(named)))

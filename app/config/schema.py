@@ -99,7 +99,6 @@ def docs_of(schema: type) -> dict[str, str]:
 
 @functools.cache
 def _docs_in(module: str) -> dict[str, dict[str, str]]:
-    """Return the docstrings under the fields of each class of a module."""
     source = Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8")
     return {
         node.name: {

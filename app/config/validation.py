@@ -30,7 +30,7 @@ _MAX_LISTED = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
+class KnownSettings:
     """The settings that exist: the verb's schema, with the schemas of the chosen options."""
 
     verb: type
@@ -84,7 +84,6 @@ class Settings:
         return f"unknown key {key}={typed}{self._hint_for(found, key, typed)}"
 
     def _hint_for(self, found: schema.Unknown, key: str, typed: str) -> str:
-        """Return what to type instead of an unknown key."""
         is_of_a_verb = only_in(key)
         if "." in key and is_of_a_verb:
             return is_of_a_verb
@@ -223,13 +222,12 @@ def _sets_key(override: Override, key: str) -> bool:
 
 
 def _split_key(key: str) -> list[str | int]:
-    """Split a full key into names and list indices."""
     parts = filter(None, key.replace("[", ".[").split("."))
     return [int(part[1:-1]) if part.startswith("[") else part for part in parts]
 
 
 def find_problems(
-    values: dict[str, Any], settings: Settings, sources: Sources
+    values: dict[str, Any], settings: KnownSettings, sources: Sources
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the values with what can be corrected, and every other problem with its place.
 
@@ -299,7 +297,6 @@ def _problem_of_text(found: schema.Leaf, sources: Sources) -> str | None:
 
 
 def _whole_number(found: schema.Leaf | schema.Unknown) -> int | None:
-    """Return the int if a float like 1e9 was typed for one, else None."""
     if not (isinstance(found, schema.Leaf) and isinstance(found.value, float)):
         return None
     # A small one may come from a search between 1.0 and 8.0, whose next trial is not whole.
@@ -316,7 +313,7 @@ def _is_word_for_list(found: schema.Leaf | schema.Unknown, sources: Sources) -> 
 
 
 def _file_replaced_by_option(
-    found: schema.Leaf | schema.Unknown, settings: Settings, sources: Sources
+    found: schema.Leaf | schema.Unknown, settings: KnownSettings, sources: Sources
 ) -> ConfFile | None:
     """Return the experiment that sets this key of an option which the command line replaced."""
     group = found.key.partition(".")[0]
@@ -341,14 +338,12 @@ def _replace(values: dict[str, Any], key: str, value: Any = None) -> None:
 
 @functools.cache
 def _node_of(schema: type) -> Any:
-    """Return a node of a schema on which values are tried."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(schema)
 
 
 def _takes_value(leaf: schema.Leaf) -> bool:
-    """Return whether OmegaConf converts a value to the type of its field."""
     from omegaconf.errors import OmegaConfBaseException
 
     try:

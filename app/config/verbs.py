@@ -490,14 +490,14 @@ _LIST_INDEX = re.compile(r"\[\d+\]")
 
 
 @functools.cache
-def settings_of(verb: str) -> list[Setting]:
+def all_settings(verb: str) -> list[Setting]:
     """List every setting of a verb, with those of all options of its groups."""
     return list_settings(VERBS[verb], PARTS)
 
 
 def only_in(key: str) -> str:
     """Return `; only plan has it` for a group or setting of some verbs; empty if no verb has it."""
-    verbs = [verb for verb in VERBS if any(key in (e.key, e.typed_key) for e in settings_of(verb))]
+    verbs = [verb for verb in VERBS if any(key in (e.key, e.typed_key) for e in all_settings(verb))]
     *first, last = verbs or [""]
     names = f"{', '.join(first)} and {last} have" if first else f"{last} has"
     return f"; only {names} it" if verbs else ""
@@ -506,7 +506,7 @@ def only_in(key: str) -> str:
 @functools.cache
 def _known_keys(verb: str) -> tuple[frozenset[str], tuple[str, ...]]:
     """Return the keys of a verb's settings, and those under which any key may stand."""
-    settings = settings_of(verb)
+    settings = all_settings(verb)
     keys = {key for each in settings for key in (each.key, each.typed_key)}
     takes_any = [e.key for e in settings if "dict[" in str(e.hint) or "Any" in str(e.hint)]
     return frozenset(keys | RENAMED.keys()), tuple(f"{key}." for key in takes_any)
@@ -519,7 +519,7 @@ def may_be_key(verb: str, key: str) -> bool:
     return key.removesuffix("[]") in known or key.startswith(takes_any)
 
 
-SETTINGS = settings_of("train")
+SETTINGS = all_settings("train")
 """every setting of a training run"""
 PER_START = {each.key for each in SETTINGS if each.resume == "per_start" and "." not in each.key}
 """groups and settings of a single start of a run: never inherited from it"""

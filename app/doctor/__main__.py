@@ -10,9 +10,9 @@ import dataclasses
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.config import PlanConfig, load_config
 from app.config.dispatch import run_plain_verb, version
@@ -24,14 +24,17 @@ from app.doctor.bandwidth import (
     list_link_rows,
     list_step_rows,
 )
-from app.doctor.facts import Facts, read_facts, run_folders
+from app.doctor.facts import MachineFacts, read_facts, run_folders
 from app.doctor.rows import MALICIOUS, OK, PROBLEM, Row, compare_machines, list_rows
 from app.process.collectives import all_gather
 from app.process.environment import configure_libraries, run_program
 from app.process.launch import is_first_on_machine, is_first_rank, read_launch
-from app.process.logs import print_table
+from app.process.logs import print_table, text_table
 from common.errors import ENVIRONMENT_ERROR
 from common.text import counted, printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _AS_JSON = "--json"
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -57,7 +60,7 @@ class DoctorConfig:
 class Findings:
     """All results of a check."""
 
-    machines: tuple[Facts, ...]
+    machines: tuple[MachineFacts, ...]
     rows: tuple[Row, ...]
     measured: tuple[bandwidth.Measurement, ...] = ()
     communication: CommunicationCost | None = None
@@ -100,12 +103,12 @@ def _examine(config: DoctorConfig, run: PlanConfig) -> Findings:
     return Findings(machines=machines, rows=tuple(rows), measured=measured, communication=cost)
 
 
-def _read(config: DoctorConfig, run: PlanConfig, *, imports: bool) -> Facts:
+def _read(config: DoctorConfig, run: PlanConfig, *, imports: bool) -> MachineFacts:
     folders = run_folders(run.output.dir, run.data.cache_dir)
     return read_facts(folders, list(MALICIOUS), checks_hub=config.hub, imports=imports)
 
 
-def _list_rows(facts: Facts, run: PlanConfig) -> list[Row]:
+def _list_rows(facts: MachineFacts, run: PlanConfig) -> list[Row]:
     trainer = run.trainer
     return list_rows(
         facts, precision=trainer.precision, uses_gpus=trainer.accelerator in ("auto", "gpu")
@@ -145,10 +148,9 @@ def print_findings(findings: Findings) -> None:
         status = Text(row.status, style=_STYLES[row.status])
         table.add_row(status, Text(printable(row.what)), found)
     print_table(table, console)
-    if findings.measured:
-        _print_bandwidth(console, findings.measured)
-    if findings.communication is not None:
-        _print_communication(console, findings.communication)
+    for further in _measured_tables(findings):
+        console.print()
+        print_table(further, console)
     bad = sum(row.status != OK for row in findings.rows)
     stops = sum(row.status == PROBLEM for row in findings.rows)
     console.print()
@@ -160,55 +162,29 @@ def print_findings(findings: Findings) -> None:
         console.print(f"nothing would stop a run; {counted(bad, 'warning')}")
 
 
-def _print_bandwidth(console: Any, measured: Sequence[bandwidth.Measurement]) -> None:
-    by_size: dict[int, dict[str, str]] = {}
-    for each in measured:
-        cells = by_size.setdefault(each.num_bytes, {})
-        cells[each.kind] = bandwidth.format_speed(each.gb_per_second)
-    rows = []
-    for size, cells in by_size.items():
-        mebibytes = size // bandwidth.MIB
-        name = f"{mebibytes} MiB" if mebibytes < 1024 else f"{mebibytes // 1024} GiB"
-        rows.append((name, *(cells.get(kind, "-") for kind in bandwidth.KINDS)))
-    title = f"bus bandwidth of {measured[0].num_ranks} ranks, GB/s (as in nccl-tests)"
-    _print_table(console, title, ("message", *bandwidth.KINDS), rows, num_text_columns=1)
-
-
-def _print_communication(console: Any, cost: CommunicationCost) -> None:
-    rows = [
-        (
-            each.what,
-            each.kind,
-            f"{each.times:g}",
-            f"{each.gb:.3g}",
-            f"{each.models:.3g}",
-            "-" if each.seconds is None else f"{each.seconds:.3g}",
-        )
-        for each in cost.collectives
-    ]
-    columns = ("tensors", "collective", "times", "GB per rank", "x weights", "seconds")
-    title = f"communication of a step under {cost.strategy}"
-    _print_table(console, title, columns, rows, num_text_columns=2)
-
-
-def _print_table(
-    console: Any,
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    num_text_columns: int,
-) -> None:
-    """Print a table with a title; columns after the first text columns are right-aligned."""
-    from rich.table import Table
-
-    table = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
-    for column in table.columns[num_text_columns:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*row)
-    console.print()
-    print_table(table, console)
+def _measured_tables(findings: Findings) -> Iterator[Table]:
+    """Yield the bandwidth by message size, and the communication of a step."""
+    style: dict[str, Any] = {"box": None, "pad_edge": False}
+    if measured := findings.measured:
+        by_size: dict[int, dict[str, str]] = {}
+        for each in measured:
+            speeds = by_size.setdefault(each.num_bytes, {})
+            speeds[each.kind] = bandwidth.format_speed(each.gb_per_second)
+        cells: list[Sequence[str]] = [("message", *bandwidth.COLLECTIVES)]
+        for size, speeds in by_size.items():
+            mebibytes = size // bandwidth.MIB
+            name = f"{mebibytes} MiB" if mebibytes < 1024 else f"{mebibytes // 1024} GiB"
+            cells.append((name, *(speeds.get(kind, "-") for kind in bandwidth.COLLECTIVES)))
+        title = f"bus bandwidth of {measured[0].num_ranks} ranks, GB/s (as in nccl-tests)"
+        yield text_table(cells, title, **style)
+    if (cost := findings.communication) is not None:
+        cells = [("tensors", "collective", "times", "GB per rank", "x weights", "seconds")]
+        for sent in cost.collectives:
+            numbers = (f"{sent.times:g}", f"{sent.gb:.3g}", f"{sent.models:.3g}")
+            seconds = "-" if sent.seconds is None else f"{sent.seconds:.3g}"
+            cells.append((sent.what, sent.kind, *numbers, seconds))
+        title = f"communication of a step under {cost.strategy}"
+        yield text_table(cells, title, ("collective",), **style)
 
 
 def doctor(config: DoctorConfig, overrides: Sequence[str], *, prints_json: bool) -> None:

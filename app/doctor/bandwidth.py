@@ -40,7 +40,7 @@ from common.text import percent
 if TYPE_CHECKING:
     import torch
 
-KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
+COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 MIB = 2**20
 _SIZE_FACTOR = 4
 _SIZES = tuple(MIB * _SIZE_FACTOR**power for power in range(7))
@@ -53,7 +53,7 @@ _MEMORY_SHARE = 0.25
 """share of a rank's free memory for its buffers; gloo keeps copies of them"""
 _NUM_BUFFERS = 2
 """buffers of the size of a message: one to send and one to receive"""
-CONNECT_SECONDS = 120
+_CONNECT_SECONDS = 120
 _WAIT_SECONDS = 60.0
 """time beyond the expected duration after which a rank counts as hanging"""
 _GOOD_SHARE = (0.80, 0.85)
@@ -138,7 +138,7 @@ def join_world() -> World:
     # The number of machines is not known yet; 1 allows the loopback interface as well.
     choose_gloo_interface(os.environ["MASTER_ADDR"], 1)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=CONNECT_SECONDS))
+    dist.init_process_group(backend, timeout=timedelta(seconds=_CONNECT_SECONDS))
     hosts = all_gather(os.uname().nodename)
     # torchrun sets the number of ranks on this machine; for srun they are counted.
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(os.uname().nodename)))
@@ -165,10 +165,10 @@ def measure(world: World, seconds: float) -> list[Measurement]:
     measured: list[Measurement] = []
     left, largest = float(seconds), _largest_message(world)
     for size in _SIZES:
-        expected = [_SIZE_FACTOR * each.seconds for each in measured[-len(KINDS) :]]
+        expected = [_SIZE_FACTOR * each.seconds for each in measured[-len(COLLECTIVES) :]]
         if size > largest or (1 + MIN_REPEATS) * sum(expected) > left:
             break
-        for index, kind in enumerate(KINDS):
+        for index, kind in enumerate(COLLECTIVES):
             duration, total = _time(world, kind, size, expected[index] if expected else 0.0)
             left -= total
             measured.append(
@@ -178,7 +178,6 @@ def measure(world: World, seconds: float) -> list[Measurement]:
 
 
 def _largest_message(world: World) -> int:
-    """Return the largest message size in bytes that fits the rank with the least memory."""
     import torch
 
     if world.device.type == "cuda":
@@ -189,7 +188,6 @@ def _largest_message(world: World) -> int:
 
 
 def _largest(world: World, value: float) -> float:
-    """Return the largest of all ranks' values."""
     import torch
     import torch.distributed as dist
 

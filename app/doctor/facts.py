@@ -123,7 +123,7 @@ class Hub:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class MachineFacts:
     """The properties of a machine that matter for a run."""
 
     host: str
@@ -168,7 +168,7 @@ class Facts:
 
 def read_facts(
     folders: dict[str, Path], suspects: Sequence[str], *, checks_hub: bool, imports: bool
-) -> Facts:
+) -> MachineFacts:
     """Read the facts about this machine; takes seconds if `imports` are tried.
 
     `folders`: folders that a run writes to, by name; `suspects`: names of packages to look for.
@@ -184,7 +184,7 @@ def read_facts(
     installed = [each.name for each in packages if each.version is not None]
     left, total = host_memory()
     machine = read_machine()
-    return Facts(
+    return MachineFacts(
         host=socket.gethostname(),
         python=platform.python_version(),
         requires_python=requires_python,
@@ -288,7 +288,6 @@ def read_packages(requirements: Sequence[str]) -> Iterator[Package]:
 
 
 def _read_python() -> tuple[str, bool]:
-    """Return the versions of Python that this program supports, and whether this is one."""
     from packaging.specifiers import SpecifierSet
 
     requires = importlib.metadata.metadata(_PROGRAM)["Requires-Python"] or ""
@@ -296,7 +295,6 @@ def _read_python() -> tuple[str, bool]:
 
 
 def _installed_version(name: str) -> str | None:
-    """Return the installed version of a package, without importing it."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -304,7 +302,6 @@ def _installed_version(name: str) -> str | None:
 
 
 def _newest_install(packages: Sequence[Package]) -> float:
-    """Return the time at which the newest of `packages` was installed."""
     times = [0.0]
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError, OSError):
@@ -346,7 +343,6 @@ def parse_links(matrix: str) -> dict[str, str]:
 
 
 def _read_shared_memory() -> float | None:
-    """Return the free space of /dev/shm in GiB; None if it does not exist."""
     try:
         return free_bytes(_SHARED_MEMORY) / GIB if _SHARED_MEMORY.is_dir() else None
     except OSError:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from app.doctor.facts import Facts, Folder, Package
+from app.doctor.facts import Folder, MachineFacts, Package
 from app.process.gpus import BUILDS, find_gpu_problems
 from common.installation import is_checkout, pip_install
 from common.text import counted
@@ -74,7 +74,7 @@ class Row:
     """what to type if something is wrong"""
 
 
-def list_rows(facts: Facts, *, precision: str = "auto", uses_gpus: bool = True) -> list[Row]:
+def list_rows(facts: MachineFacts, *, precision: str = "auto", uses_gpus: bool = True) -> list[Row]:
     """List the findings about a machine; `precision`, `uses_gpus`: settings of the run."""
     return [
         *(Row("launcher", PROBLEM, *each.partition("; ")[::2]) for each in facts.launch_problems),
@@ -90,7 +90,7 @@ def list_rows(facts: Facts, *, precision: str = "auto", uses_gpus: bool = True) 
     ]
 
 
-def _python(facts: Facts) -> Iterator[Row]:
+def _python(facts: MachineFacts) -> Iterator[Row]:
     if facts.supports_python:
         yield Row("Python", OK, facts.python)
     else:
@@ -101,7 +101,7 @@ def _python(facts: Facts) -> Iterator[Row]:
         )
 
 
-def _packages(facts: Facts) -> Iterator[Row]:
+def _packages(facts: MachineFacts) -> Iterator[Row]:
     for name, version in facts.suspects.items():
         releases, advisory = MALICIOUS[name]
         if version in releases:
@@ -134,7 +134,7 @@ def _packages(facts: Facts) -> Iterator[Row]:
     yield Row("packages", OK, ", ".join(good), fix)
 
 
-def _bad_packages(facts: Facts) -> Iterator[Row]:
+def _bad_packages(facts: MachineFacts) -> Iterator[Row]:
     failures = facts.imports.failures
     for package in facts.packages:
         name, version = package.name, package.version
@@ -161,7 +161,7 @@ def _install_command(package: Package) -> str:
     return f"{pip_install()} '{package.name}{package.required}'"
 
 
-def _gpus(facts: Facts, precision: str, uses_gpus: bool) -> Iterator[Row]:
+def _gpus(facts: MachineFacts, precision: str, uses_gpus: bool) -> Iterator[Row]:
     machine = facts.machine
     if not machine.num_files:
         if facts.num_pci_gpus:
@@ -198,7 +198,7 @@ def _gpus(facts: Facts, precision: str, uses_gpus: bool) -> Iterator[Row]:
         )
 
 
-def _links(facts: Facts) -> Iterator[Row]:
+def _links(facts: MachineFacts) -> Iterator[Row]:
     torch, number = facts.imports.torch, len(facts.machine.gpus)
     if facts.links:
         pairs_by_link: dict[str, list[str]] = {}
@@ -235,7 +235,7 @@ def _describe_pairs(pairs: Sequence[str], num_pairs: int) -> str:
     return f"{len(pairs)} pairs ({shown}{', ...' if len(pairs) > 4 else ''})"
 
 
-def _memory(facts: Facts) -> Iterator[Row]:
+def _memory(facts: MachineFacts) -> Iterator[Row]:
     found = f"{facts.memory_left_gib:.1f} of {facts.memory_gib:.1f} GiB are free"
     is_enough = facts.memory_left_gib >= _MIN_MEMORY_GIB
     fix = "end other programs, or give the container more (docker run --memory=16g)"
@@ -272,7 +272,7 @@ def _folder(folder: Folder) -> Row:
     return Row(what, OK, found)
 
 
-def _limits(facts: Facts) -> Iterator[Row]:
+def _limits(facts: MachineFacts) -> Iterator[Row]:
     soft, hard = facts.open_files
     unlimited = soft < 0  # RLIM_INFINITY
     if unlimited or soft >= _MIN_OPEN_FILES:
@@ -285,7 +285,7 @@ def _limits(facts: Facts) -> Iterator[Row]:
     yield Row("open files", WARNING, f"at most {soft:,}: data loaders and ranks may need more", fix)
 
 
-def _clock(facts: Facts) -> Iterator[Row]:
+def _clock(facts: MachineFacts) -> Iterator[Row]:
     fix = "set it: timedatectl set-ntp true"
     if facts.wall < facts.newest_file - _MAX_SKEW_SECONDS:
         days = (facts.newest_file - facts.wall) / 86400
@@ -298,7 +298,7 @@ def _clock(facts: Facts) -> Iterator[Row]:
         yield Row("clock", OK, "steady")
 
 
-def _hub(facts: Facts) -> Iterator[Row]:
+def _hub(facts: MachineFacts) -> Iterator[Row]:
     hub = facts.hub
     token = "token found" if hub.has_token else "no token: only public models and data"
     fix = "" if hub.has_token else "hf auth login, for gated or private models and data"
@@ -313,7 +313,7 @@ def _hub(facts: Facts) -> Iterator[Row]:
         yield Row("network", OK, f"{hub.address} responds")
 
 
-def compare_machines(all_facts: Sequence[Facts], skews: Sequence[float] = ()) -> list[Row]:
+def compare_machines(all_facts: Sequence[MachineFacts], skews: Sequence[float] = ()) -> list[Row]:
     """List differences between the machines of a run.
 
     `skews`: seconds by which each rank's clock is behind that of rank 0.

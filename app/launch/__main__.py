@@ -101,7 +101,6 @@ def launch(config: LaunchConfig, words: Sequence[str]) -> None:
 def _check_launch(
     config: LaunchConfig, scheduler: Scheduler, words: Sequence[str], folder: str
 ) -> Iterator[str]:
-    """Yield what keeps this run from starting elsewhere, as far as its settings say."""
     launcher, name = config.launcher, config.launcher.name
     yield from check_names(launcher)
     defaults = LauncherConfig()
@@ -146,7 +145,6 @@ def _check_launch(
 
 
 def _local_paths(config: TrainConfig, words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield key and path of what the run reads from this machine's disk."""
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
         if key == "experiment" and value.endswith((".yaml", ".yml")):
@@ -162,7 +160,6 @@ def _local_paths(config: TrainConfig, words: Sequence[str]) -> Iterator[tuple[st
 
 
 def _upload_hint(key: str, path: str, folder: str) -> str:
-    """Return what to type for a path that exists only here, of a run in `folder`."""
     if not key.startswith("data."):
         return f"copy it to the volume ({SHARED}/..., output.dir too), or type a name of the hub"
     if not is_url(folder):
@@ -258,7 +255,6 @@ def _check_fits(config: LaunchConfig, facts: dict[str, Any]) -> None:
 
 
 def _plan_lines(facts: dict[str, Any], launcher: LauncherConfig) -> Iterator[str]:
-    """Yield hardware, memory, speed, hours and price of a plan."""
     yield (
         f"{facts['hardware']}: {facts['gpu_total_gib']:.1f} of {facts['gpu_usable_gib']:.1f} GiB a "
         f"GPU, {facts['tokens_per_second']:,.0f} tokens/s (estimates)"
@@ -272,7 +268,6 @@ def _plan_lines(facts: dict[str, Any], launcher: LauncherConfig) -> Iterator[str
 
 
 def _next_steps(submission: Submission, words: Sequence[str]) -> Iterator[str]:
-    """Yield the commands to go on with."""
     scheduler = submission.scheduler
     if submission.id is None:
         yield f"  {submission.show(scheduler.submit)}   # submits it"

@@ -45,7 +45,7 @@ SHARED = "/shared"
 """where the machines of Kubernetes and SkyPilot mount the volume that all of them share"""
 _SECRET = "loft"
 """name of the secret of Kubernetes whose variables the pods get, if there is one"""
-SHUTDOWN_SECONDS, GRACE_SECONDS = 170, 200
+SHUTDOWN_SECONDS, POD_GRACE_SECONDS = 170, 200
 """time of the ranks to save after a signal, and of a pod to end, which is longer"""
 _MAX_RESTARTS = 3
 _CONTAINER = "node"
@@ -60,8 +60,8 @@ _CLOUD_NAMES = {
     "rtx4090": "RTX4090",
 }
 """option of conf/hardware -> SkyPilot's name of the card, if it is not the same in capitals"""
-POLL_SECONDS = 5.0
-COLORS = re.compile(r"\x1b\[[\d;]*m")
+JOB_POLL_SECONDS = 5.0
+_COLORS = re.compile(r"\x1b\[[\d;]*m")
 """codes of a terminal, which Ray writes into its log, and SkyPilot around a state"""
 ENDED_RUN = re.compile(r"\b(finished|stopped|failed)  step .*exit code (\d+)\s*$", re.MULTILINE)
 """the line of app.status at the end of every job; a scheduler may write the pod before it"""
@@ -108,7 +108,6 @@ def kubernetes_file(job: Job) -> str:
 
 
 def _pod_spec(job: Job) -> dict[str, Any]:
-    """Return the pod of each machine of a job on Kubernetes."""
     gpus = {"nvidia.com/gpu": job.ranks_per_node} if job.card else {}
     config = job.launcher
     requests: dict[str, Any] = {"cpu": config.cpus} if config.cpus else {}
@@ -137,7 +136,7 @@ def _pod_spec(job: Job) -> dict[str, Any]:
         volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": job.volume}})
     return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "terminationGracePeriodSeconds": POD_GRACE_SECONDS,
         "containers": [container],
         "volumes": volumes,
     }
@@ -392,7 +391,7 @@ def watch(submission: Submission, log: Path) -> tuple[int, str]:
         printed = 0
         try:
             while ended_polls < SETTLED_POLLS:
-                time.sleep(POLL_SECONDS)
+                time.sleep(JOB_POLL_SECONDS)
                 ended = _ended(submission)
                 ended_polls = ended_polls + 1 if ended else 0
                 if not ended and reader.poll() is not None:  # a pod was started again
@@ -422,7 +421,7 @@ def watch(submission: Submission, log: Path) -> tuple[int, str]:
 def _ended(submission: Submission) -> str | None:
     """Return what the scheduler says of a job that has ended; None while it may still run."""
     code, output = run_scheduler(submission.command(submission.scheduler.state))
-    output = COLORS.sub("", output)
+    output = _COLORS.sub("", output)
     is_over = re.search(_filled(submission, submission.scheduler.ended), output, re.MULTILINE)
     if FORGOTTEN in output:
         return FORGOTTEN
@@ -445,7 +444,7 @@ def _print_from(log: Path, start: int) -> int:
         stream.seek(start)
         data = stream.read()
     whole = data[: data.rfind(b"\n") + 1]
-    text = COLORS.sub("", whole.decode(errors="replace"))
+    text = _COLORS.sub("", whole.decode(errors="replace"))
     sys.stdout.write(printable(text, keep="\n"))
     sys.stdout.flush()
     return start + len(whole)

@@ -41,12 +41,12 @@ _TOKENIZER_JSON = (
 _TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 WHOLE_BYTES = 256 << 20
 """weights of up to this size are read whole, in about half a second"""
-BLOCK_BYTES = 4096
+SAMPLE_BYTES = 4096
 """bytes read at the start, in the middle and at the end of each tensor of a larger folder"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Folder:
+class _Folder:
     """The folder of a base or a tokenizer; each file is read once for all checks."""
 
     path: Path
@@ -64,7 +64,7 @@ def inspect_base(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
     """Describe the base of a folder, a hub id or an architecture, and list its problems."""
     if model.from_scratch or model.path is None or not Path(model.path).is_dir():
         return _inspect_architecture(model)
-    files = Folder(Path(model.path))
+    files = _Folder(Path(model.path))
     folder = files.path
     name, config = str(folder), folder / "config.json"
     if not config.exists():
@@ -133,7 +133,7 @@ def inspect_tokenizer(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
         config: Mapping[str, Any] = model.architecture
         problems += _check_missing("model.path", model.path) if model.path else []
     else:
-        files = Folder(Path(model.path))
+        files = _Folder(Path(model.path))
         config, problem = files.read("config.json")
         problems += [problem] if problem else []
         problems += _check_code("model.path", files, model)
@@ -142,7 +142,6 @@ def inspect_tokenizer(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
 
 
 def _inspect_architecture(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
-    """Inspect a base that is initialized randomly, or that is not a folder."""
     name = "model.architecture" if model.from_scratch or model.path is None else model.path
     problems = []
     if model.from_scratch:
@@ -272,7 +271,7 @@ def _folder_error(folder: Path) -> str:
     )
 
 
-def _check_code(key: str, folder: Folder, model: ModelConfig) -> list[str]:
+def _check_code(key: str, folder: _Folder, model: ModelConfig) -> list[str]:
     """List the Python code that a folder contains or names, unless the settings trust it."""
     if model.trust_remote_code:
         return []
@@ -288,14 +287,14 @@ def _check_code(key: str, folder: Folder, model: ModelConfig) -> list[str]:
     ]
 
 
-def _check_tokenizer(model: ModelConfig, base: Folder | None = None) -> list[str]:
+def _check_tokenizer(model: ModelConfig, base: _Folder | None = None) -> list[str]:
     """List problems of the tokenizer's files: in model.tokenizer_path, else in `base`."""
     key = "model.path" if model.tokenizer_path is None else "model.tokenizer_path"
     path = model.path if model.tokenizer_path is None else model.tokenizer_path
     if path is None:
         return []
     is_own = model.tokenizer_path not in (None, model.path)
-    files = Folder(Path(path)) if base is None or is_own else base
+    files = _Folder(Path(path)) if base is None or is_own else base
     folder = files.path
     if not folder.is_dir():
         return _check_missing(key, path) if is_own else []
@@ -328,7 +327,6 @@ def _check_tokenizer(model: ModelConfig, base: Folder | None = None) -> list[str
 
 
 def _read_headers(folder: Path) -> tuple[dict[Path, Header], list[str]]:
-    """Read the headers of a folder's safetensors files; return them and their problems."""
     index = folder / INDEX
     if index.exists():
         weight_map, problems = _read_index(index)
@@ -441,10 +439,10 @@ def _read_parts(file: Path) -> Iterator[bytes]:
     yield header
     with file.open("rb", buffering=0) as stream:
         for begin, end in _ranges_of(header, size):
-            last = max(end - BLOCK_BYTES, begin)
+            last = max(end - SAMPLE_BYTES, begin)
             for offset in sorted({begin, (begin + last) // 2, last}):
                 stream.seek(offset)
-                yield stream.read(BLOCK_BYTES)
+                yield stream.read(SAMPLE_BYTES)
 
 
 def _ranges_of(header: bytes, size: int) -> list[tuple[int, int]]:

@@ -65,19 +65,14 @@ if TYPE_CHECKING:
 
 _MAX_LABELS = 20
 """most labels that a message names"""
-SETTINGS = {
-    "r": "r",
-    "alpha": "lora_alpha",
-    "dropout": "lora_dropout",
-    "target_modules": "target_modules",
-    "feedforward_modules": "feedforward_modules",
-    "rank_pattern": "rank_pattern",
-    "alpha_pattern": "alpha_pattern",
-    "use_dora": "use_dora",
-    "use_rslora": "use_rslora",
-    "modules_to_save": "modules_to_save",
+_IN_PEFT = {"alpha": "lora_alpha", "dropout": "lora_dropout"} | {
+    name: name
+    for name in (
+        *("r", "target_modules", "feedforward_modules", "rank_pattern", "alpha_pattern"),
+        *("use_dora", "use_rslora", "modules_to_save"),
+    )
 }
-"""setting of adapter=lora -> its name in peft's adapter_config.json"""
+"""setting of an adapter -> its name in peft's adapter_config.json"""
 _ANY_NAME = re.compile("")
 _UNNAMED = ("layers", "init", "trainable_tokens", "experts")
 """settings that peft's file does not hold in the form in which they are typed"""
@@ -200,7 +195,6 @@ def check_files(
 
 
 def _check_teacher(path: str) -> list[str]:
-    """List problems of the folder of `objective.teacher`."""
     for folder in (Path(path), Path(path) / "adapter"):
         if is_adapter(folder):
             return [
@@ -292,7 +286,6 @@ def _check_model(
 
 
 def _check_training(config: TrainConfig, base: BaseDescription) -> list[str]:
-    """List the settings of a training run that do not fit this base."""
     # An adapter that is trained further keeps the settings of its folder.
     is_new = continued_from(config.adapter) is None
     problems = list(find_targets(config.adapter, base).problems) if is_new else []
@@ -407,7 +400,7 @@ def check_same_settings(adapter: AdapterConfig, folder: Path) -> list[str]:
         ]
     default = LoraConfig() if kind == "lora" else Ia3Config()
     problems = []
-    for name in (*SETTINGS, *_UNNAMED):
+    for name in (*_IN_PEFT, *_UNNAMED):
         typed = getattr(adapter, name, None)
         if typed == getattr(default, name, None):
             continue
@@ -416,7 +409,7 @@ def check_same_settings(adapter: AdapterConfig, folder: Path) -> list[str]:
                 f"adapter.{name}={typed}, but the adapter in {folder} keeps its own value; leave "
                 f"adapter.{name} out"
             )
-        elif not _same(typed, saved := settings.get(SETTINGS[name])):
+        elif not _same(typed, saved := settings.get(_IN_PEFT[name])):
             problems.append(
                 f"adapter.{name}={typed}, but the adapter in {folder} has {name}={saved}; "
                 f"leave adapter.{name} out"

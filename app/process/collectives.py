@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def is_rank0() -> bool:
@@ -23,7 +23,7 @@ def is_rank0() -> bool:
     return dist.get_rank() == 0
 
 
-def run_on_rank0(work: Callable[[], T]) -> T | None:
+def run_on_rank0(work: Callable[[], _T]) -> _T | None:
     """Run `work` on rank 0 while the others wait; return its result there, None on the others.
 
     An error is raised on every rank, with the same exit code.
@@ -31,12 +31,12 @@ def run_on_rank0(work: Callable[[], T]) -> T | None:
     return run_on_ranks(work, runs=is_rank0())
 
 
-def run_on_ranks(work: Callable[[], T], *, runs: bool) -> T | None:
+def run_on_ranks(work: Callable[[], _T], *, runs: bool) -> _T | None:
     """Run `work` on the ranks that pass `runs=True`, such as one per machine; the others wait.
 
     An error is raised on every rank, with the same exit code.
     """
-    result: T | None = None
+    result: _T | None = None
     failure: Exception | None = None
     if runs:
         try:

@@ -18,12 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from app.process.gpus import num_device_files
+from app.process.gpus import DEVICES, num_device_files
 from app.process.logs import start_logging
 from app.process.signals import end_process, install_signal_handlers
 from common.redaction import redact
 
-DEVICES = Path("/dev")
 _STATUS = Path("/proc/self/status")
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """parameters of glibc's mallopt, in bytes"""

@@ -34,7 +34,7 @@ _STEP_FAULTS = (
     *SIGNALS,
 )
 _SAVE_FAULTS = ("enospc", "ckpt", "disk")
-NAMES = (*_STEP_FAULTS, "batch_killed", *_SAVE_FAULTS)
+FAULT_NAMES = (*_STEP_FAULTS, "batch_killed", *_SAVE_FAULTS)
 CHECKPOINT_POINTS = (
     "after_begin",
     "after_file",
@@ -132,8 +132,8 @@ def check_workers(faults: Sequence[Fault], num_workers: int) -> list[str]:
 def _parse(text: str) -> Fault:
     match = _PATTERN.fullmatch(text)
     name = match["name"] if match else text
-    if match is None or name not in NAMES:
-        raise ValueError(f"is not a fault{nearest(name, NAMES)}; expected {_FORMS}")
+    if match is None or name not in FAULT_NAMES:
+        raise ValueError(f"is not a fault{nearest(name, FAULT_NAMES)}; expected {_FORMS}")
     argument = match["argument"]
     step = None if match["step"] is None else _number(match["step"], "the step after @", least=1)
     if name in _STEP_FAULTS:

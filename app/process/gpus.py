@@ -165,7 +165,6 @@ def _driver_version() -> str | None:
 
 
 def _installed_torch() -> tuple[str | None, Version | None]:
-    """Return the versions of PyTorch and of its CUDA build, without importing PyTorch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None, None
@@ -299,7 +298,6 @@ def _largest_of_one_size(machine: Machine) -> str:
 
 
 def _install(machine: Machine, build: str | None = None) -> str:
-    """Return how to install the build of PyTorch for this machine's driver."""
     build = build or build_for(machine.cuda)
     if build is None:
         return "update the driver: it is too old for every PyTorch that this program supports"

@@ -19,7 +19,7 @@ from typing import IO
 from app.process.launch import PIPE_VARIABLE, read_launch
 from common.files import open_no_follow
 
-BEAT, ENDED, LOST, PORT_TAKEN = "beat", "ended", "lost", "port"
+BEAT, ENDED, PEER_LOST, PORT_TAKEN = "beat", "ended", "lost", "port"
 """messages: a step is done; the training loop has ended; another rank is lost; the run's port is in
 use"""
 STACKS_FILE = "stacks-rank-{}.txt"

@@ -177,7 +177,6 @@ def _is_detected(detected_by: str) -> bool:
 
 
 def _check_variables(launcher: Launcher) -> list[str]:
-    """List the variables of a detected launcher that are missing or not numbers."""
     detected_by = launcher.detected_by
     numbers = {detected_by, *launcher.ranks, launcher.world_size} & set(os.environ)
     problems = [
@@ -303,7 +302,6 @@ def check_launch(num_ranks: int | None, ranks_per_node: int | None = None) -> li
 
 
 def _check_equal_nodes(launch: Launch, ranks_per_node: int | None) -> str | None:
-    """Return the problem if machines started different numbers of ranks, else None."""
     total, here = launch.num_ranks or 1, launch.num_local_ranks
     if launch.detected_by == "SLURM_NTASKS" and here is None:
         return (
@@ -319,7 +317,6 @@ def _check_equal_nodes(launch: Launch, ranks_per_node: int | None) -> str | None
 
 
 def _suggest_devices(launch: Launch) -> str:
-    """Return the settings to type for the ranks that were started."""
     total = launch.num_ranks or 1
     per_node = launch.num_local_ranks or total
     nodes = f" trainer.num_nodes={launch.num_nodes}" if launch.num_nodes > 1 else ""

@@ -39,7 +39,7 @@ REPORT_SECONDS = 1.0
 """interval between two reports of a rank, in seconds"""
 CHECK_SECONDS = 4.0
 """minimum time between two snapshots of the reports, in which every live rank has reported"""
-CONNECT_SECONDS = 60.0
+_CONNECT_SECONDS = 60.0
 """timeout of the first connection to the store, in seconds"""
 VERDICT_SECONDS = 2.0
 """time for the other ranks to read the verdict: the store may end with this rank"""
@@ -51,7 +51,7 @@ _DUMP_SECONDS = 10.0
 """time to write the stacks to disk before the process is ended anyway: the disk may hang"""
 _MAX_NAMED = 4
 """hosts with lost ranks that are named; further ones are counted"""
-STARTS, TRAINS, DONE = "starts", "trains", "done"
+STARTS, TRAINS, ENDS = "starts", "trains", "done"
 """states of a rank: before the end of its first batch, which may compile; in the training loop;
 after the loop or after a signal, when the rank may stop reporting"""
 _VERDICT_KEY = "loft/verdict"
@@ -79,13 +79,13 @@ def find_lost(before: Sequence[RankReport], now: Sequence[RankReport]) -> list[R
     return [
         report
         for report in now
-        if report.state != DONE and report.sequence_number == numbers.get(report.rank)
+        if report.state != ENDS and report.sequence_number == numbers.get(report.rank)
     ]
 
 
 def find_hanging(now: Sequence[RankReport], min_seconds: float) -> RankReport | None:
     """Return the rank with the fewest beats; None while any rank starts or makes progress."""
-    running = [report for report in now if report.state != DONE]
+    running = [report for report in now if report.state != ENDS]
     if not running or any(
         report.state == STARTS or report.pause_seconds <= min_seconds for report in running
     ):
@@ -201,11 +201,10 @@ class Peers:
 
     def _state(self) -> str:
         if self._is_done or signal_received() is not None:
-            return DONE
+            return ENDS
         return TRAINS if self._has_trained else STARTS
 
     def _exchange_reports(self, store: TCPStore) -> None:
-        """Write this rank's report, exchange the verdict and read the reports of other ranks."""
         self._num_reports += 1
         num_beats, _, step = progress()
         report = RankReport(
@@ -249,7 +248,7 @@ class Peers:
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=CONNECT_SECONDS),
+            timeout=timedelta(seconds=_CONNECT_SECONDS),
         )
 
     def _read_reports(self, store: TCPStore) -> list[RankReport]:
@@ -289,7 +288,6 @@ class Peers:
         self._polled_at, self._num_signs = now, num_signs
 
     def _diagnose(self, hang_seconds: float) -> str | None:
-        """Return why the run cannot continue, or None if it may."""
         if self._verdict:
             return self._verdict
         lost, now = self._find_lost(max(CHECK_SECONDS, hang_seconds / 10))
@@ -327,7 +325,7 @@ class Peers:
         self._wants_snapshots.clear()
         if len(self._snapshots) >= 2:
             return find_lost(self._snapshots[0], self._snapshots[-1]), self._snapshots[-1]
-        if self._verdict or self.rank == 0 or self._rank0 is None or self._rank0.state == DONE:
+        if self._verdict or self.rank == 0 or self._rank0 is None or self._rank0.state == ENDS:
             return [], []
         # Rank 0 hosts the store, which answered before and does not answer any more.
         return [self._rank0], []

@@ -11,7 +11,7 @@ import time
 import traceback
 from pathlib import Path
 
-from app.process.heartbeat import LOST, PORT_TAKEN, send_to_supervisor
+from app.process.heartbeat import PEER_LOST, PORT_TAKEN, send_to_supervisor
 from app.process.launch import is_first_on_machine, is_first_rank, run_dir
 from app.process.peers import watched_peers
 from app.process.signals import signal_received
@@ -21,6 +21,7 @@ from common.errors import (
     ENVIRONMENT_ERROR,
     INTERRUPTED,
     LOST_CONNECTION,
+    MAX_PROBLEMS,
     TAKEN_PORT,
     TERMINATED,
     TRAINING_FAULT,
@@ -35,7 +36,6 @@ from common.errors import (
 from common.redaction import redact
 from common.text import printable
 
-MAX_PROBLEMS = 20
 TRACEBACK_VARIABLE = "LOFT_TRACEBACK"
 REASON_FILE = "error.txt"
 """file in a run's folder with the reason why the run stopped"""
@@ -120,7 +120,7 @@ def _claim_message(error: BaseException, message: str, code: int) -> bool:
     if TAKEN_PORT.search(str(error)) and send_to_supervisor(PORT_TAKEN):
         return False  # the supervisor tries another port
     is_lost = not isinstance(error, TrainingFault) and LOST_CONNECTION.search(str(error))
-    if is_lost and send_to_supervisor(f"{LOST} {message}"):
+    if is_lost and send_to_supervisor(f"{PEER_LOST} {message}"):
         return False  # the supervisor knows which rank ended first
     if folder is None:  # the machine whose GPUs fail may not be that of rank 0
         return is_first_rank() or isinstance(error, DeviceError)

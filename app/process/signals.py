@@ -35,7 +35,7 @@ SAME_SIGNAL_SECONDS = 0.1
 """time within which two signals count as one"""
 SAME_SIGNAL_SECONDS_OF_RANK = 0.5
 """the same in a rank started by the supervisor"""
-POLL_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 """interval between two checks of the deadlines; a signal is received immediately"""
 _EXIT_SECONDS = 2.5
 """time for the program to end by itself if nothing has to be saved first"""
@@ -228,7 +228,7 @@ def _watch(receiver: socket.socket, state: _State) -> None:
         if overdue_at is None and _is_stalled(state, received_at):
             overdue_at, state.is_overdue = time.monotonic(), True
             signal.pthread_kill(main, _WAKES)
-        receiver.settimeout(POLL_SECONDS)  # a deadline may pass without a signal
+        receiver.settimeout(_POLL_SECONDS)  # a deadline may pass without a signal
         try:
             numbers = set(receiver.recv(64)) & set(HANDLED)
         except TimeoutError:

@@ -21,7 +21,7 @@ from pathlib import Path
 from app.process.heartbeat import (
     BEAT,
     ENDED,
-    LOST,
+    PEER_LOST,
     PORT_TAKEN,
     STACKS_FILE,
     Pauses,
@@ -36,7 +36,7 @@ from common.facts import setting
 from common.files import open_no_follow
 from common.redaction import redact
 
-POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _MAX_PORTS = 5
 """number of ports to try"""
 _FINAL_CODES = (USER_ERROR, TRAINING_FAULT)
@@ -166,7 +166,7 @@ class Supervisor:
                 break
             if (hang := self._end_hanging(ranks)) is not None:
                 return hang
-            time.sleep(POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
         ranks.end(grace_seconds)
         return self._find_ending(ranks, sent)
 
@@ -199,7 +199,6 @@ class Supervisor:
         )
 
     def _end_hanging(self, ranks: Ranks) -> ExitStatus | None:
-        """End the ranks if one of them hangs; return None if none does."""
         if self.config.hang_minutes is None:
             return None
         min_seconds = 60 * self.config.hang_minutes
@@ -225,7 +224,6 @@ class Supervisor:
         return ExitStatus(code=ENVIRONMENT_ERROR, message=message, step=hanging.step)
 
     def _describe(self, rank: Rank) -> str:
-        """Describe how a rank ended that has not reported its own error."""
         if rank.lost is not None:
             return rank.lost.removeprefix(_PREFIX)
         assert rank.code is not None
@@ -241,7 +239,6 @@ class Supervisor:
         return "\n  ".join([f"{message}; its last lines:", *rank.last_lines])
 
     def _report(self, message: str, code: int) -> None:
-        """Print the error, and save it in the run's folder."""
         print_to_stderr(f"{_PREFIX}{message}")
         end_status(self.folder, FAILED, code, redact(f"{_PREFIX}{message}"))
         with contextlib.suppress(OSError):  # the message may be about this disk
@@ -311,7 +308,7 @@ class Rank:
             self.num_beats, self.step = map(int, content.split())
         elif kind == ENDED:
             self.has_ended = True
-        elif kind == LOST:
+        elif kind == PEER_LOST:
             self.lost = content
         elif kind == PORT_TAKEN:
             self.port_is_taken = True

@@ -203,7 +203,7 @@ CASES = [
 def test_a_nonfinite_step_changes_nothing_and_ends_the_run(
     optimizer: str, accumulation: int, precision: str, fault_name: str, tmp_path: Path
 ) -> None:
-    is_fault = fault_name in faults.NAMES
+    is_fault = fault_name in faults.FAULT_NAMES
     found = fit(
         tmp_path,
         optimizer,

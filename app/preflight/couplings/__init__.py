@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from app.config.verbs import TrainConfig, TunedConfig
 
 
-GROUPS = (*settings.GROUPS, *strategy.GROUPS)
+GROUPS = (*settings.ROWS_OF_SETTINGS, *strategy.ROWS_OF_STRATEGIES)
 """the rows, in the order in which conflicts are listed"""
 
 

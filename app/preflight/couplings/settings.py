@@ -88,7 +88,6 @@ def _asks_for_text(config: Any) -> tuple[str, str, str] | None:
 
 
 def _wrong_class_weights(config: Any) -> int:
-    """Return the number of the weights of classes, if the classes are not as many."""
     given, classes = len(config.objective.class_weights), len(config.model.labels)
     return given if given != classes or classes < 2 else 0
 
@@ -132,7 +131,7 @@ def _known_metrics(config: Any) -> tuple[str, str]:
     return nearest(monitor, known), ", ".join(known[:12])
 
 
-GROUPS = (
+ROWS_OF_SETTINGS = (
     Group(lambda c, d: True, rows=(
         Conflict(lambda c, d: c.trainer.accelerator == "gpu" and d.num_gpus == 0,
                  "trainer.accelerator=gpu, but no GPU was found",

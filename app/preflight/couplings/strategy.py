@@ -49,7 +49,6 @@ _UNSPLIT = {"nf4": "packs weights in blocks that cross both", "fp8": "scales who
 
 
 def _updates_shards(config: Any, devices: Devices) -> bool:
-    """Return whether the optimizer can update shards of weights."""
     is_whole = not splits_matrices(config, devices) and num_stages(config.strategy) == 1
     elementwise = ["adamw"]
     if isinstance(config.strategy, FsdpConfig) and is_whole:
@@ -121,7 +120,7 @@ def _quantizes_messages(config: Any) -> bool:
     return config.strategy.quantized_weights or config.strategy.quantized_gradients
 
 
-GROUPS = (
+ROWS_OF_STRATEGIES = (
     Group(lambda c, d: is_training(c), rows=(
         Conflict(lambda c, d: c.strategy.name == "single" and d.num_ranks > 1,
                  "strategy=single runs on one device, but {d.num_ranks} ranks were requested",
