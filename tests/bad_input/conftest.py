@@ -1,4 +1,4 @@
-"""What these tests share: a cache of their own, and the tokenizer that ships with the project."""
+"""What these tests share: a cache of their own, a base, and the tokenizer of the project."""
 
 from __future__ import annotations
 
@@ -7,12 +7,34 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import TINY_BASE
+from tests.in_process import make_data
+from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_llama
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOFT_DATA_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base of two layers, the same in several files, an adapter on it and data, to be copied."""
+    import peft
+    import torch
+
+    folder, model = tmp_path_factory.mktemp("made"), tiny_llama(vocab_size=768)
+    for name in ("base", "sharded"):
+        save_with_tokenizer(model, folder / name)
+    (folder / "sharded" / "model.safetensors").unlink()
+    model.save_pretrained(folder / "sharded", max_shard_size="60KB")
+    make_data(folder / "d.jsonl")
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    adapted = peft.get_peft_model(model, settings)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder / "adapter")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -23,34 +23,14 @@ from safetensors.torch import load_file, save_file
 from app.model.architecture import load_architecture
 from app.model.base import ModelConfig, check_described, load_base
 from app.model.hub import check_hub, is_offline
-from app.model.tokenizer import build_tokenizer
 from app.process.launch import read_launch
-from app.training.run_documents import read_object
 from common.errors import TrainingFault, UserError, exit_code
-from common.untrusted import Limits, limits, read_header, read_json_object, reading
+from common.untrusted import Limits, limits, read_json_object, reading
 from data_modules import DataConfig, DatasetConfig
 from tests.bad_input.opened import Opened, open_run, settings_for
-from tests.in_process import make_data
-from tests.tiny import save_with_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
+from tests.tiny import save_with_tokenizer, tiny_llama, tiny_t5
 
 WEIGHTS = "model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base of two layers and an adapter on it, to be copied."""
-    import peft
-
-    folder = tmp_path_factory.mktemp("made")
-    save_with_tokenizer(tiny_llama(vocab_size=768), folder / "base")
-    make_data(folder / "d.jsonl")
-    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-    model = peft.get_peft_model(tiny_llama(vocab_size=768), settings)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder / "adapter")
-    return folder
 
 
 @pytest.fixture
@@ -84,32 +64,21 @@ def refused(end: Opened, *fragments: str) -> None:
 
 
 CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
-    ({"hidden_act": "nope"}, ["nope"]),
-    ({"hidden_size": "x"}, ["hidden_size"]),
     ({"hidden_size": 64}, ["describes a different model from the weights", "32 in the files"]),
     ({"vocab_size": 10**12}, ["would be 1000000000000 x 32, and is 768 x 32"]),
-    ({"num_attention_heads": 0}, []),
     ({"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan: expected a number"]),
-    ({"num_hidden_layers": 2.0}, ["num_hidden_layers=2.0", "expected a whole number"]),
     ({"num_hidden_layers": 3},
      ["num_hidden_layers=3, but the weight files have 2 layers: those from layer 2 on are "
       "missing; write num_hidden_layers=2"]),
-    ({"model_type": []}, ["model_type=[]: expected a name"]),
-    ({"dtype": "float2"}, ["float2"]),
     ({"quantization_config": 3}, ["quantization_config is not an object"]),
-    ({"rope_parameters": {"rope_type": "nope"}}, ["nope"]),
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "factor": 1.0,
       "short_factor": [1.0], "long_factor": [1.0, 2.0]}},
      ["short_factor has 1 numbers; expected 4"]),
-    ({"self": 1}, ["self"]),
     ({"architectures": 7}, ["architectures=7: expected a list of class names"]),
     ({"eos_token_id": 10**9},
      ["config.json: eos_token_id=1000000000: 1000000000 is not a token id of this base, whose "
       "vocab_size is 768; write the id that ends an answer"]),
-    ({"eos_token_id": [2, 768]}, ["eos_token_id=[2, 768]: 768 is not a token"]),
     ({"pad_token_id": 768}, ["pad_token_id=768: 768 is not a token", "or null for none"]),
-    ({"pad_token_id": [0, 2]}, ["pad_token_id=[0, 2]: [0, 2] is not a token"]),
-    ({"bos_token_id": 1.5}, ["bos_token_id=1.5: 1.5 is not a token"]),
     ({"is_encoder_decoder": True},
      ["config.json: is_encoder_decoder=true, but llama models are not encoder-decoders; remove "]),
 ]  # fmt: skip
@@ -136,29 +105,18 @@ def test_what_published_files_hold_passes(base: Path, made: Path, values: dict[s
 
 
 TEXTS: list[tuple[str, bytes, list[str]]] = [
-    ("config.json", b'{"a": ' + b"9" * 5000 + b"}", ["thousands of digits"]),
-    ("config.json", b'{"a": ' + b"[" * 3000 + b"]" * 3000 + b"}", ["nested too deep"]),
     ("config.json", b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", ["nested too deep (limit 64"]),
     ("config.json", b'{"a": "caf\xe9"}', ["not UTF-8 text (byte 10)"]),
     ("config.json", b"[]", ["expected a JSON object"]),
-    ("generation_config.json", b'{"max_new_tokens": "x"}', ["generation_config.json"]),
-    ("generation_config.json", b'{"self": 1}', ["generation_config.json"]),
-    ("generation_config.json", b"{", ["generation_config.json:1:2 invalid JSON"]),
     ("generation_config.json", b'{"eos_token_id": [2, 1000000000]}',
      ["eos_token_id=[2, 1000000000]: 1000000000 is not a token", "vocab_size is 768"]),
-    ("generation_config.json", b'{"pad_token_id": "x"}',
-     ["generation_config.json: pad_token_id=x: 'x' is not a token", "or null for none"]),
     ("tokenizer_config.json", b'{"model_max_length": -5}',
      ["tokenizer_config.json: model_max_length=-5: expected a number of tokens (1 or more)"]),
-    ("tokenizer.json", b'{"model": 3}', ["tokenizer.json cannot be read"]),
     ("tokenizer.json", b"{}", ["tokenizer.json cannot be read"]),
-    ("tokenizer_config.json", b'{"eos_token": 3}', ["tokenizer_config.json cannot be read"]),
     ("tokenizer_config.json", b'{"eos_token": "<|nope|>"}',
      ["its eos_token '<|nope|>' has id 768, the model's embedding has 768 rows; add"]),
-    ("tokenizer_config.json", b'{"tokenizer_class": []}', ["tokenizer_config.json"]),
     ("config.json", b'{"model_type": "llama", "attn_implementation": "flash_attention_2"}',
      ["config.json: attn_implementation selects the attention code"]),
-    ("special_tokens_map.json", b"\xff", ["special_tokens_map.json: not UTF-8"]),
     ("chat_template.jinja", b"\xff", ["chat_template.jinja: not UTF-8"]),
 ]  # fmt: skip
 
@@ -169,18 +127,6 @@ def test_contents_of_a_file(
 ) -> None:
     (base / name).write_bytes(content)
     refused(open_base(base, made), str(base), *fragments)
-
-
-def test_a_chat_template_that_is_no_text(base: Path, made: Path) -> None:
-    (base / "chat_template.jinja").unlink()
-    change(base / "tokenizer_config.json", chat_template=5)
-    refused(open_base(base, made), "tokenizer_config.json: chat_template=5: expected a text")
-
-
-def test_numbers_of_a_run_that_are_no_object(tmp_path: Path) -> None:
-    (tmp_path / "metrics.json").write_text("[]")
-    with pytest.raises(UserError, match=r"metrics\.json.* expected a JSON object"):
-        read_object(tmp_path / "metrics.json")
 
 
 def repack(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -194,12 +140,8 @@ def repack(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 
 HEADERS: list[Callable[[dict[str, Any]], Any]] = [
-    lambda tensor: tensor.pop("dtype"),
     lambda tensor: tensor.update(dtype="X9"),
-    lambda tensor: tensor.update(dtype=[1]),
     lambda tensor: tensor.update(shape=[-1, 1]),
-    lambda tensor: tensor.update(shape="a"),
-    lambda tensor: tensor.update(shape=[True]),
     lambda tensor: tensor.update(data_offsets=[0]),
     lambda tensor: tensor.update(data_offsets=[tensor["data_offsets"][0], 1e3]),
 ]
@@ -214,7 +156,7 @@ def test_headers_that_safetensors_would_refuse(
     refused(end, f"{base / WEIGHTS}: its safetensors header is damaged", "download it again")
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_weights_that_are_not_floats(base: Path, made: Path, dtype: torch.dtype) -> None:
     tensors = load_file(base / WEIGHTS)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
@@ -230,22 +172,19 @@ def test_weights_of_an_adapter_that_are_not_floats(adapter: Path, made: Path) ->
     refused(open_adapter(adapter, made), f"{file}: ", "is I8, but an adapter's weights must be F32")
 
 
-@pytest.mark.parametrize("form", ["tf", "flax"])
-def test_weights_of_another_framework(base: Path, made: Path, form: str) -> None:
-    save_file(load_file(base / WEIGHTS), base / WEIGHTS, {"format": form})
-    refused(open_base(base, made), f"{base / WEIGHTS}: its header has format={form}")
+def test_weights_of_another_framework(base: Path, made: Path) -> None:
+    save_file(load_file(base / WEIGHTS), base / WEIGHTS, {"format": "flax"})
+    refused(open_base(base, made), f"{base / WEIGHTS}: its header has format=flax")
 
 
-def test_a_header_beyond_the_limit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOFT_LIMITS", "header_mib=1")
-    file = base / WEIGHTS
-    with file.open("wb") as stream:
-        stream.write((3 << 20).to_bytes(8, "little") + b"{" + b" " * (4 << 20))
-    ((problem),) = read_header(file)[1]
-    assert "a header of 3,145,728 bytes (limit 1; LOFT_LIMITS=header_mib=NUMBER" in problem
-
-
-@pytest.mark.parametrize("name", [3, [1], "", "..", "a\0b", None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        3,
+        "..",
+        "a\0b",
+    ],
+)
 def test_an_index_names_files(base: Path, made: Path, name: Any) -> None:
     weight_map: dict[str, Any] = dict.fromkeys(load_file(base / WEIGHTS), WEIGHTS)
     weight_map["model.norm.weight"] = name
@@ -256,8 +195,6 @@ def test_an_index_names_files(base: Path, made: Path, name: Any) -> None:
 
 NORMALIZERS = [
     ("normalizer", {"type": "Replace", "pattern": {"Regex": "[a-q]"}, "content": ""}, "17 of 72"),
-    ("normalizer", {"type": "Replace", "pattern": {"String": "7"}, "content": "1"}, "1 of 72"),
-    ("normalizer", {"type": "Replace", "pattern": {"Regex": "[^ -~]"}, "content": ""}, "10 of 72"),
     ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "[A-Z]"}, "behavior": "Removed",
      "invert": False}, "26 of 72"),
 ]  # fmt: skip
@@ -307,10 +244,12 @@ def test_a_tokenizer_that_only_folds_letters_passes(
             {"eos_token_id": [2, 768]},
             "768 is not a token id of this base",
         ),
+        ("config.json", {"num_labels": 30_000_000}, "num_labels=30000000: expected a whole"),
+        ("generation_config.json", {"save_pretrained": 1}, "this is the name"),
         ("config.json", {"eos_token_id": 2}, ""),
     ],
 )
-def test_token_ids_of_a_base_of_the_hub(
+def test_files_of_a_base_of_the_hub(
     base: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -330,20 +269,6 @@ def test_token_ids_of_a_base_of_the_hub(
     config = ModelConfig(path="org/name")
     with pytest.raises(UserError, match=fragment) if fragment else nullcontext():
         load_architecture(config)
-
-
-def test_an_unknown_class_of_tokenizer_is_said(
-    base: Path, made: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Harmless: transformers then reads tokenizer.json as it stands."""
-    caplog.set_level("INFO", "app.model.tokenizer")
-    file = base / "tokenizer_config.json"
-    known = build_tokenizer(ModelConfig(path=str(base)))
-    assert "tokenizer_class" not in caplog.text
-    change(file, tokenizer_class="Nope")
-    other = build_tokenizer(ModelConfig(path=str(base)))
-    assert f"{file}: tokenizer_class='Nope' is unknown to transformers" in caplog.text
-    assert other("Say 1 word.")["input_ids"] == known("Say 1 word.")["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -515,33 +440,15 @@ def test_a_pipe_in_the_place_of_a_file(base: Path, made: Path, name: str) -> Non
     assert time.monotonic() - started < 10
 
 
-def test_a_folder_in_the_place_of_a_file(base: Path, made: Path) -> None:
-    (base / "config.json").unlink()
-    (base / "config.json").mkdir()
-    refused(open_base(base, made), f"{base / 'config.json'} is a folder, not a file")
-
-
 ADAPTERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"lora_alpha": 0}, ["lora_alpha=0: expected a number above 0"]),
-    ({"lora_alpha": -8}, ["lora_alpha=-8: expected a number above 0"]),
-    ({"lora_alpha": float("nan")}, ["lora_alpha=nan"]),
     ({"r": 0}, ["r=0: expected a rank from 1 to 65,536"]),
-    ({"r": True}, ["r=True"]),
-    ({"r": 10**7}, ["r=10000000: expected a rank from 1 to 65,536"]),
     ({"r": 8}, ["has shape [4, 32]"]),
     ({"task_type": "TOKEN_CLS"}, ["task_type='TOKEN_CLS': expected CAUSAL_LM, SEQ_2_SEQ_LM"]),
-    ({"lora_dropout": 5}, ["lora_dropout=5: expected a number from 0 to below 1"]),
-    ({"bias": "nope"}, ["bias='nope': expected none, all or lora_only"]),
-    ({"target_modules": 3}, ["target_modules=3"]),
     ({"target_modules": ["nope"]}, ["nope"]),
-    ({"target_modules": "("}, ["target_modules is not a valid regular expression"]),
-    ({"rank_pattern": {"q_proj": 0}}, ["rank_pattern"]),
     ({"rank_pattern": {"(": 4}}, ["rank_pattern: ( is not a valid regular expression"]),
-    ({"layers_to_transform": "a"}, ["layers_to_transform='a'"]),
     ({"lora_alfa": 3}, ["'lora_alfa'=3 is not supported", "did you mean lora_alpha?"]),
-    ({"self": 1}, ["'self'=1 is not supported"]),
     ({"trainable_token_indices": [10**12]}, ["trainable_token_indices"]),
-    ({"modules_to_save": [["a"]]}, ["modules_to_save"]),
 ]
 
 
@@ -555,25 +462,12 @@ def test_values_of_an_adapter_config(
     refused(open_adapter(adapter, made), str(adapter), *fragments)
 
 
-def test_values_of_an_adapter_config_that_mean_nothing_here(adapter: Path, made: Path) -> None:
-    values = {"of_a_newer_peft": None, "use_something": False, "peft_version": "9.9"}
-    change(adapter / "adapter_config.json", **values, corda_config={"a": 1}, megatron_core="os")
-    assert open_adapter(adapter, made).code == 0
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"target_modules": "(.*)*(.*)*(.*)*q_proj(.*)*x"},
-        pytest.param({"exclude_modules": "((\\w|\\.)+)+!"}, marks=pytest.mark.slow),
-        pytest.param({"rank_pattern": {"((\\w|\\.)+)+!": 4}}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
 def test_an_expression_without_end_from_an_adapter(
-    adapter: Path, made: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    adapter: Path, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOFT_LIMITS", "regex_seconds=1")
-    change(adapter / "adapter_config.json", **values)
+    change(adapter / "adapter_config.json", rank_pattern={"((\\w|\\.)+)+!": 4})
     started = time.monotonic()
     refused(open_adapter(adapter, made), str(adapter), "takes more than 1 s")
     assert time.monotonic() - started < 10
@@ -596,9 +490,7 @@ def test_limits_are_typed_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "more than 1 MiB (limit 1; LOFT_LIMITS=json_mib=NUMBER" in str(read_json_object(file)[1])
     monkeypatch.setenv("LOFT_LIMITS", "json_string=1000")
     assert "a string of 1,048,576 characters" in str(read_json_object(file)[1])
-    monkeypatch.setenv("LOFT_LIMITS", "json_key=2")
-    assert "a key of 3 characters" in str(read_json_object(file)[1])
-    for words in ("json_mb=1", "json_mib", "json_mib=0", "json_mib=-1", "json_mib=1e3"):
+    for words in ("json_mb=1", "json_mib", "json_mib=0"):
         monkeypatch.setenv("LOFT_LIMITS", words)
         with pytest.raises(UserError, match=r"is not understood; expected NAME=NUMBER, .*json_mib"):
             limits()
@@ -608,17 +500,11 @@ def test_limits_are_typed_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ("error", "code"),
     [
         (KeyError("nope"), 2),
-        (TypeError("'int' object is not iterable"), 2),
-        (RecursionError("maximum recursion depth exceeded"), 2),
         (OSError("org/name is not a valid model identifier"), 2),
-        (FileNotFoundError(2, "No such file or directory", "vocab.txt"), 2),
         (OSError(28, "No space left on device"), 3),
-        (OSError(5, "Input/output error"), 3),
         (ImportError("needs the tiktoken package"), 3),
-        (MemoryError(), 3),
         (ConnectionResetError(104, "Connection reset by peer"), 3),
         (RuntimeError("CUDA error: out of memory"), 3),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 3),
         (TrainingFault("loss is nan"), 4),
         (UserError("already told"), 2),
     ],
@@ -692,13 +578,7 @@ def test_a_reachable_hub_is_asked_once_by_the_proxy(monkeypatch: pytest.MonkeyPa
     assert not check_hub({})
 
 
-def test_families_of_other_shapes_pass(tmp_path: Path, made: Path) -> None:
-    """Their files leave out what is tied, and hold masks beside the weights."""
-    base = save_with_tokenizer(tiny_gpt2(vocab_size=768), tmp_path / "gpt2")
-    assert open_base(base, made, "attention=eager").code == 0
-
-
-@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
 def test_a_file_that_may_not_be_read_is_the_one_that_is_named(
     name: str, base: Path, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

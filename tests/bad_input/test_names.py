@@ -76,9 +76,3 @@ def test_errors_show_them_too(tmp_path: Path) -> None:
     result = run_command("--cfg", "job", "model=tiny", f'data.datasets=[{{path: "{file}"}}]')
     assert result.code == 0, result.stderr
     assert not [letter for letter in RAW if letter in result.stdout]
-
-
-def test_an_error_of_a_library_keeps_its_lines_and_shows_the_rest() -> None:
-    result = run_command("model=tiny", "data=skills", error=RuntimeError(f"one\n{EVIL}"))
-    assert "one\n" in result.stderr
-    check_shown(result.stderr)

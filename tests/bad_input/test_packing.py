@@ -13,7 +13,6 @@ SEES_PADDING = "let documents see the padding after them"
 ANOTHER_BASE = "model.path=ANOTHER_BASE"
 UNBATCHED: list[tuple[dict[str, Any], str, str]] = [
     ({"model_type": "encoder-decoder"}, SEES_PADDING, ANOTHER_BASE),
-    ({"model_type": "prophetnet"}, SEES_PADDING, ANOTHER_BASE),
     ({"model_type": "nllb-moe"}, "drop tokens beyond an expert_capacity", ANOTHER_BASE),
     (
         {"model_type": "t5gemma", "decoder_start_token_id": 0, "decoder": {"pad_token_id": 0}},
@@ -21,8 +20,6 @@ UNBATCHED: list[tuple[dict[str, Any], str, str]] = [
         ANOTHER_BASE,
     ),
     ({"model_type": "axk2", "index_topk": 64}, "the 64 keys", "data.sequence_len=64"),
-    ({"model_type": "doge", "keep_window_size": 64}, "the 64 keys", "data.sequence_len=64"),
-    ({"model_type": "deepseek_v4", "index_topk": 16}, "the 16 keys", "data.sequence_len=64"),
 ]
 
 
@@ -45,14 +42,9 @@ def test_a_base_whose_documents_depend_on_their_batch(
     "numbers",
     [
         {"model_type": "t5", "is_encoder_decoder": True},
-        {"model_type": "roberta"},
-        {"model_type": "bloom"},
         {"model_type": "falcon", "alibi": True},
-        {"model_type": "falcon", "alibi": False},
         {"model_type": "mamba2"},
         {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
-        {"model_type": "gpt2"},
-        {"model_type": "granitemoehybrid", "layer_types": ["attention", "attention"]},
         {"model_type": "gemma3", "text_config": {"layer_types": ["sliding_attention"]}},
     ],
 )

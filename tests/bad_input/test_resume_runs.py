@@ -86,19 +86,6 @@ def test_a_moved_run_goes_on_as_if_nothing_had_been(
     }
 
 
-def test_a_run_killed_while_it_saved_its_adapter_saves_it_again(
-    whole: Path, tmp_path: Path
-) -> None:
-    run = Path(shutil.copytree(whole, tmp_path / "run"))
-    (run / "metrics.json").unlink()
-    weights = run / "adapter" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    go_on(run)
-    assert weights.read_bytes() == (whole / "adapter" / weights.name).read_bytes()
-    assert read_column(run, "val/loss") == read_column(whole, "val/loss")
-    assert (run / "metrics.json").exists()
-
-
 def test_a_finished_run_goes_back_to_the_checkpoint_that_is_named(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -159,11 +146,3 @@ def test_a_longer_run_follows_the_longer_schedule(whole: Path, killed: Path) -> 
     # Half a cosine over the seven steps after the warm-up's only one.
     assert ours[3] == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi / 7)))
     assert ours[8] == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 6 / 7)))
-
-
-def test_a_run_that_never_saved_leaves_nothing_of_its_curves(whole: Path, killed: Path) -> None:
-    shutil.rmtree(killed / "checkpoints")
-    go_on(Path("auto"), f"output.dir={killed}")
-    assert read_column(killed, "train/loss") == read_column(whole, "train/loss")
-    num_rows = [len((run / "metrics.csv").read_text().splitlines()) for run in (whole, killed)]
-    assert num_rows[0] == num_rows[1]

@@ -183,9 +183,8 @@ def test_verbs_on_a_run_leave_no_secret_anywhere(
     assert (tmp_path / "out" / kept[verb]).stat().st_size > 0
 
 
-@pytest.mark.parametrize("search", ["grid", "optuna"])
 def test_a_sweep_of_an_experiment_leaves_no_secret_anywhere(
-    search: str, server: str, type_command: Type, tmp_path: Path
+    server: str, type_command: Type, tmp_path: Path
 ) -> None:
     values: dict[str, dict[str, object]] = {}
     for key, value in (word.split("=", 1) for word in small(address(server), tmp_path / "x")):
@@ -194,12 +193,7 @@ def test_a_sweep_of_an_experiment_leaves_no_secret_anywhere(
     values.pop("output")
     experiment = tmp_path / "secret.yaml"
     experiment.write_text("# @package _global_\n" + yaml.safe_dump(values))
-    tried = {
-        "grid": ["adapter.r=4,8"],
-        "optuna": ["optimizer.lr=interval(1e-4,1e-3)", "sweep.search=optuna", "sweep.trials=1"],
-    }
-    out = [f"output.dir={tmp_path / 'sweep'}"]
-    words = ["-m", f"+experiment={experiment}", *tried[search], *out]
+    words = ["-m", f"+experiment={experiment}", "adapter.r=4,8", f"output.dir={tmp_path / 'sweep'}"]
     code, printed = type_command("train", *words, cache=tmp_path / "cache")
     assert code == 0, printed
     check_clean(tmp_path / "sweep", tmp_path / "cache", printed)
@@ -207,26 +201,19 @@ def test_a_sweep_of_an_experiment_leaves_no_secret_anywhere(
 
 
 PLACES = {
-    "train": ["output.name", "adapter.path", "model.path", "resume", "+experiment", "logger.name"],
-    "evaluate": ["run", "adapter_path", "output.name"],
-    "preview": ["output.name", "model.tokenizer_path"],
-    "merge": ["run", "adapter_path", "merge.gguf"],
-    "chat": ["run", "adapter_path"],
+    "train": ["output.name", "model.path", "resume", "+experiment", "no.such.key"],
+    "evaluate": ["run", "adapter_path"],
 }
 
 
 @pytest.mark.parametrize("verb", PLACES)
 def test_a_refused_word_is_repeated_without_its_secret(verb: str) -> None:
     url = address("127.0.0.1:1")
-    for key in [*PLACES[verb], "no.such.key", "+new"]:
-        for secret in (url, BEARER, *list(PLANTED.values())[5:]):
-            result = run_command(f"{key}={secret}", verb=verb)
-            assert result.code in (2, 3), (key, secret)
+    for word in (url, *(f"{key}={{}}" for key in PLACES[verb])):
+        for secret in (url, BEARER, PLANTED["note"], PLANTED["who"]):
+            result = run_command(word.format(secret), verb=verb)
+            assert result.code in (2, 3), (word, secret)
             check_clean(result.stderr + result.stdout)
-    for secret in (url, *list(PLANTED.values())[5:]):
-        result = run_command(secret, verb=verb)
-        assert result.code == 2
-        check_clean(result.stderr + result.stdout)
 
 
 def test_a_secret_that_was_left_out_is_asked_for(
@@ -263,10 +250,3 @@ def test_the_cache_is_found_whatever_the_signature(
         for url in (address(server), address(server, sig="Zq7other"), address(server, "b.json"))
     }
     assert len(names) == 2
-
-
-@pytest.mark.parametrize("secret", list(PLANTED.values())[5:])
-def test_an_access_token_is_refused_as_a_setting(secret: str) -> None:
-    result = run_command("model.path=x", f"output.name={secret}")
-    assert (result.code, "secrets do not go into settings" in result.stderr) == (2, True)
-    assert secret not in result.stderr

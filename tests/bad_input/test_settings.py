@@ -46,14 +46,6 @@ def test_what_means_nothing_is_refused_with_what_does(
         accepted(*base, *good.split())
 
 
-def test_one_cycle_brings_its_own_warm_up_which_can_be_typed_over(base: list[str]) -> None:
-    schedule = run_command(*base, "schedule=one_cycle").config.schedule
-    assert (schedule.warmup_ratio, schedule.min_lr_ratio) == (0.3, 4e-6)
-    assert run_command(
-        *base, "schedule=one_cycle", "schedule.warmup_ratio=0.1"
-    ).config.schedule == (type(schedule)(shape="one_cycle", warmup_ratio=0.1, min_lr_ratio=4e-6))
-
-
 def test_an_evaluation_is_checked_as_a_training_is(base: list[str], tmp_path: Path) -> None:
     words = [*base, f"adapter_path={make_adapter(tmp_path / 'adapter')}"]
     result = run_command(*words, "attention=flash2", verb="evaluate")

@@ -35,35 +35,22 @@ def prepend(text: str) -> dict[str, Any]:
 
 
 SNOWMAN = "\u2603"
-CHAIN = [replace(chr(0x4E00 + each), chr(0x4E01 + each) * 2) for each in range(80)]
 BOMBS: dict[str, dict[str, Any]] = {
     "a rare letter": {"normalizer": normalizers(*[replace(SNOWMAN, SNOWMAN * 2)] * 60)},
-    "letters in turn": {"normalizer": normalizers(*CHAIN)},
     "an expression": {"normalizer": normalizers(*[replace("(.)", "xx", "Regex")] * 60)},
     "an empty pattern": {"normalizer": normalizers(*[replace("", "xx")] * 60)},
-    "nested": {"normalizer": normalizers(*[normalizers(*[replace("e", "ee")] * 30)] * 3)},
     "prepended": {"normalizer": normalizers(*[prepend("\u2581")] * 300)},
-    "a long text": {"normalizer": replace("a", "b" * 1_000_000)},
     "a decoder": {"decoder": decoders(*[replace("a", "aa")] * 60)},
 }
 VALID: dict[str, dict[str, Any] | None] = {
     "none": None,
-    "BERT": {
-        "type": "BertNormalizer",
-        "clean_text": True,
-        "handle_chinese_chars": True,
-        "strip_accents": None,
-        "lowercase": True,
-    },
     "Llama": normalizers(prepend("\u2581"), replace(" ", "\u2581")),
-    "T5": normalizers({"type": "NFKC"}, replace(" {2,}", "\u2581", "Regex"), {"type": "Lowercase"}),
     "a table": normalizers(*[replace(chr(0x4E00 + each), "x") for each in range(200)]),
 }
 
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WELL_KNOWN = {
-    "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "Llama 3": _WORDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+",
     "GPT-4o": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -73,8 +60,6 @@ WELL_KNOWN = {
     + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "DeepSeek": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "Bloom": r" ?[^(\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+",
-    "groups of digits": r"(?<=\d)(?=(\d{3})+(?!\d))",
 }
 
 
@@ -101,18 +86,12 @@ def test_endless_expansion_is_refused(name: str, tmp_path: Path) -> None:
 
 
 SLOW = [
-    r"(a+)+$",
     r"(?:q|q)*Z",
     r"([^Z]+)+ZY",
     r"k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?kkkkkkkkkkkkkkkkkkkkkkkkkw",
-    r"h*h*h*h*h*h*h*h*h*h*h*w",
     r"^(?:ab|a|b)+c",
-    r"([\x{4e00}]+)+$",
-    r"(\u00e5+)+$",
     r"(\p{Han}+)+\d",
-    r"(\s+)+\S\d",
     "(\u0416+)+\\d",
-    r"(?:\p{P}+ ?)+\d",
     r"(?x) ( z+ ) + \d",
 ]
 
@@ -170,9 +149,3 @@ def test_bpe_dropout_is_refused(dropout: float, tmp_path: Path) -> None:
     assert problems[0].startswith(
         f"{path / 'tokenizer.json'}: model.dropout={dropout}: BPE dropout"
     )
-
-
-def test_no_dropout_is_accepted(tmp_path: Path) -> None:
-    model = json.loads((TINY_BASE / "tokenizer.json").read_text())["model"]
-    path = changed(tmp_path, model=model | {"dropout": 0.0})
-    assert build_tokenizer(ModelConfig(path=str(path))).eos_token

@@ -12,7 +12,7 @@ import pytest
 from app.process.reporting import report
 from app.run.folder import OutputConfig, check_output, decide_run_dir
 from common.errors import DataError, Interrupted, TrainingFault, UserError, exit_code
-from tests.in_process import make_data, make_model, refused, run_command
+from tests.in_process import make_data, make_model, run_command
 
 GLOO = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 
@@ -30,37 +30,29 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         (UserError(["one", "two"]), 2, "error: 2 problems"),
         (DataError("d.jsonl:3 no output"), 2, "error: d.jsonl:3 no output"),
         (OSError(28, "No space left on device"), 3, "No space left on device"),
-        (ModuleNotFoundError("No module named 'flash_attn'"), 3, "flash_attn"),
-        (MemoryError(), 3, "MemoryError"),
         (TrainingFault("loss is nan at step 3"), 4, "loss is nan at step 3"),
         (TrainingFault("loss is nan: nccl/igloo.jsonl:3"), 4, "nccl/igloo.jsonl:3"),
         (RuntimeError("size mismatch"), 4, "RuntimeError: size mismatch"),
-        (ValueError("of a library"), 4, "ValueError: of a library"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (
             Interrupted(signal.SIGTERM, "step 5 is saved"),
             143,
             "stopped by SIGTERM: step 5 is saved",
         ),
-        (Interrupted(signal.SIGINT, "step 5 is saved"), 130, "stopped by SIGINT: step 5 is saved"),
         (
             RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
             3,
             "type a smaller data.num_workers",
         ),
         (RuntimeError("port: 1, name: EADDRINUSE"), 3, "EADDRINUSE"),
-        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), 3, "ECC"),
         (RuntimeError("CUDA error: unspecified launch failure"), 3, "launch failure"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `f`"), 3, "ALLOC"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), 3, "cuDNN error"),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
             3,
             "can't allocate memory",
         ),
-        (RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)"), 3, "mmap"),
         (RuntimeError("CUDA error: device-side assert triggered"), 4, "device-side assert"),
-        (TrainingFault("loss is nan in 'CUDA error: .jsonl'"), 4, "loss is nan"),
     ],
 )
 def test_exit_codes(
@@ -75,10 +67,6 @@ def test_a_verb_ends_with_the_code_of_its_error(words: list[str]) -> None:
     result = run_command(*words, error=TrainingFault("loss is nan at step 3"))
     assert result.code == 4
     assert result.stderr.startswith("error (training stopped): loss is nan at step 3\n")
-
-
-def test_a_traceback_is_shown_when_asked_for() -> None:
-    assert "Traceback" in refused("oops=1", environment={"LOFT_TRACEBACK": "1"})
 
 
 SECOND_RANK = {
@@ -125,17 +113,6 @@ def test_before_the_folder_exists_only_the_first_rank_reports() -> None:
     assert (result.code, "oops" in result.stderr) == (2, True)
 
 
-def test_a_message_that_cannot_be_left_in_the_folder_is_said(
-    words: list[str], tmp_path: Path
-) -> None:
-    of_run = of_a_launcher(tmp_path / "gone")
-    assert "nan" in run_command(*words, error=TrainingFault("nan"), environment=of_run).stderr
-    assert (
-        run_command(*words, error=TrainingFault("nan"), environment=of_run | SECOND_RANK).stderr
-        == ""
-    )
-
-
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (None, 3)])
 def test_a_lost_peer_after_a_signal_is_not_a_fault(
     words: list[str], monkeypatch: pytest.MonkeyPatch, signum: int | None, code: int
@@ -171,15 +148,6 @@ def test_an_existing_folder_that_is_read_only_is_named(
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(OSError, match="cannot be written: Read-only file system; type"):
         decide_run_dir(OutputConfig(dir=str(tmp_path)))
-
-
-def test_a_place_where_no_folder_can_be_made_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "outputs").write_text("")
-    with pytest.raises(OSError, match="cannot be written: Not a directory; type"):
-        decide_run_dir(OutputConfig(name="mine"))
 
 
 def test_a_new_run_forgets_why_an_earlier_one_never_started(

@@ -10,16 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from app.config.verbs import ALL_VERBS
-from common import installation
 from common.installation import (
     CHILD,
-    PACKAGES,
     ROOT,
     SCRIPT_VARIABLE,
     child_command,
-    install_extra,
-    pip_install,
     python_command,
     record_script,
     typed_words,
@@ -67,29 +62,6 @@ def test_python_is_named_by_its_path_unless_the_shell_finds_it(
     assert python_command() == "second/python"
 
 
-def test_commands_are_named_where_the_current_folder_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(SCRIPT_VARIABLE, raising=False)
-    monkeypatch.setenv("PATH", "/usr/bin")
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    assert verb_command("preview") == f"{tmp_path}/bin/python -m app.preview"
-
-
-def test_what_an_extra_installs_needs_no_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert install_extra("sweep") == "pip install -e '.[sweep]'"
-    assert pip_install() == "pip install -c constraints.txt"
-    monkeypatch.setattr(installation, "ROOT", tmp_path)
-    assert install_extra("sweep") == "pip install 'optuna<6,>=5'"
-    assert install_extra("wandb") == "pip install 'wandb>=0.21'"
-    assert pip_install() == "pip install"
-
-
 @pytest.fixture
 def own_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, with modules of the user's own that are named as this program's."""
@@ -119,19 +91,6 @@ def test_a_child_of_a_checkout_that_is_not_installed_finds_it_first(own_app: Pat
     assert path[0] == str(ROOT) and str(own_app) not in path
 
 
-def test_every_process_that_is_started_with_a_module_of_this_program_is_a_child() -> None:
-    others = {"common/installation.py", "app/process/child.py", "app/config/dispatch.py"}
-    others |= {"app/__init__.py"}  # reads how it was started
-    others |= {"app/doctor/facts.py"}  # an option of nvidia-smi
-    for file in [path for part in PACKAGES for path in ROOT.glob(f"{part}/**/*.py")]:
-        if file.relative_to(ROOT).as_posix() not in others:
-            assert not {"-m"} & {
-                node.value
-                for node in ast.walk(ast.parse(file.read_text()))
-                if isinstance(node, ast.Constant) and isinstance(node.value, str)
-            }, file
-
-
 def test_names_that_the_working_folder_shadows_are_said_and_what_is_typed_avoids_them(
     own_app: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,25 +104,6 @@ def test_names_that_the_working_folder_shadows_are_said_and_what_is_typed_avoids
     assert typed_words() == ["-m", "app.train", "seed=1"]
     monkeypatch.chdir(ROOT)
     assert verb_command("train").endswith(" -m app.train") and CHILD not in verb_command("train")
-
-
-HELP_OF_EACH_VERB = f"""
-import os, runpy, sys
-sys.path.insert(0, {str(ROOT)!r})
-import app.config
-for verb in app.config.verbs.ALL_VERBS:
-    sys.argv = [verb, "--help"]
-    if (process := os.fork()) == 0:
-        runpy.run_module(f"app.{{verb}}", run_name="__main__", alter_sys=True)
-    os.waitpid(process, 0)
-"""
-
-
-def test_every_verb_says_which_names_the_working_folder_shadows(own_app: Path) -> None:
-    command = [sys.executable, "-P", "-c", HELP_OF_EACH_VERB]
-    said = subprocess.run(command, capture_output=True, text=True).stderr
-    notes = [line for line in said.splitlines() if line.startswith("app.py and data_modules/")]
-    assert [note.partition("-m app.")[2].partition("`")[0] for note in notes] == list(ALL_VERBS)
 
 
 def test_a_package_that_the_working_folder_shadows_in_part_is_named(own_app: Path) -> None:

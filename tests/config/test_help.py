@@ -31,22 +31,6 @@ def test_the_first_page_names_groups_defaults_and_meanings(verb: str) -> None:
     assert "schema" not in page
 
 
-def test_the_first_page_of_a_training() -> None:
-    page = run_command("--help").stdout
-    for fragment in ("quickstart", "lora*", "(16; 1 or more) rank", "-m KEY=A,B", "resume=FOLDER"):
-        assert fragment in page
-    for key in ("resume", "resume_allow", "trainer.checkpoint.every_steps", "optimizer.lr"):
-        assert key in keys_on(page)
-
-
-def test_the_first_page_has_whole_descriptions_of_runs_and_sweeps() -> None:
-    words = " ".join(run_command("--help").stdout.split())
-    assert "rank 4 for each of the 128 experts" in words
-    assert (
-        "+sweep=NAME find_lr find a learning rate in short" in words and "lora_rank LoRA" in words
-    )
-
-
 def test_help_names_the_verb_that_has_a_setting() -> None:
     for topic in ("hardware", "hardware.memory_gib"):
         result = run_command("--help", topic)
@@ -69,11 +53,7 @@ def test_help_of_a_group_or_of_one_setting() -> None:
         for one in list_settings(VERBS["train"])
         if one.key.startswith("trainer.") and not one.is_part
     }
-    page = run_command("--help", "optimizer").stdout
-    assert "optimizer=muon\n  optimizer.momentum " in page
-    assert keys_on(run_command("--help", "trainer.checkpoint.async").stdout) == [
-        "trainer.checkpoint.async"
-    ]
+    assert "optimizer=muon\n  optimizer.momentum " in run_command("--help", "optimizer").stdout
     assert keys_on(run_command("+experiment=quickstart", "seed", "--help").stdout) == ["seed"]
     result = run_command("--help", "trainr")
     assert result.code == 2 and "did you mean trainer?" in result.stderr

@@ -13,10 +13,7 @@ from app.config import load_config
 from common.installation import ROOT
 
 COMPOSED = [
-    ["+experiment=quickstart"],
     ["+experiment=quickstart", "adapter=full", "optimizer.lr=1e-5"],
-    ["+experiment=quickstart", "adapter.r=4", "seed=3"],
-    ["+experiment=llama8b", "optimizer=muon"],
     ["model=tiny", "data=skills", "adapter=ia3"],
 ]
 

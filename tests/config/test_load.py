@@ -19,7 +19,6 @@ from app.config.overrides import PLAIN_VALUE, quote_value, words_of
 from app.config.verbs import OPTION_ALIASES, PARTS, VERBS
 from app.model.adapter import FullConfig
 from app.process.launch import read_launch
-from app.run import find_run
 from app.run.folder import OutputConfig, decide_run_dir
 from common.errors import UserError
 from common.facts import hints_of
@@ -46,65 +45,36 @@ BAD_WORDS = [
     # what was typed, what must be said, what is right
     (["trainer.max_stepz=3"], ["unknown key trainer.max_stepz=3", "trainer.max_steps?"],
      ["trainer.max_steps=3"]),
-    (["++adapter.rr=3"], ["unknown key adapter.rr=3", "did you mean adapter.r?"],
-     ["++adapter.r=3"]),
     (["learning_rate=1e-3"], ["unknown key learning_rate", "type optimizer.lr=1e-3"],
      ["optimizer.lr=1e-3"]),
-    (["optimiser.lr=1e-3"], ["unknown key optimiser.lr=1e-3", "type optimizer.lr=1e-3"],
-     ["optimizer.lr=1e-3"]),
     (["optimizer.lr=abc"], ["optimizer.lr=abc: expected a number or null"], ["optimizer.lr=1"]),
-    (["trainer.micro_batch_size=1.5"], ["trainer.micro_batch_size=1.5: expected a whole"],
-     ["trainer.micro_batch_size=2"]),
-    (["data.train_on_inputs=perhaps"], ["data.train_on_inputs=perhaps: expected true"],
-     ["data.train_on_inputs=true"]),
-    (["trainer=3"], ["trainer=3", "no such option"], ["trainer=default"]),
     (["strategy=ddp", "strategy.stage=2"],
      ["strategy.stage: a setting of strategy=zero1, but strategy=ddp is chosen"],
      ["strategy=zero3", "strategy.stage=2"]),
-    (["strategy=zero3", "strategy.offload_optimizer=disk"],
-     ["strategy.offload_optimizer=disk: expected none or cpu"],
-     ["strategy=zero3", "strategy.offload_optimizer=cpu"]),
-    (["optimizer=adam"], ["optimizer=adam: no such option", "did you mean adamw?"],
-     ["optimizer=adamw"]),
     (["trainer.precision=fp17"], ["trainer.precision=fp17: expected", "bf16-pure", "fp16?"],
      ["trainer.precision=bf16"]),
     (["adapter.name=full"], ["adapter.name=full", "type adapter=full"], ["adapter=full"]),
     (["adapter=full", "adapter.r=4"],
      ["adapter.r: a setting of adapter=lora, but adapter=full is chosen"],
      ["adapter=lora", "adapter.r=4"]),
-    (["optimizer.momentum=0.9"], ["optimizer.momentum: a setting of optimizer=muon"],
-     ["optimizer=muon", "optimizer.momentum=0.9"]),
     (["experiment=quickstrat"],
      ["experiment=quickstrat: no such option", "did you mean quickstart?"],
      ["experiment=llama8b", "data.sequence_len=64"]),
-    (["+experiment=nothing"], ["llama8b_qlora, mistral7b"],
-     ["+experiment=llama8b", "data.sequence_len=64"]),
     (["data=rows.json"], ["data=rows.json", "'data.datasets=[{path: rows.json}]'"], ["data=dolly"]),
     (["adapter.r=4,8"], ["adapter.r=4,8 lists several values: add -m"], ["adapter.r=8"]),
     (["~adapter.r"], ["~adapter.r: expected key=value"], []),
-    (["~schedule=cosine"], ["settings cannot be removed"], ["schedule=cosine"]),
     (["quickstart"], ["quickstart: expected key=value; did you mean experiment=quickstart?"], []),
     (["data.datasets[0].format=alpaca"],
      ["single elements of a list cannot be set; type data.datasets=[...]"], []),
     (["data.datasets=[{path: a.json, frmat: alpaca}]"],
      ["unknown key data.datasets[0].frmat=alpaca", "data.datasets[0].format?"], []),
-    (["data.datasets=[3]"], ["data.datasets[0]=3: expected a list of {path, name"], []),
-    (["data.datasets=[{path: a.json, weight: x}]"],
-     ["data.datasets[0].weight=x: expected a number"], []),
-    (["model._target_=os.system"], ["_target_ is not allowed"], []),
     (["model.architecture={_target_: os.system}"], ["_target_ is not allowed"], []),
     (["output.name=${oc.env:HOME}"], ["resolvers like ${oc.env:NAME} are not allowed"],
      ["output.name=home"]),
     (["output.name=${oc.${data.chat_template}:HOME}"],
      ["resolvers like ${oc.env:NAME} are not allowed"], ["output.name=${strategy.name}"]),
     (["model.token=abcdef"], ["secrets do not go into settings", "HF_TOKEN"], []),
-    (["output.name=../other"], ["output.name='../other': at most 80 letters"],
-     ["output.name=other"]),
     (["sweep=lora_rank"], ["add -m"], []),
-    (["--cfg", "hydra"], ["expected --cfg job"], []),
-    (["trainer.max_steps=0"], ["trainer.max_steps=0: expected 1 or more"], ["trainer.max_steps=1"]),
-    (["strategy=ddp", "strategy.context_parallel_size=0"],
-     ["strategy.context_parallel_size=0: expected from 1 to 64"], []),
 ]  # fmt: skip
 
 
@@ -124,23 +94,12 @@ def test_bad_words_are_named_and_their_twins_pass(
         assert accepted(*base, *good) is not None
 
 
-ANSWERS = sorted(
-    {f"{group}={hint}" for group, them in OPTION_ALIASES.items() for hint in them.values()}
-)
-
-
 def test_an_option_of_other_tools_is_answered() -> None:
     for group, them in OPTION_ALIASES.items():
         for option, hint in them.items():
             for typed in (option, option.upper()):
                 with pytest.raises(UserError, match=re.escape(f"type {group}={hint}")):
                     conf_files.find_option(conf_files.CONF, group, typed)
-
-
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_answers_to_options_of_other_tools_are_accepted(answer: str, base: list[str]) -> None:
-    result = run_command(*base, *answer.partition(" (")[0].split(), gpus=2)
-    assert result.code == 0, result.stderr
 
 
 def test_all_problems_are_named_together(base: list[str]) -> None:
@@ -152,30 +111,10 @@ def test_all_problems_are_named_together(base: list[str]) -> None:
         assert fragment in said
 
 
-def test_a_secret_is_never_repeated(base: list[str]) -> None:
-    for word in ("model.token=zebra", "x.password=zebra", "output.name=hf_" + "zebra" * 5):
-        result = run_command(*base, word)
-        assert result.code == 2
-        assert "zebra" not in result.stderr + result.stdout
-
-
-def test_model_and_data_are_asked_for_by_name() -> None:
-    said = refused("resume=never")
-    assert "or model=NAME (--help model lists " in said
-    assert "type data=NAME" in said
-
-
-@pytest.mark.parametrize(
-    "name", ["plain", "with space", "a=b", "(1)", "ümläut", "it's", "co,mma", "back\\slash", "a:b"]
-)
-def test_odd_letters_in_paths_arrive_as_typed(tmp_path: Path, name: str) -> None:
-    model = make_model(tmp_path / f"m {name}")
-    data = make_data(tmp_path / f"{name}.jsonl")
-    path = f"'{data}'" if "," in name else str(data)
-    if "'" in name:
-        path = '"' + str(data) + '"'
-    typed = str(model) if "," not in name else f"'{model}'"
-    config = accepted(f"model.path={typed}", f"data.datasets=[{{path: {path}, format: alpaca}}]")
+def test_odd_letters_in_paths_arrive_as_typed(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "a=b (1): ümläut \\")
+    data = make_data(tmp_path / "it's a=b, (1).jsonl")
+    config = accepted(f"model.path={model}", f'data.datasets=[{{path: "{data}", format: alpaca}}]')
     assert config.model.path == str(model)
     assert config.data.datasets[0].path == str(data)
 
@@ -192,14 +131,6 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert config.data.datasets[0].path == str(data)
     missing = run_command("model.path=~/none", "data.datasets=[{path: ~/d.jsonl}]")
     assert f"model.path={tmp_path / 'none'}: no such folder" in missing.stderr
-
-
-def test_a_value_may_be_that_of_another_setting(base: list[str]) -> None:
-    assert (
-        accepted(*base, "schedule.warmup_steps=${trainer.log_every_steps}").schedule.warmup_steps
-        == 10
-    )
-    assert "trainer.log_every" in refused(*base, "schedule.warmup_steps=${trainer.log_every}")
 
 
 @given(st.text(st.sampled_from("ab 1=:()'\"\\\\,ü~#!&;<>.-"), min_size=1))
@@ -223,24 +154,10 @@ def test_a_bare_word_is_a_list_below_other_keys_too(base: list[str]) -> None:
         assert "expected a list" in run_command(*base, word).stderr
 
 
-@pytest.mark.parametrize(
-    ("typed", "asynchronous"),
-    [
-        ("{async: true}", True),
-        ("{every_steps: 3,async: false}", False),
-        ("{ async : true, every_steps: 3}", True),
-        ("{asynchronous: true}", True),
-    ],
-)
-def test_a_word_of_python_is_a_key_in_a_mapping(
-    base: list[str], typed: str, asynchronous: bool
-) -> None:
-    checkpoint = accepted(*base, f"trainer.checkpoint={typed}").trainer.checkpoint
-    assert checkpoint.asynchronous is asynchronous
-    assert checkpoint.every_steps == (3 if "every_steps" in typed else None)
-
-
-def test_two_spellings_of_a_key_are_not_both_taken(base: list[str]) -> None:
+def test_a_word_of_python_is_a_key_in_a_mapping(base: list[str]) -> None:
+    for typed in ("{every_steps: 3,async: true}", "{ asynchronous : true, every_steps: 3}"):
+        checkpoint = accepted(*base, f"trainer.checkpoint={typed}").trainer.checkpoint
+        assert (checkpoint.asynchronous, checkpoint.every_steps) == (True, 3)
     result = run_command(*base, "trainer.checkpoint={async: true, asynchronous: false}")
     assert "unknown key trainer.checkpoint.async=true" in result.stderr
 
@@ -253,16 +170,6 @@ def test_the_command_line_replaces_parts_of_an_experiment(
     assert config == dataclasses.replace(whole, adapter=FullConfig())
     assert "adapter.r" in (note := capsys.readouterr().err)
     assert "do not apply to adapter=full" in note
-
-
-def test_a_note_is_left_to_the_process_that_starts_the_ranks(tmp_path: Path) -> None:
-    words = ("--cfg", "job", "+experiment=quickstart", "adapter=full")
-    assert "do not apply to adapter=full" in run_command(*words).stderr
-    started = {"LOFT_RUN_DIR": str(tmp_path), "LOCAL_RANK": "0", "NODE_RANK": "0"}
-    started |= {"LOFT_PARENT": str(os.getppid())}
-    started |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    result = run_command(*words, environment=started)
-    assert (result.code, result.stderr) == (0, "")
 
 
 def test_cfg_prints_settings_that_load_again() -> None:
@@ -285,13 +192,6 @@ def test_every_schema_and_base_has_slots() -> None:
     for each in schemas:
         assert "__slots__" in vars(each), each
         assert not hasattr(each, "__dict__") or "__dict__" not in dir(each), each
-
-
-def test_every_part_names_itself_as_its_option() -> None:
-    for group, options in PARTS.items():
-        for name, part in options.items():
-            settings = door.settings_of(group, name)
-            assert (type(settings), settings.name) == (part, name)
 
 
 def test_a_run_is_read_back_as_it_was(tmp_path: Path) -> None:
@@ -344,14 +244,15 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_evaluate_starts_from_the_newest_run(finished: Path) -> None:
+    evaluation = finished.parent.parent / "evaluate" / "later"  # is no training run
+    evaluation.mkdir(parents=True)
+    door.save_config(door.EvaluateConfig(), evaluation / "config.yaml")
+    (evaluation / "metrics.json").write_text("{}")
     config = accepted("evaluation.max_rows=3", verb="evaluate")
     assert (config.seed, config.evaluation.max_rows) == (7, 3)
     assert config.output.name == "train-evaluate"  # outputs/<name of the run>-<verb>
-    mine = finished.rename(finished.parents[1] / "mine")
-    assert run_command("run=outputs/mine", verb="evaluate").config.output.name == "mine-evaluate"
-    mine.rename(finished)
-    assert run_command("output.name=mine", verb="evaluate").config.output.name == "mine"
     assert (config.trainer.micro_batch_size, config.trainer.precision) == (3, "fp32")
+    assert "unknown key trainer.max_steps=3" in refused("trainer.max_steps=3", verb="evaluate")
     assert Path(config.tuned_path).resolve() == finished / "adapter"
 
 
@@ -370,57 +271,19 @@ def test_a_run_is_evaluated_from_another_folder(
     assert accepted(*typed, verb="evaluate").adapter_path == str(tmp_path / "adapter")
 
 
-def test_what_does_not_exist_stays_as_it_was_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "plain").touch()  # a file of a template's name is not the template
-    words = [
-        "model.path=org/name",
-        "data.datasets=[{path: 'sample:skills_corpus'}]",
-        "data.chat_template=plain",
-    ]
-    config = door.load_config("train", words)
-    assert config.model.path == "org/name"
-    assert config.data.datasets[0].path == "sample:skills_corpus"
-    assert config.data.chat_template == "plain"
-
-
-def test_an_evaluation_refuses_settings_of_training(finished: Path) -> None:
-    assert "unknown key trainer.max_steps=3" in refused("trainer.max_steps=3", verb="evaluate")
-    typed = ("trainer.accelerator=cpu", "trainer.precision=bf16", "trainer.micro_batch_size=5")
-    config = accepted(*typed, verb="evaluate")
-    assert (config.trainer.precision, config.trainer.micro_batch_size) == ("bf16", 5)
-
-
 def test_evaluate_of_an_unknown_run_names_the_newest(finished: Path) -> None:
     said = refused("run=outputs/train/two", verb="evaluate")
     assert "run=outputs/train/two: no such folder" in said
     assert "outputs/train/one" in said
-    assert (
-        "not the folder of a finished"
-        in run_command(f"run={finished.parent}", verb="evaluate").stderr
-    )
+    assert "not the folder of a finished" in refused(f"run={finished.parent}", verb="evaluate")
     (finished / "metrics.json").unlink()
     assert "no finished run" in run_command(verb="evaluate").stderr
 
 
 def test_evaluate_without_a_run_needs_data(finished: Path) -> None:
     assert "no data" in refused("model.path=model", verb="evaluate")
-    assert (
-        accepted(
-            "model.path=model", "data.datasets=[{path: data.jsonl}]", verb="evaluate"
-        ).tuned_path
-        is None
-    )
-
-
-def test_an_evaluation_is_no_training_run(finished: Path) -> None:
-    evaluation = finished.parent.parent / "evaluate" / "later"
-    evaluation.mkdir(parents=True)
-    door.save_config(door.EvaluateConfig(), evaluation / "config.yaml")
-    (evaluation / "metrics.json").write_text("{}")
-    assert find_run(None).resolve() == finished
+    typed = ("model.path=model", "data.datasets=[{path: data.jsonl}]")
+    assert accepted(*typed, verb="evaluate").tuned_path is None
 
 
 def test_a_second_run_never_gets_the_folder_of_the_first(
@@ -451,9 +314,7 @@ def test_errors_and_help_never_wait_for_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, capture_output=True)
 
 
-@pytest.mark.parametrize(
-    "path", ["null", "1.5", "a b.json", "it's=[x],{y}:#.json", "back\\slash", "C:\\", "$ö", "True"]
-)
+@pytest.mark.parametrize("path", ["null", "it's=[x],{y}:#.json", "C:\\"])
 def test_a_mapping_gives_the_same_settings_as_its_words(path: str) -> None:
     values = {
         "experiment": "quickstart",

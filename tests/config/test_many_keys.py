@@ -9,45 +9,32 @@ from pathlib import Path
 import pytest
 
 from app.config.load import compose
-from app.config.overrides import MAX_WORDS
-from app.config.verbs import VERBS, may_be_key, settings_of
-from app.process.reporting import MAX_PROBLEMS, format_problems
+from app.config.overrides import MAX_TYPED
+from app.config.verbs import VERBS, all_settings, may_be_key
+from app.process.reporting import format_problems
 from app.sweep.parameters import parse_parameters
-from common.errors import UserError
+from common.errors import MAX_PROBLEMS, UserError
 
 WORDS = {
     "typed": [f"k{i}=1" for i in range(3000)],
     "of a group": [f"trainer.k{i}=1" for i in range(3000)],
-    "of a value": [f"trainer.max_steps.k{i}=1" for i in range(3000)],
-    "with dashes": [f"--k{i}=1" for i in range(3000)],
-    "bare": [f"k{i}" for i in range(3000)],
     "under a mapping": [f"model.architecture.k{i}=1" for i in range(3000)],
-    "repeated": [f"trainer.max_steps=x{i}" for i in range(3000)],
     "in a word": [f"data.datasets=[{{{','.join(f'k{i}: 1' for i in range(2000))}}}]"],
     "items": [f"data.datasets=[{','.join(f'f{i}' for i in range(9000))}]"],
-    "braces": [f"data.chat_template_kwargs={'{a:' * 300}1{'}' * 300}"],
     "open braces": [f"data.chat_template_kwargs={'{a:' * 300}"],
     "lists": [f"data.datasets={'[' * 300}1{']' * 300}"],
-    "calls": [f"data.datasets={'f(' * 300}1{')' * 300}"],
     "references": [f"model.path={'${' * 300}a{'}' * 300}"],
     "dots": [f"trainer{'.a' * 3000}=1"],
 }
 EXPERIMENTS = {
-    "keys": "".join(f"k{i}: 1\n" for i in range(20_000)),
     "keys of a group": "trainer:\n" + "".join(f"  k{i}: 1\n" for i in range(20_000)),
-    "keys of a data set": "data:\n  datasets:\n  - path: x\n"
-    + "".join(f"    k{i}: 1\n" for i in range(20_000)),
-    "flow": f"trainer: {{{', '.join(f'k{i}: 1' for i in range(20_000))}}}\n",
     "defaults": "defaults:\n" + "".join(f"- override /data: o{i}\n" for i in range(5000)),
     "nested": f"trainer: {'{a: ' * 300}1{'}' * 300}\n",
-    "nested by indentation": "".join(f"{' ' * i}a:\n" for i in range(1000)),
     "nested in a large file": f"a: {'[' * 100_000}\n",
     "nested behind others": "a: [" + "{b: 1}, " * 3000 + "[" * 300 + "]" * 301 + "\n",
     "mappings": "model:\n  architecture:\n" + "".join(f"    k{i}: {{a: 1}}\n" for i in range(9000)),
-    "mappings of a list": f"data: {{datasets: [{'{path: a}, ' * 9000}]}}\n",
     "lists": f"data: {{chat_template_kwargs: {{a: [{'[1], ' * 9000}]}}}}\n",
     "aliases": f"model: {{architecture: {{x: &x {{a: 1}}, y: [{'*x, ' * 9000}]}}}}\n",
-    "unknown mappings": f"trainer: {{{', '.join(f'k{i}: {{a: 1}}' for i in range(9000))}}}\n",
 }
 
 
@@ -85,8 +72,8 @@ def test_many_keys_of_an_experiment_are_refused_at_once(name: str, tmp_path: Pat
 
 def test_every_setting_of_every_verb_is_known_and_fits_the_limit() -> None:
     for verb in VERBS:
-        settings = settings_of(verb)
-        assert len(settings) < MAX_WORDS
+        settings = all_settings(verb)
+        assert len(settings) < MAX_TYPED
         for each in settings:
             key = each.key.replace("[]", "[3]")
             assert may_be_key(verb, key) and may_be_key(verb, each.typed_key)

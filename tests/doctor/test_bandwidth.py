@@ -18,7 +18,7 @@ from app.config import load_config, settings_of
 from app.doctor import bandwidth
 from app.doctor.bandwidth import (
     ALL_TO_ALL,
-    KINDS,
+    COLLECTIVES,
     MIB,
     Measurement,
     best_bandwidth,
@@ -31,7 +31,7 @@ from app.doctor.bandwidth import (
 from app.doctor.rows import OK, WARNING
 from app.planning.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from app.planning.hardware import HardwareConfig
-from app.process.gpus import Gpu, Machine
+from app.process.gpus import Machine
 from app.process.launch import free_port, read_launch
 from common.errors import UserError
 from tests.conftest import ROOT
@@ -53,10 +53,10 @@ nccl-tests)"""
 def measured_at(gb_per_second: float, num_ranks: int) -> list[Measurement]:
     """Measurements of 1 GiB whose bus bandwidth is known."""
     share = (num_ranks - 1) / num_ranks
-    seconds = {kind: FACTORS[kind] * share * 2**30 / 1e9 / gb_per_second for kind in KINDS}
+    seconds = {kind: FACTORS[kind] * share * 2**30 / 1e9 / gb_per_second for kind in COLLECTIVES}
     return [
         Measurement(kind=kind, num_bytes=2**30, seconds=seconds[kind], num_ranks=num_ranks)
-        for kind in KINDS
+        for kind in COLLECTIVES
     ]
 
 
@@ -95,16 +95,6 @@ def test_links_are_compared_with_their_nominal_bandwidth() -> None:
     cost = estimate_communication(full_tuning("strategy=zero3"), two, measured_at(1.0, 16))
     (waits,) = list_step_rows(cost)
     assert waits.status == WARNING and "gradient_accumulation_steps" in waits.fix
-
-
-def test_hardware_of_this_machines_gpus() -> None:
-    gpu = Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.2, capability=(9, 0))
-    here = Machine(num_files=2, gpus=(gpu, gpu))
-    found = hardware_of_ranks(HardwareConfig(), here, 2, 1)
-    assert (found.name, found.gpus_per_node, found.link_gb_per_second) == ("h100", 2, 450)
-    typed = HardwareConfig(link_gb_per_second=12.0)
-    cpu = hardware_of_ranks(typed, Machine(), 4, 1)
-    assert nominal_bandwidth(cpu) == 12.0 and not cpu.has_bf16
 
 
 ENDLESS = """
@@ -172,7 +162,7 @@ def test_two_cpu_ranks_are_measured_and_compared_with_a_step(shell: Shell) -> No
     assert (first.returncode, second.returncode) == (0, 0), errors
     found = json.loads(printed)
     assert found["ok"] and errors.startswith("loft ")
-    assert {one["kind"] for one in found["bandwidth"]} == set(KINDS)
+    assert {one["kind"] for one in found["bandwidth"]} == set(COLLECTIVES)
     assert min(one["num_bytes"] for one in found["bandwidth"]) == MIB
     assert found["communication"]["strategy"] == "zero3" and found["communication"]["seconds"] > 0
     (judged,) = (row for row in found["rows"] if row["what"] == "link")
@@ -180,26 +170,17 @@ def test_two_cpu_ranks_are_measured_and_compared_with_a_step(shell: Shell) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lost", "by", "message"),
-    [
-        (1, signal.SIGKILL, "bandwidth: another rank has ended"),
-        (1, signal.SIGSTOP, "has not ended after 4 s: a rank hangs, or a link is cut"),
-    ],
-)
-def test_a_rank_that_is_lost_ends_the_other_with_a_sentence(
-    lost: int, by: signal.Signals, message: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_is_lost_ends_the_other_with_a_sentence(tmp_path: Path) -> None:
     with ranks("-c", ENDLESS, str(tmp_path)) as processes:
         until = time.monotonic() + 120
         while len(list(tmp_path.iterdir())) < len(processes):
             assert all(one.poll() is None for one in processes) and time.monotonic() < until
             time.sleep(0.1)
-        processes[lost].send_signal(by)
-        other = processes[1 - lost]
-        printed, error = other.communicate(timeout=60)
-    assert other.returncode == 3, printed + error
-    assert message in error and "Traceback" not in error
+        processes[1].send_signal(signal.SIGSTOP)
+        printed, error = processes[0].communicate(timeout=60)
+    assert processes[0].returncode == 3, printed + error
+    assert "has not ended after 4 s: a rank hangs, or a link is cut" in error
+    assert "Traceback" not in error
 
 
 def test_larger_messages_are_sent_while_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +196,7 @@ def test_larger_messages_are_sent_while_time_is_left(monkeypatch: pytest.MonkeyP
     for seconds in (1, 10, 60, 600):
         found = bandwidth.measure(world, seconds)
         assert sum(4 * one.seconds for one in found) <= seconds
-        assert {one.kind for one in found if one.num_bytes == MIB} == set(KINDS)
+        assert {one.kind for one in found if one.num_bytes == MIB} == set(COLLECTIVES)
         largest.append(max(one.num_bytes for one in found))
     assert largest == sorted(largest) and largest[1] < largest[-1] == 2**30
     assert best_bandwidth(found, ALL_TO_ALL) == pytest.approx(2**30 / 2 / 1e9)
@@ -242,7 +223,7 @@ SHAPED = 0.0125
 
 @pytest.mark.slow
 def test_a_link_of_known_speed_is_measured(hosts: tuple[Host, Host], shell: Shell) -> None:
-    words = ("--json", "seconds=20", f"hardware.network_gb_per_second={SHAPED}")
+    words = ("--json", "seconds=8", f"hardware.network_gb_per_second={SHAPED}")
     for host in hosts:
         host.shape("100mbit")
     first, second = (

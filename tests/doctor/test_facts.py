@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 from pathlib import Path
 
 import pytest
 
 from app.doctor import facts
 from app.doctor.facts import (
-    count_pci_gpus,
-    parse_links,
     read_facts,
     read_folder,
     read_packages,
@@ -56,35 +53,6 @@ def test_a_folder_that_cannot_be_written_to() -> None:
     assert read_folder("output.dir", file / "below").failure
 
 
-def test_gpus_without_a_driver_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, vendor, kind in (("a", "0x10de", "0x030200"), ("b", "0x10de", "0x040300")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "vendor").write_text(f"{vendor}\n")
-        (tmp_path / name / "class").write_text(f"{kind}\n")
-    (tmp_path / "without").mkdir()
-    monkeypatch.setattr(facts, "PCI", tmp_path)
-    assert count_pci_gpus() == 1
-
-
-TOPOLOGY = """\
-\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
-GPU0\t X \tPHB\tNV18\tPIX\t0-51,104-155\t0\t\tN/A
-GPU1\tPHB\t X \tNODE\tSYS\t0-51,104-155\t0\t\tN/A
-GPU2\tNV18\tNODE\t X \tSYS\t52-103\t1\t\tN/A
-NIC0\tPIX\tSYS\tSYS\t X \t\t\t\t
-
-Legend:
-
-  X    = Self
-  NV#  = Connection traversing a bonded set of # NVLinks
-"""
-
-
-def test_links_between_gpus_are_read_from_nvidia_smi() -> None:
-    assert parse_links(TOPOLOGY) == {"0-1": "PHB", "0-2": "NVLink", "1-2": "NODE"}
-    assert parse_links("Failed to initialize NVML: Driver/library version mismatch\n") == {}
-
-
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     sources = {
@@ -111,13 +79,5 @@ def test_failed_imports_are_reported(modules: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_hanging_imports_are_reported(modules: dict[str, str]) -> None:
-    found = try_imports(["sleeps", "last"], seconds=15)
-    assert found.failures == {"sleeps": "its import takes more than 15 s"}
-
-
-@pytest.mark.slow
-def test_pytorch_is_imported_in_another_process() -> None:
-    before = "torch" in sys.modules
-    found = try_imports(["torch"])
-    assert found.failures == {} and found.torch is not None
-    assert ("torch" in sys.modules) == before
+    found = try_imports(["sleeps", "last"], seconds=3)
+    assert found.failures == {"sleeps": "its import takes more than 3 s"}

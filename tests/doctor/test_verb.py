@@ -6,21 +6,20 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import app.doctor.__main__ as verb
-from app.doctor.facts import Facts
+from app.doctor.facts import MachineFacts
 from app.process.launch import read_launch
 from tests.conftest import ROOT
 from tests.doctor.test_rows import GOOD
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> list[Facts]:
-    """Facts that the verb reads: the last of the list."""
+def machine(monkeypatch: pytest.MonkeyPatch) -> list[MachineFacts]:
+    """MachineFacts that the verb reads: the last of the list."""
     found = [GOOD]
     read_launch.cache_clear()
     monkeypatch.setattr(verb, "read_facts", lambda *args, **named: found[-1])
@@ -33,14 +32,14 @@ def test_nothing_heavy_is_imported_before_the_first_line() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_a_good_machine(machine: list[Facts], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_good_machine(machine: list[MachineFacts], capsys: pytest.CaptureFixture[str]) -> None:
     assert verb.run_doctor([]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("loft ") and "nothing would stop a run; 0 warnings" in printed
 
 
 def test_exit_code_3_if_a_run_would_be_stopped(
-    machine: list[Facts], capsys: pytest.CaptureFixture[str]
+    machine: list[MachineFacts], capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine.append(replace(GOOD, suspects={"lightning": "2.6.2"}, shared_memory_gib=0.06))
     assert verb.run_doctor([]) == 3
@@ -54,22 +53,6 @@ def test_exit_code_3_if_a_run_would_be_stopped(
     assert found["versions"]["node1"]["torch"] == "2.13.0"
 
 
-def test_overrides_of_a_run_select_the_folders(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[Any] = []
-
-    def read(folders: Any, *args: Any, **named: Any) -> Facts:
-        asked.append((folders, named))
-        return GOOD
-
-    read_launch.cache_clear()
-    monkeypatch.setattr(verb, "read_facts", read)
-    assert verb.run_doctor([f"output.dir={tmp_path}", "hub=true", "seconds=5"]) == 0
-    folders, named = asked[0]
-    assert folders["output.dir"] == tmp_path and named == {"checks_hub": True, "imports": True}
-
-
 @pytest.mark.parametrize(
     ("words", "fragment"),
     [
@@ -79,12 +62,7 @@ def test_overrides_of_a_run_select_the_folders(
     ],
 )
 def test_misspelled_overrides_are_refused(
-    words: list[str], fragment: str, machine: list[Facts], capsys: pytest.CaptureFixture[str]
+    words: list[str], fragment: str, machine: list[MachineFacts], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert verb.run_doctor(words) == 2
     assert fragment in capsys.readouterr().err
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verb.run_doctor(["--help"]) == 0
-    assert "--json" in capsys.readouterr().out

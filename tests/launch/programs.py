@@ -1,7 +1,8 @@
 """Stands in for the programs of the schedulers, by the name that it is called by.
 
 A job runs to its end when it is submitted; what is kept of it lies in $LOFT_JOBS. Training is
-replaced: it leaves the status that $LOFT_ENDING asks for, and ends as torchrun or srun would.
+replaced: it leaves the status that $LOFT_ENDING asks for, and ends as torchrun or srun would. Each
+call is a process of its own, which imports only what it needs.
 """
 
 from __future__ import annotations
@@ -15,15 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
-from app.process.status import begin_status, end_status, update_status
-
 JOBS = Path(os.environ["LOFT_JOBS"])
 
 
 def train(words: list[str]) -> int:
     """End a run of these words as it was asked for; return its exit code."""
+    from app.process.status import begin_status, end_status, update_status
+
     (JOBS / "words.json").write_text(json.dumps(words))
     ending = json.loads(os.environ["LOFT_ENDING"])
     folder = Path(next(word for word in words if word.startswith("output.dir=")).partition("=")[2])
@@ -81,6 +80,8 @@ def torchrun(words: list[str]) -> int:
 
 
 def kubectl(words: list[str]) -> int:
+    import yaml  # type: ignore[import-untyped]
+
     if words[0] == "apply":
         content, *train = yaml.safe_load_all(Path(words[2]).read_text())
         spec = content["spec"]["template"]["spec"] if train else content["spec"]
@@ -103,6 +104,8 @@ def kubectl(words: list[str]) -> int:
 
 
 def sky(words: list[str]) -> int:
+    import yaml
+
     if words[1] == "launch":
         name, task = words[5], yaml.safe_load(Path(words[6]).read_text())
         names = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
@@ -121,6 +124,8 @@ def sky(words: list[str]) -> int:
 
 
 def ray(words: list[str]) -> int:
+    import yaml
+
     if words[1] == "submit":
         name, file = "raysubmit_1", words[6]
         variables = yaml.safe_load(Path(file).read_text())["env_vars"]

@@ -89,12 +89,6 @@ def test_a_run_whose_worker_is_killed_goes_on_and_ends_bit_equal(
     check_same_run(run, whole)
 
 
-def test_a_failed_run_ends_the_watch_with_its_exit_code(cluster: Cluster, tmp_path: Path) -> None:
-    log = cluster.launch(tmp_path / "run", "faults=[nan@2]", code=4)
-    assert "Started training worker group" in log and "RESUME: from" not in log
-    assert log.rstrip().endswith("failed")
-
-
 def test_a_run_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_path: Path) -> None:
     run, whole, lost = tmp_path / "run", tmp_path / "whole", cluster.pair[1]
     words = ("trainer.gradient_accumulation_steps=auto", "trainer.global_batch_size=4")

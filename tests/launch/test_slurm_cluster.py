@@ -192,7 +192,7 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_slurm_takes_the_jobs_of_six_experiments(
+def test_slurm_takes_the_jobs_of_the_experiments(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -297,43 +297,3 @@ def test_a_cancelled_job_has_saved_and_the_same_command_resumes_it(
     cluster.limit(FAST)
     assert cluster.type(*command).rstrip().endswith("finished")
     check_same_run(run, whole)
-
-
-def test_a_failed_run_ends_its_job_and_the_watch_with_its_exit_code(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    failing = {"nan@2": (4, "step 2"), "rank_killed:1@2": (3, "lost rank 1 on host node2")}
-    watched = {}
-    for number, fault in enumerate(failing):  # both at once
-        command = cluster.command(tmp_path / str(number), f"faults=[{fault}]", "launch.watch=true")
-        watched[fault] = cluster.pair[0].start(*command, environment=cluster.environment)
-    for number, (fault, (code, expected)) in enumerate(failing.items()):
-        said, _ = watched[fault].communicate(timeout=LONGEST)
-        assert watched[fault].returncode == code and expected in said, said
-        job = json.loads((tmp_path / str(number) / JOB_FILE).read_text())["id"]
-        assert cluster.job(job)["ExitCode"] == f"{code}:0"
-
-
-def test_a_sweep_that_is_interrupted_finds_its_jobs(cluster: Cluster, tmp_path: Path) -> None:
-    sweep, words = (
-        tmp_path / "sweep",
-        ["trainer.accelerator=cpu", "trainer.devices=1", "adapter.r=2,4"],
-    )
-    words += ["launcher=slurm", "launcher.cpus=2", "sweep.parallel=2", f"output.dir={sweep}"]
-    command = [cluster.python, "-m", "app.train", "-m"]
-    held = ["scontrol", "update", "PartitionName=all"]
-    cluster.type(*held, "State=DOWN")  # no job ends before the sweep is interrupted
-    started = cluster.pair[0].start(
-        *command, *small_run(*RUN, *words), environment=cluster.environment
-    )
-    wait_for(lambda: len([*sweep.glob("slurm/*.id")]) == 2)
-    started.send_signal(signal.SIGINT)
-    said, _ = started.communicate(timeout=LONGEST)
-    cluster.type(*held, "State=UP")
-    assert started.returncode == 128 + signal.SIGINT and "scancel " in said, said
-    ids = {file.read_text() for file in sweep.glob("slurm/*.id")}
-    cluster.type(*command, f"resume={sweep}")
-    assert {file.read_text() for file in sweep.glob("slurm/*.id")} == ids
-    rows = json.loads((sweep / "sweep.json").read_text())
-    assert [row["exit_code"] for row in rows] == [0, 0]
-    assert all(row["seconds"] > 0 and row["objective"] > 0 for row in rows)

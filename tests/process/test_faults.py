@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import errno
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from app.process import faults
-from tests.processes import LONGEST
 from tests.training.checkpoint.saves import NOT_KILLED, in_a_child
 
 
@@ -23,35 +19,21 @@ def plan_faults(run: Path, *texts: str, rank: int = 0, num_ranks: int = 1) -> No
 
 
 def test_every_form_is_read() -> None:
-    texts = [
-        "rank_killed@12",
-        "rank_killed:0@12",
-        "hang@9",
-        "nan@7",
-        "inf:1@7",
-        "grad_nan@7",
-        "grad_inf:0@8",
-        "enospc",
-        "enospc:3@20",
-        "enospc@20",
-        "ckpt:after_rename",
-        "ckpt:after_marker@20",
-        "disk:17",
-        "disk:17@20",
-        "enospc:3:1@20",
-        "ckpt:after_file:1@20",
-        "disk:17:2",
-    ]
-    found, problems = faults.parse_faults(texts)
+    texts = {
+        "rank_killed@12": (12, None, None, None),
+        "inf:1@7": (7, 1, None, None),
+        "enospc": (None, None, None, None),
+        "enospc@20": (20, None, None, None),
+        "enospc:3:1@20": (20, 1, 3, None),
+        "ckpt:after_rename": (None, None, None, "after_rename"),
+        "ckpt:after_file:1@20": (20, 1, None, "after_file"),
+        "disk:17:2": (None, 2, 17, None),
+        "batch_killed:2@3": (3, None, 2, None),
+    }
+    found, problems = faults.parse_faults([*texts])
     assert problems == []
-    assert [fault.text for fault in found] == texts
-    other_steps = [None, 20, 20, None, 20, None, 20, 20, 20, None]
-    assert [fault.step for fault in found] == [12, 12, 9, 7, 7, 7, 8, *other_steps]
-    assert [fault.rank for fault in found[:7]] == [None, 0, None, None, 1, None, 0]
-    assert [fault.number for fault in found[7:10]] == [None, 3, None]
-    assert found[10].point == "after_rename" and found[12].number == 17
-    assert [fault.rank for fault in found[7:]] == [None] * 7 + [1, 1, 2]
-    assert found[15].point == "after_file" and found[16].number == 17
+    read = {fault.text: (fault.step, fault.rank, fault.number, fault.point) for fault in found}
+    assert read == texts
 
 
 @pytest.mark.parametrize(
@@ -59,17 +41,9 @@ def test_every_form_is_read() -> None:
     [
         ("rank_kiled@12", "is not a fault; did you mean rank_killed?"),
         ("ckpt:after_renam", "is not at a point of a save; did you mean after_rename?"),
-        ("ckpt", "is not at a point of a save"),
         ("nan", "has no step; type nan@12"),
         ("nan@0", "'0' for the step after @; expected a whole number of at least 1"),
-        ("nan@", "'' for the step after @"),
-        ("hang:-1@3", "'-1' for the rank after :"),
-        ("disk", "has no operation number"),
         ("disk:0", "'0' for the number after :"),
-        ("enospc:k", "'k' for the number after :"),
-        ("disk:3:x", "'x' for the rank after the second :"),
-        ("", "is not a fault"),
-        ("nan@3@4", "'3@4' for the step after @"),
     ],
 )
 def test_what_is_not_a_fault_is_refused_with_the_nearest(text: str, words: str) -> None:
@@ -77,19 +51,6 @@ def test_what_is_not_a_fault_is_refused_with_the_nearest(text: str, words: str) 
     assert [fault.text for fault in found] == ["nan@3"]
     (problem,) = problems
     assert problem.startswith(f"faults: {text!r} ") and words in problem
-
-
-def test_nothing_happens_where_nothing_is_armed(tmp_path: Path) -> None:
-    for point in ("step", "save", "disk.write", "ckpt:after_rename"):
-        faults.fault_point(point, 3)
-    assert not faults.is_due("nan", 3)
-    plan_faults(tmp_path, "nan@5", "rank_killed@5", "ckpt:after_rename@5", "disk:1@5", "enospc@5")
-    faults.fault_point("step", 4)
-    faults.fault_point("disk.write")  # of no save
-    faults.fault_point("save", 4)
-    faults.fault_point("disk.write")
-    faults.fault_point("ckpt:after_rename", 4)
-    assert not (tmp_path / faults.NOTES_FILE).exists()
 
 
 def test_a_rank_is_killed_at_its_step_and_not_again(tmp_path: Path) -> None:
@@ -102,14 +63,7 @@ def test_a_rank_is_killed_at_its_step_and_not_again(tmp_path: Path) -> None:
     assert in_a_child(train) == -signal.SIGKILL
     assert (tmp_path / "steps").read_text() == "3"
     assert in_a_child(train) == NOT_KILLED
-
-
-def test_a_fault_strikes_as_often_as_it_is_typed(tmp_path: Path) -> None:
-    def train() -> None:
-        plan_faults(tmp_path, "rank_killed@3", "rank_killed@3")
-        faults.fault_point("step", 3)
-
-    assert [in_a_child(train) for _ in range(3)] == [-signal.SIGKILL, -signal.SIGKILL, NOT_KILLED]
+    assert (tmp_path / faults.NOTES_FILE).read_text() == "rank_killed@3\n"
 
 
 @pytest.mark.parametrize(
@@ -117,8 +71,6 @@ def test_a_fault_strikes_as_often_as_it_is_typed(tmp_path: Path) -> None:
     [
         ("rank_killed@3", [1]),
         ("rank_killed:0@3", [0]),
-        ("rank_killed:2@3", []),
-        ("ckpt:after_rename", [0]),
         ("ckpt:after_rename:1@3", [1]),
     ],
 )
@@ -172,50 +124,17 @@ def test_operations_are_counted_from_the_beginning_of_a_save(tmp_path: Path) -> 
     assert (tmp_path / "count").read_text() == "3"
 
 
-def test_a_hanging_rank_hangs(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from app.process import faults\n"
-        "faults.arm_faults(faults.parse_faults(['hang@2'])[0], Path(sys.argv[1]))\n"
-        "faults.fault_point('step', 1); print('one', flush=True)\n"
-        "faults.fault_point('step', 2); print('two')"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "one\n"
-    until = time.monotonic() + LONGEST
-    while not (tmp_path / faults.NOTES_FILE).exists():
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.01)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=0.5)
-    assert (tmp_path / faults.NOTES_FILE).read_text() == "hang@2\n"
-    process.kill()
-    assert process.communicate()[0] == ""
-
-
-def test_faults_need_no_torch() -> None:
-    code = (
-        "import sys; import app.process.faults, app.training.checkpoint.store, "
-        "app.training.checkpoint.checkpoint; sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-@pytest.mark.parametrize("name", ["sigterm", "sigint", "sigusr1"])
-def test_a_signal_comes_within_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_signal_comes_within_its_step(tmp_path: Path) -> None:
     heard: list[int] = []
-    before = signal.signal(faults.SIGNALS[name], lambda signum, frame: heard.append(signum))
+    before = signal.signal(signal.SIGUSR1, lambda signum, frame: heard.append(signum))
     try:
-        plan_faults(tmp_path, f"{name}@3")
+        plan_faults(tmp_path, "sigusr1@3")
         for step in (2, 3, 3):
             faults.fault_point("batch", step)
             faults.fault_point("step", step - 1)
-            assert heard == ([faults.SIGNALS[name]] if step == 3 else [])
+            assert heard == ([signal.SIGUSR1] if step == 3 else [])
     finally:
-        signal.signal(faults.SIGNALS[name], before)
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_micro_batch_is_counted_within_its_step(tmp_path: Path) -> None:

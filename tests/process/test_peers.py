@@ -25,7 +25,7 @@ from app.process import heartbeat, reporting
 from app.process.heartbeat import Pauses
 from app.process.launch import free_port
 from app.process.peers import (
-    DONE,
+    ENDS,
     LATE_SECONDS,
     STARTS,
     TRAINS,
@@ -38,7 +38,7 @@ from app.process.peers import (
 )
 from app.process.status import begin_status
 from app.training.callbacks import Heartbeat
-from common.errors import RemoteError, TrainingFault, UserError
+from common.errors import RemoteError, TrainingFault
 from tests.conftest import ROOT
 from tests.processes import LONGEST, user_environment
 from tests.reliability.shell import Shell
@@ -77,6 +77,8 @@ for step in (1, 2, 3):
     peers.mark_trained()
     wait(0.1)
 """
+LEAVES_LAST = 1.0
+"""seconds in which the other rank sends its last report to the store of rank 0"""
 REPORT = RankReport(
     rank=0,
     sequence_number=4,
@@ -98,7 +100,7 @@ def make_reports(*sequence_numbers: int, **fields: object) -> list[RankReport]:
 
 def test_ranks_without_a_new_report_are_lost() -> None:
     assert find_lost(make_reports(4, 5, 6), make_reports(5, 5, 9)) == make_reports(5, 5, 9)[1:2]
-    assert find_lost(make_reports(4, 5), make_reports(5, 5, state=DONE)) == []
+    assert find_lost(make_reports(4, 5), make_reports(5, 5, state=ENDS)) == []
     assert find_lost(make_reports(4), make_reports(5, 1)) == []  # rank 1 has just started
 
 
@@ -109,7 +111,7 @@ def test_the_rank_with_the_fewest_beats_hangs() -> None:
     assert find_hanging([*reports, saves], 10) is None
     compiles = replace(reports[0], state=STARTS)
     assert find_hanging([compiles, reports[1]], 10) is None
-    assert find_hanging([replace(report, state=DONE) for report in reports], 10) is None
+    assert find_hanging([replace(report, state=ENDS) for report in reports], 10) is None
 
 
 def test_the_rank_that_others_wait_for_is_late() -> None:
@@ -168,7 +170,7 @@ def test_rank_0_is_not_blamed_without_evidence(
 
 @pytest.mark.parametrize(
     "rank0",
-    [None, REPORT, replace(REPORT, state=DONE)],
+    [None, REPORT, replace(REPORT, state=ENDS)],
     ids=["never-connected", "training", "done"],
 )
 def test_rank_0_is_lost_if_its_store_stops_answering(
@@ -180,7 +182,7 @@ def test_rank_0_is_lost_if_its_store_stops_answering(
     peers = make_peers(tmp_path)
     peers._rank0 = rank0
     reason = peers._diagnose(hang_seconds=0.1)
-    if rank0 is not None and rank0.state == DONE:
+    if rank0 is not None and rank0.state == ENDS:
         assert reason is None
     else:
         host = "node1" if rank0 is None else rank0.host
@@ -209,19 +211,8 @@ def test_rank_0_waits_until_the_others_have_read_the_verdict(
     assert seconds[0] >= 1.0 > seconds[1]
 
 
-@pytest.mark.parametrize(
-    ("error", "is_lost"),
-    [
-        (RuntimeError("[x/pair.cc:5] Connection closed by peer [1.2.3.4]:5"), True),
-        (RemoteError("https://a.b/c: Connection reset by peer"), False),
-        (UserError("model.path=/data/gloo: no such folder"), False),
-        (ConnectionResetError("Connection reset by peer"), False),
-        (TrainingFault("the loss of gloo.jsonl is NaN"), False),
-    ],
-    ids=lambda value: type(value).__name__,
-)
 def test_only_an_error_from_torch_means_that_a_rank_is_lost(
-    error: BaseException, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[str] = []
 
@@ -235,8 +226,14 @@ def test_only_an_error_from_torch_means_that_a_rank_is_lost(
 
     monkeypatch.setattr(reporting, "watched_peers", Recorded)
     monkeypatch.setattr(reporting, "write_error_file", lambda message: None)
-    reporting.report(error)
-    assert called == ["lost" if is_lost else "failed"]
+    for error in (
+        RuntimeError("[x/pair.cc:5] Connection closed by peer [1.2.3.4]:5"),
+        RemoteError("https://a.b/c: Connection reset by peer"),
+        ConnectionResetError("Connection reset by peer"),
+        TrainingFault("the loss of gloo.jsonl is NaN"),
+    ):
+        reporting.report(error)
+    assert called == ["lost", "failed", "failed", "failed"]
 
 
 def test_only_the_training_thread_refreshes_liveness(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,18 +247,10 @@ def test_only_the_training_thread_refreshes_liveness(monkeypatch: pytest.MonkeyP
     assert heartbeat.progress()[1] == 2
 
 
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        ("b", "rank 0 on host b"),
-        ("bb", "ranks 0 and 1 on host b"),
-        ("bbbc", "ranks 0 to 2 on host b, rank 3 on host c"),
-        ("abcdef", "on host a, rank 1 on host b, rank 2 on host c, rank 3 on host d and 2 more"),
-    ],
-)
-def test_lost_ranks_are_grouped_by_host(hosts: str, expected: str) -> None:
-    lost = [replace(REPORT, rank=rank, host=host) for rank, host in enumerate(hosts)]
-    assert expected in describe_lost(lost)
+def test_lost_ranks_are_grouped_by_host() -> None:
+    lost = [replace(REPORT, rank=rank, host=host) for rank, host in enumerate("bbbcdef")]
+    assert describe_lost(lost).startswith("ranks 0 to 2 on host b, rank 3 on host c, ")
+    assert describe_lost(lost).endswith(" and 1 more hosts")
 
 
 RunRanks = Callable[..., list[tuple[int, str]]]
@@ -312,11 +301,11 @@ def test_the_status_names_the_rank_that_is_late_until_it_goes_on(
         "(folder / 'goes on').touch()",
         "send_heartbeat(5)",
         "while read() is not None: wait(0.1)",
-        "peers.mark_done()",
+        f"peers.mark_done(); wait({LEAVES_LAST})",
     ]
     late = [
         "while not (folder / 'goes on').exists(): wait(0.1)",
-        "send_heartbeat(4); send_heartbeat(5); wait(1.5); peers.mark_done()",
+        "send_heartbeat(4); send_heartbeat(5); peers.mark_done()",
     ]
     first, second = run_ranks(waits, late, hang_seconds=60.0)
     assert (first[0], second[0]) == (0, 0), first[1] + second[1]
@@ -358,14 +347,14 @@ exec(sys.argv[1])
 
 
 @pytest.mark.parametrize(
-    ("code", "last_state"), [("peers.mark_done()", DONE), ("sys.exit(3)", STARTS)]
+    ("code", "last_state"), [("peers.mark_done()", ENDS), ("sys.exit(3)", STARTS)]
 )
 def test_a_rank_exits_after_its_last_report(code: str, last_state: str) -> None:
     """A thread that talks to a store while Python ends would abort the process."""
     command = [sys.executable, "-c", SLOW_STORE, code]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST)
     assert ended.stdout.split() == [STARTS, last_state]
-    assert ended.returncode == (0 if last_state == DONE else 3), ended.stderr
+    assert ended.returncode == (0 if last_state == ENDS else 3), ended.stderr
 
 
 @pytest.mark.slow
@@ -392,7 +381,7 @@ def test_a_rank_ended_by_a_signal_names_only_a_lost_rank(
     signalled = ["install_signal_handlers()", "defer_signals(True)", "os.kill(os.getpid(), 15)"]
     closed = "RuntimeError('[/x/pair.cc:5] Connection closed by peer [1.2.3.4]:5. This is ')"
     first = ["(folder / 'pid').write_text(str(os.getpid()))", "wait(1)"]
-    first += [*(signalled if all_signalled else []), "wait(3)", "os.kill(os.getpid(), 9)"]
+    first += [*(signalled if all_signalled else []), "wait(1.5)", "os.kill(os.getpid(), 9)"]
     second = ["wait(1)", "pid = (folder / 'pid').read_text()"]
     second += ["while os.path.exists(f'/proc/{pid}'): wait(0.1)"]
     second += [*signalled, f"os._exit(report({closed}))"]
@@ -416,5 +405,6 @@ def test_the_error_of_a_failed_rank_ends_the_others(run_ranks: RunRanks) -> None
 
 @pytest.mark.slow
 def test_a_stall_that_ends_during_the_check_is_not_a_hang(run_ranks: RunRanks) -> None:
-    stalls = ["wait(6)", "for _ in range(40): refresh_liveness(); wait(0.1)", "peers.mark_done()"]
-    assert [code for code, _ in run_ranks(stalls, stalls, hang_seconds=5.0)] == [0, 0]
+    stalls = ["wait(3.5)", "for _ in range(25): refresh_liveness(); wait(0.1)", "peers.mark_done()"]
+    first = [*stalls, f"wait({LEAVES_LAST})"]
+    assert [code for code, _ in run_ranks(first, stalls, hang_seconds=3.0)] == [0, 0]

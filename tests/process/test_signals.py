@@ -241,28 +241,13 @@ os.read(reader, 2)
     assert process.end() == (0, "")
 
 
-def test_signals_ignored_at_the_start_stay_ignored() -> None:
-    ignoring = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nsignals.restore_handlers()"
-    process = Process(ignoring, OUTSIDE)
+def test_handlers_that_a_library_replaced_are_restored_and_ignored_signals_stay_ignored() -> None:
+    library = "signal.signal(signal.SIGTERM, lambda *_: write('handled by the library'))"
+    ignoring = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    process = Process(library, ignoring, "signals.restore_handlers()", OUTSIDE)
     process.send(signal.SIGHUP)
     process.send(signal.SIGTERM)
-    assert process.end()[0] == 143
-
-
-def test_handlers_are_restored_after_a_library_replaced_them() -> None:
-    library = "signal.signal(signal.SIGTERM, lambda *_: write('handled by the library'))"
-    process = Process(library, "signals.restore_handlers()", OUTSIDE)
-    process.send(signal.SIGTERM)
     assert process.end() == (143, "\nstopped by SIGTERM: not during a training step\n")
-
-
-def test_a_process_without_signal_handlers_is_not_changed() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    signals.restore_handlers()
-    signals.defer_signals(True)
-    signals.defer_signals(False)
-    assert signals.signal_received() is None
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.slow
@@ -273,25 +258,16 @@ def test_a_process_without_a_signal_ends_after_everything_is_saved() -> None:
     assert process.process.wait(timeout=LONGEST) == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(("code", "has_group"), [(0, True), (2, False)])
-def test_a_process_ends_without_finalizing(code: int, has_group: bool) -> None:
-    aborts = f"""
-class Group:
+def test_a_process_waits_for_its_threads_and_ends_without_finalizing() -> None:
+    aborts = """
+class Aborts:
     def __del__(self, abort=os.abort):
         abort()
-from types import SimpleNamespace
-group = Group()
-sys.modules["torch.distributed"] = SimpleNamespace(
-    is_available=lambda: True, is_initialized=lambda: {has_group}, group=group
-)
+sys.modules["of a process group"] = Aborts()
 """
-    assert Process(aborts, 'write("ready")', f"signals.end_process({code})").end() == (code, "")
-
-
-def test_a_process_waits_for_its_threads() -> None:
     thread = "threading.Thread(target=lambda: time.sleep(0.2) or os.write(2, b'done')).start()"
     ends = ("import threading", thread, 'write("ready")', "signals.end_process(2)")
-    assert Process(*ends).end() == (2, "done")
+    assert Process(aborts, *ends).end() == (2, "done")
 
 
 def test_a_rank_that_waits_for_termination_keeps_its_exit_code() -> None:

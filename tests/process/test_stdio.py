@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import ROOT
 
 SCRIPT = """
@@ -45,28 +43,3 @@ def test_a_full_disk_behind_the_output_disturbs_nothing(tmp_path: Path) -> None:
     script = f"{sys.executable} -c '{SCRIPT}' '{tmp_path}/file' > /dev/full 2>&1"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, check=False)
     assert done.returncode == 0
-
-
-def test_torch_prints_no_statistics_where_a_signal_ends_its_import() -> None:
-    script = (
-        "from app.process.environment import configure_libraries\n"
-        "configure_libraries(offline=True)\n"
-        "import logging; logging.getLogger('torch._subclasses.fake_tensor').info('statistics')"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True)
-    assert done.stdout + done.stderr == b""
-
-
-def test_lightning_gives_no_advice_where_srun_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "srun").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    script = (
-        "from app.process.environment import configure_libraries\n"
-        "configure_libraries(offline=True)\n"
-        "from lightning.fabric.plugins.environments import SLURMEnvironment\n"
-        "SLURMEnvironment._validate_srun_used()"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True)
-    assert done.stdout + done.stderr == b""

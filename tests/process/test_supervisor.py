@@ -141,12 +141,6 @@ def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(
     assert "rank 1 was killed" in status["message"]
 
 
-def test_an_unexplained_exit_is_named(supervise: Supervise) -> None:
-    run = supervise("if rank == 0: wait()", "os._exit(7)", grace=0.0)
-    assert run.code == 3
-    assert "rank 1 ended with exit code 7 before its first step" in run.stderr
-
-
 @pytest.mark.parametrize(
     ("error", "code"), [("TrainingFault('loss is nan')", 4), ("UserError('no such file')", 2)]
 )
@@ -171,12 +165,6 @@ def test_a_rank_that_lost_another_is_not_to_blame(supervise: Supervise) -> None:
     assert "rank 1 was killed by SIGSEGV" in run.stderr and "gloo" not in run.stderr
 
 
-def test_a_lost_connection_is_reported_if_no_other_rank_failed(supervise: Supervise) -> None:
-    run = supervise("sys.exit(report(RuntimeError('gloo: Connection reset by peer')))")
-    assert run.code == 3
-    assert run.stderr.count("Connection reset by peer") == 1
-
-
 DIES_TWICE = (
     "if rank == 0 and first < 6: wait()",
     "send_heartbeat(first + 2)",
@@ -185,19 +173,17 @@ DIES_TWICE = (
 
 
 @pytest.mark.slow
-def test_a_run_that_gets_further_each_time_is_restarted(supervise: Supervise) -> None:
+def test_a_run_that_gets_further_each_time_is_restarted_so_many_times(supervise: Supervise) -> None:
+    run = supervise(*DIES_TWICE, saved=[3], grace=0.0, max_restarts=1)
+    assert run.code == 3 and len(run.starts(0)) == 2
+    (run.folder / "started-0").unlink()
+    (run.folder / "started-1").unlink()
     run = supervise(*DIES_TWICE, saved=[3, 6], grace=0.0, max_restarts=2)
     assert run.code == 0
     assert [start[1] for start in run.starts(0)] == ["0", "3", "6"]
     assert [start[1] for start in run.starts(1)] == ["0", "3", "6"]
     assert "supervise: restart 2 of 2, from step 6" in run.stderr
     assert not (run.folder / REASON_FILE).exists()  # the run has succeeded
-
-
-@pytest.mark.slow
-def test_the_number_of_restarts_is_limited(supervise: Supervise) -> None:
-    run = supervise(*DIES_TWICE, saved=[3], grace=0.0, max_restarts=1)
-    assert run.code == 3 and len(run.starts(0)) == 2
 
 
 def test_the_same_step_failing_twice_ends_the_run(supervise: Supervise) -> None:
@@ -274,13 +260,8 @@ def test_a_run_of_long_steps_does_not_hang(supervise: Supervise) -> None:
     )
     assert supervise(*slow, hang_minutes=0.02).code == 0
     # Time outside the training loop does not count.
-    assert (
-        supervise(
-            "send_heartbeat(1)", "send_to_supervisor(ENDED)", "time.sleep(2)", hang_minutes=0.02
-        ).code
-        == 0
-    )
-    assert supervise("send_heartbeat(1)", "time.sleep(2)", hang_minutes=None).code == 0
+    ended = ("send_heartbeat(1)", "send_to_supervisor(ENDED)", "time.sleep(1.5)")
+    assert supervise(*ended, hang_minutes=0.02).code == 0
 
 
 @pytest.mark.slow
@@ -376,25 +357,6 @@ def test_a_save_that_fails_after_a_signal_is_a_failure(
     )
     assert run.code == 3
     assert len(run.starts(0)) == 1
-
-
-def test_a_signal_during_the_search_for_a_checkpoint_ends_the_run(tmp_path: Path) -> None:
-    slow = "find_newest_step=lambda: Path(sys.argv[1], 'searches').touch() or time.sleep(60)"
-    script = LAUNCHER.replace("find_newest_step=lambda: 0", slow).replace(
-        "import sys", "import sys, time"
-    )
-    script = script.replace("SuperviseConfig()", "SuperviseConfig(max_restarts=1)")
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path), "\n".join([RANK, "os._exit(7)"])], cwd=ROOT
-    )
-    deadline = time.monotonic() + LONGEST
-    while not (tmp_path / "searches").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
-    before = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(LONGEST) == 143
-    assert time.monotonic() - before < ends_within()
 
 
 @pytest.mark.slow

@@ -17,9 +17,7 @@ from tools.gpu_packages import answer, has_gpu
 CU126 = "--extra-index-url https://download.pytorch.org/whl/cu126"
 NEW = Machine(num_files=1, driver="580.65.06", cuda=(13, 0))
 OLD = Machine(num_files=1, driver="535.161.08", cuda=(12, 2))
-UNREAD = Machine(num_files=1, driver="550.54.15", failure="libcuda.so.1: cannot open")
 ANCIENT = Machine(num_files=1, driver="470.82.01", cuda=(11, 4))
-UNKNOWN = Machine(num_files=1)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +25,7 @@ UNKNOWN = Machine(num_files=1)
     [
         (NEW, "", "gpu: driver 580.65.06: PyTorch's build cu130 (driver 580 or newer), and the"),
         (OLD, CU126, "gpu: driver 535.161.08: PyTorch's build cu126 (driver 525 or newer)"),
-        (UNREAD, CU126, "CUDA does not start: libcuda.so.1: cannot open"),
         (ANCIENT, "", "gpu: driver 470.82.01 is too old for PyTorch: update it to 525 or newer"),
-        (UNKNOWN, "", "gpu: driver of unknown version: PyTorch's build cu130"),
     ],
 )
 def test_pytorchs_build_is_chosen_by_the_driver(machine: Machine, index: str, said: str) -> None:
@@ -43,8 +39,6 @@ def test_pytorchs_build_is_chosen_by_the_driver(machine: Machine, index: str, sa
     ("capabilities", "extra"),
     [
         ([(9, 0), (9, 0)], ",gpu,hybrid,flash4"),
-        ([(10, 0)], ",gpu,hybrid,flash4"),
-        ([(8, 9)], ",gpu,hybrid"),
         ([(9, 0), (8, 0)], ",gpu,hybrid"),
     ],
 )

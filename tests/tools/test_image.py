@@ -116,12 +116,3 @@ def test_the_lines_of_the_cpu_image_run_in_a_debian_root(tmp_path: Path) -> None
         "evaluation.exact_match=false output.dir=/shared/run trainer.accelerator=cpu"
     )
     assert "run: /shared/run" in trained
-
-
-@pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_make_image_builds_the_target_with_version_and_commit(target: str) -> None:
-    words = ["make", "--dry-run", "image", f"TARGET={target}", "BUILDER=podman"]
-    command = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert f"podman build --target {target} --tag loft:{target}" in command
-    assert "VERSION=" in command and "COMMIT=" in command
-    assert re.search(rf"^FROM base AS {target}$", DOCKERFILE, re.M)
