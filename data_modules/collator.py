@@ -217,20 +217,18 @@ class Collator:
     def __call__(self, packs: Sequence[Sequence[Example]], step_weight: float) -> Batch:
         """Return the batch of `packs`, one sequence of examples each."""
         documents = [[example.documents() for example in pack] for pack in packs]
-        units = [one for pack in packs for one in pack if one.is_unit]
+        examples = [one for pack in packs for one in pack]
+        units = [one for one in examples if one.is_unit]
         weights = torch.tensor([float(unit.weights.max()) for unit in units])
         labels = torch.tensor([math.nan if one.label is None else one.label for one in units])
-        stored = [unit.reference for unit in units if unit.reference is not None]
-        reference = torch.from_numpy(np.stack(stored)) if stored else None
+        stored = [one.reference for one in units or examples if one.reference is not None]
+        join = np.stack if units else np.concatenate
+        reference = torch.from_numpy(join(stored)) if stored else None
         if not self._has_verdicts:
             whole = [[one for each in pack for one in each] for pack in documents]
             batch = self._collate(whole, step_weight, one_by_row=bool(units))
             if not units:
-                stored = [
-                    one.reference for pack in packs for one in pack if one.reference is not None
-                ]
-                said = torch.from_numpy(np.concatenate(stored)) if stored else None
-                return replace(batch, reference=said)
+                return replace(batch, reference=reference)
             return replace(batch, unit_weights=weights, unit_labels=labels, reference=reference)
         own, others = (
             self._collate([[each[side] for each in pack] for pack in documents], step_weight)

@@ -368,7 +368,7 @@ def row_weight(values: Mapping[str, Any]) -> float:
             weight *= float(_from_text(values[name]))
     scale = values.get("loss_scale")
     if scale not in (None, "") and not isinstance(scale, list):
-        weight *= _read_scale(_from_text(scale), "loss_scale")
+        weight *= _read_flag(_from_text(scale), "loss_scale", "loss_scale")
     return float(weight)
 
 
@@ -398,7 +398,12 @@ def turn_weight(item: Mapping[str, Any], where: str) -> float | None:
         return None
     given = {key: value for key, value in item.items() if key in MASK_KEYS and value is not None}
     given.pop("train_detail", None)
-    factors = [_read_factor(key, value, f"{where}.{key}") for key, value in given.items()]
+    factors = [
+        read_weight(value, f"{where}.{key}")
+        if key in WEIGHT_KEYS
+        else _read_flag(value, f"{where}.{key}", key)
+        for key, value in given.items()
+    ]
     return math.prod(factors) if factors else None
 
 
@@ -447,23 +452,12 @@ def check_no_details(item: Mapping[str, Any], where: str, what: str) -> None:
         )
 
 
-def _read_factor(key: str, value: Any, where: str) -> float:
-    if key in WEIGHT_KEYS:
-        return read_weight(value, where)
-    return _read_scale(value, where) if key == "loss_scale" else _read_flag(value, where)
-
-
-def _read_flag(value: Any, where: str) -> float:
+def _read_flag(value: Any, where: str, key: str = "train") -> float:
     if value not in (0, 1):
-        raise RowError(f"{where} is {quote(value)}; give true or false")
-    return float(value)
-
-
-def _read_scale(value: Any, where: str) -> float:
-    if value not in (0, 1):
-        raise RowError(
-            f"{where} is {quote(value)}; only 0 and 1 are read here: give other numbers as 'weight'"
-        )
+        fix = "give true or false"
+        if key == "loss_scale":
+            fix = "only 0 and 1 are read here: give other numbers as 'weight'"
+        raise RowError(f"{where} is {quote(value)}; {fix}")
     return float(value)
 
 
@@ -484,9 +478,8 @@ def apply_turn_masks(turns: Sequence[Turn], values: Mapping[str, Any], name: str
                 f"{column} has {len(mask):,} values and {name} {len(masked):,} turns; give "
                 "one for each turn, or 'train: false' on the turns themselves"
             )
-        read = _read_scale if column == "loss_scale" else _read_flag
         for index, turn in enumerate(masked):
-            factor = read(mask[index], f"{column}[{index}]")
+            factor = _read_flag(mask[index], f"{column}[{index}]", column)
             weight = factor if turn.weight is None else turn.weight * factor
             masked[index] = replace(turn, weight=weight)
     return masked

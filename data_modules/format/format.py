@@ -212,10 +212,7 @@ def convert_row(
     if columns:
         values = _without_aliases(_apply_columns(values, columns), form, columns)
     for names in form.required:
-        for field in names:
-            if field in values:
-                break
-        else:
+        if values.keys().isdisjoint(names):
             raise _missing(names, row.values, form)
     token = UNREAD.set(unread)
     try:

@@ -403,7 +403,17 @@ def read_pair(values: Mapping[str, Any], origin: Origin) -> list[Item]:
     prompt = None if name is None else values[name]
     answers = {answer: values[answer] for answer in ANSWERS}
     if name == "prompt" and all(isinstance(text, str) for text in (prompt, *answers.values())):
-        return [_document(values, answer, origin) for answer in ANSWERS]
+        return [
+            Document(
+                (
+                    Segment(parse_text(prompt, "prompt"), 0.0),
+                    Segment(read_answer(text, answer), row_weight(values)),
+                ),
+                origin,
+                _read_margin(values),
+            )
+            for answer, text in answers.items()
+        ]
     turns = {answer: _answer_turns(value, answer) for answer, value in answers.items()}
     before = _prompt_turns(values, name)
     if turns["chosen"][0].role != "assistant":  # each answer is a whole conversation
@@ -430,15 +440,6 @@ def read_pair(values: Mapping[str, Any], origin: Origin) -> list[Item]:
         )
         for answer in ANSWERS
     ]
-
-
-def _document(values: Mapping[str, Any], answer: str, origin: Origin) -> Document:
-    prompt = Segment(parse_text(values["prompt"], "prompt"), 0.0)
-    return Document(
-        (prompt, Segment(read_answer(values[answer], answer), row_weight(values))),
-        origin,
-        _read_margin(values),
-    )
 
 
 def _read_margin(values: Mapping[str, Any]) -> float | None:

@@ -418,8 +418,6 @@ def _sized(values: dict[str, Any], origin: Origin, max_row_bytes: int) -> tuple[
 def _size_of(value: Any) -> int:
     if isinstance(value, (str, bytes)):
         return len(value)
-    if isinstance(value, dict):
-        return sum(map(_size_of, value.values()))
-    if isinstance(value, list):
-        return sum(map(_size_of, value))
+    if isinstance(value, (dict, list)):
+        return sum(map(_size_of, value.values() if isinstance(value, dict) else value))
     return _VALUE_BYTES

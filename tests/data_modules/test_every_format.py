@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -73,22 +73,15 @@ def convert(name: str, values: dict[str, Any]) -> tuple[list[Item], set[str]]:
     return convert_row(Row(values, ORIGIN), name.split()[0], {}, unread), unread
 
 
-def places(value: Any, where: str = "") -> list[tuple[str, Callable[[Any], dict[str, Any]]]]:
-    """Return every object in a row, by its name in reports, as a function that finds it."""
+def objects_in(value: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every object in a row with its name in reports."""
     if isinstance(value, list):
-        found = []
-        for index, item in enumerate(value):
-            for name, find in places(item, f"{where}[]"):
-                found.append((name, lambda row, i=index, f=find: f(row[i])))
-        return found
-    if not isinstance(value, dict):
-        return []
-    found = [(where, lambda row: row)]
-    for key, item in value.items():
-        if key not in ("tools", "arguments"):  # whole to the template
-            for name, find in places(item, f"{where}.{key}".lstrip(".")):
-                found.append((name, lambda row, k=key, f=find: f(row[k])))
-    return found
+        for item in value:
+            yield from objects_in(item, f"{where}[]")
+    elif isinstance(value, dict):
+        yield where, value
+        for key in value.keys() - {"tools", "arguments"}:  # whole to the template
+            yield from objects_in(value[key], f"{where}.{key}".lstrip("."))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -98,8 +91,7 @@ def test_every_key_is_read_or_refused_or_named(name: str) -> None:
     assert unread == set()
     silent, both, num = set(), set(), 0
     row = copy.deepcopy(ROWS[name])
-    for where, find in places(row):
-        holder = find(row)
+    for where, holder in objects_in(row):
         for key in (key for key in NAMES if key not in holder):
             for value in VALUES:
                 holder[key] = value
@@ -170,42 +162,36 @@ def test_mapped_columns_are_read_and_what_they_hide_is_not() -> None:
     assert unread == {"instruction", "output", "id"}
 
 
-TEXTS: list[tuple[str, dict[str, Any], str]] = [
-    ("alpaca", {"instruction": 0, "output": "a"}, "instruction"),
-    ("alpaca", {"instruction": "q", "input": 0, "output": "a"}, "input"),
-    ("alpaca", {"instruction": "q", "response": 0}, "response"),
-    ("alpaca", {"instruction": "q", "output": "a", "system": 0}, "system"),
-    ("alpaca", {"instruction": "q", "output": "a", "history": [[0, "b"]]}, r"history\[0\]\[0\]"),
-    ("prompt_completion", {"prompt": 0, "completion": "a"}, "prompt"),
-    ("completion", {"text": 0}, "text"),
-    ("completion", {"segments": [{"text": 0}]}, r"segments\[0\].text"),
-    ("messages", {"messages": [{"role": "user", "content": 0}, CHAT[4]]}, r"\[0\].content"),
-    ("messages", {"messages": [CHAT[1], {**CHAT[4], "reasoning": 0}]}, r"\[1\].reasoning"),
-    ("sharegpt", {"conversations": [{"from": "human", "value": 0}]}, r"\[0\].value"),
-    ("oasst", {"prompt": {**TREE, "text": 0}}, "prompt.text"),
+TEXTS: list[tuple[str, Callable[[Any], dict[str, Any]], str]] = [
+    ("alpaca", lambda text: {"instruction": text, "output": "a"}, "instruction"),
+    ("alpaca", lambda text: {"instruction": "q", "input": text, "output": "a"}, "input"),
+    ("alpaca", lambda text: {"instruction": "q", "response": text}, "response"),
+    ("alpaca", lambda text: {"instruction": "q", "output": "a", "system": text}, "system"),
+    (
+        "alpaca",
+        lambda text: {"instruction": "q", "output": "a", "history": [[text, "b"]]},
+        r"history\[0\]\[0\]",
+    ),
+    ("prompt_completion", lambda text: {"prompt": text, "completion": "a"}, "prompt"),
+    ("completion", lambda text: {"segments": [{"text": text}]}, r"segments\[0\].text"),
+    ("messages", lambda text: {"messages": [{**ASK, "content": text}, SAY]}, r"\[0\].content"),
+    ("messages", lambda text: {"messages": [ASK, {**SAY, "reasoning": text}]}, r"\[1\].reasoning"),
+    ("oasst", lambda text: {"prompt": {**TREE, "text": text}}, "prompt.text"),
 ]
 
 
-def put(row: Any, value: Any) -> Any:
-    """Return a row with `value` in the place of the 0."""
-    if isinstance(row, dict):
-        return {key: put(item, value) for key, item in row.items()}
-    if isinstance(row, list):
-        return [put(item, value) for item in row]
-    return value if row == 0 and isinstance(row, int) else row
-
-
 @pytest.mark.parametrize(("name", "row", "where"), TEXTS)
-def test_only_text_is_read_as_text(name: str, row: dict[str, Any], where: str) -> None:
+def test_only_text_is_read_as_text(
+    name: str, row: Callable[[Any], dict[str, Any]], where: str
+) -> None:
     for several in (["Oslo", "Oslo, Norway"], [{"text": "Oslo"}, {"text": "Oslo, Norway"}]):
         with pytest.raises(RowError, match=rf"{where} is a list of 2 (strings|values), not one te"):
-            convert(name, put(row, several))
+            convert(name, row(several))
     for value in (42, 1.5, True, {"zz": "Oslo"}, [{"zz": "Oslo"}], [42], [["Oslo"]]):
         with pytest.raises(RowError, match=where):
-            convert(name, put(row, value))
+            convert(name, row(value))
     parts = [{"type": "text", "text": "Os"}, {"type": "text", "text": "lo"}]
-    assert convert(name, put(row, parts)) == convert(name, put(row, "Oslo"))
-    assert convert(name, put(row, ["Oslo"])) == convert(name, put(row, "Oslo"))
+    assert convert(name, row(parts)) == convert(name, row(["Oslo"])) == convert(name, row("Oslo"))
 
 
 def test_the_columns_of_a_table_are_named_as_such() -> None:

@@ -144,16 +144,6 @@ def test_indexes_and_dictionaries_are_not_taken_for_a_second_file(tmp_path: Path
             assert len(read(tmp_path / "d.arrow")) == 500
 
 
-@pytest.mark.parametrize("name", [name for name in CONTENTS if name != "d.json"])
-def test_truncated_files_are_reported(tmp_path: Path, name: str) -> None:
-    content = CONTENTS[name]
-    whole = tmp_path / name
-    whole.write_bytes(content)
-    assert problems_of(whole, content) == []
-    if not name.endswith((".csv", ".tsv")):  # there half a line is a good cell
-        assert problems_of(tmp_path / f"cut-{name}", content[: len(content) - 7])
-
-
 @pytest.mark.parametrize("name", CONTENTS)
 def test_what_follows_the_rows_of_a_file_is_read_or_refused(tmp_path: Path, name: str) -> None:
     for number, tail in enumerate((CONTENTS[name], b"\0" * 16, b"<html>", ROW)):
