@@ -25,7 +25,7 @@ from app.preflight import requested_devices
 from app.process.environment import configure_libraries, run_program
 from app.process.launch import exit_with_parent, is_child, is_first_rank
 from app.process.logs import print_loading
-from app.report.run_page import Section, render_sections, write_page
+from app.report.run_page import PageSection, render_sections, write_page
 from app.run.find import FINAL
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from app.run.ranks import run_shares
@@ -57,11 +57,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     from app.assembly import base as models
     from app.evaluation.evaluator import print_samples, report_confusion
     from app.evaluation.significance import change_metrics, check_regression, report_comparison
-    from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 
-    env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
-    config = models.with_checkpoint(config, env, folder)
+    config, env = models.with_checkpoint(config, folder)
     base = models.open_base(config, env, models.adapter_of(config))
     batching = BatchSpec(
         micro_batch_size=config.trainer.micro_batch_size, row_multiple=env.row_multiple
@@ -182,20 +180,19 @@ def _verdicts_page(bench: Bench, judged: Judgement) -> str:
                 grade = "" if verdict is None else judged.grade(verdict)
                 answer = by_question[question.id][turn] or "(empty)"
                 texts.append((f"{variant}{f', {grade}' if grade else ''}", answer))
-                if verdict is not None and verdict.text:
-                    texts.append((f"judge of {variant}", verdict.text))
+                if verdict is not None and verdict.reply.text:
+                    texts.append((f"judge of {variant}", verdict.reply.text))
             source = f"{question.category}: {question.id}, turn {turn + 1}"
             shown.append({"source": source, "prompt": text, "texts": texts})
     facts = [judged.state(), *([judged.cost(bench.config)] if judged.is_graded else [])]
     sections = [
-        Section(title="Grades", tables=[judge_table(judged)]),
-        Section(title="Answers", predictions=shown),
+        PageSection(title="Grades", tables=[judge_table(judged)]),
+        PageSection(title="Answers", predictions=shown),
     ]
     return render_sections(f"{bench.name}: graded by {bench.config.name}", facts, sections)
 
 
 def _describe_tuned(config: EvaluateConfig) -> list[Any]:
-    """Return the path, sizes and modification times that identify a tuned model."""
     if config.tuned_path is None:
         return []
     files = sorted(file for file in Path(config.tuned_path).glob("*") if file.is_file())
@@ -213,11 +210,9 @@ def start(config: EvaluateConfig) -> None:
     folder = decide_run_dir(config.output)
     if config.checkpoint != FINAL:  # once, before the ranks open it
         from app.assembly.base import with_checkpoint
-        from app.training.trainer import resolve_single_device
 
         configure_libraries(offline=is_offline(config.model, config.data))
-        env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
-        with_checkpoint(config, env, folder)
+        with_checkpoint(config, folder)
     if code := run_shares("evaluate", folder, devices, sys.argv[1:]):
         print(f"to continue: type the same command with output.dir={folder}", file=sys.stderr)
         sys.exit(code)

@@ -18,7 +18,7 @@ from common.errors import DONE, UserError
 from common.installation import verb_command
 from common.text import printable
 
-USAGE = """\
+_USAGE = """\
 loft init [NAME] [model=MODEL] [data=DATA[,DATA...]] [output=FILE.yaml]
 
 writes NAME.yaml (my_run.yaml), a commented experiment; prompts for missing values on a terminal
@@ -74,7 +74,7 @@ def init(words: list[str], ask: Callable[[str], str] | None) -> Path:
     names = [word for word in words if "=" not in word]
     known = {"model": "", "data": "", "output": ""}
     if unknown := [key for key in given if key not in known] + names[1:]:
-        raise UserError(f"init: unknown argument {unknown[0]}; usage: {USAGE.splitlines()[0]}")
+        raise UserError(f"init: unknown argument {unknown[0]}; usage: {_USAGE.splitlines()[0]}")
     name = names[0] if names else "my_run"
     if not NAME.fullmatch(name):
         raise UserError(f"init {name}: expected a name of letters, digits, '.', '-' and '_'")
@@ -100,7 +100,6 @@ def init(words: list[str], ask: Callable[[str], str] | None) -> Path:
 
 
 def _text(name: str, file: Path, model: str, data: list[str]) -> str:
-    """Return the experiment; UserError if an option of the group `data` is not alone."""
     if len(data) > 1 and (named := [each for each in data if _is_option("data", each)]):
         raise UserError(f"init data={','.join(data)}: type {named[0]} alone, or your own data only")
     options, own = [], []
@@ -158,7 +157,7 @@ def run(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     if {"--help", "-h"} & set(words):
-        print(USAGE, end="")
+        print(_USAGE, end="")
         return DONE
     file = init(words, input if sys.stdin.isatty() else None)
     shown = printable(str(file))

@@ -57,7 +57,7 @@ from data_modules import fit_accumulation
 
 _BAR_WIDTH = 40
 """characters of a bar that stands for the whole memory of a GPU"""
-MAX_ROWS = 16
+MAX_ADVICE_ROWS = 16
 """rows of advice that are shown in the terminal"""
 _NOTABLE_GAIN = 1.01
 """speed of other settings, as a factor, from which they count as faster"""
@@ -120,7 +120,7 @@ def make_plan(config: PlanConfig) -> tuple[dict[str, Any], list[Candidate], Hard
         changes = suggest_larger_changes(
             config, hardware, config_json, run.model, strategies, run.sequence_len
         )
-    facts = describe_run(run, tokens, tokens_by)
+    facts = describe_plan(run, tokens, tokens_by)
     facts |= {
         "name": (config.output.name or "").removesuffix("-plan"),
         "chosen": chosen,
@@ -204,7 +204,7 @@ def _write_best(
     print(f"\nwritten: {printable(str(file))}; {verb_command('train')} +experiment={file}")
 
 
-def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> dict[str, Any]:
+def describe_plan(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> dict[str, Any]:
     """Return memory, communication and speed of a planned run.
 
     `tokens`: number of tokens that the run trains on. `tokens_by`: how they were estimated, or why
@@ -347,7 +347,6 @@ def _recompute_words(settings: Mapping[str, Any]) -> str:
 
 
 def _headline(facts: Mapping[str, Any]) -> str:
-    """Say how fast the planned settings are, and what the fastest ones that fit would change."""
     settings, speed = facts["settings"], facts["tokens_per_second"]
     fastest = next((row for row in facts["advice"] if row["fits"]), None)
     if not facts["fits"]:
@@ -453,12 +452,12 @@ def advice_lines(facts: Mapping[str, Any]) -> list[str]:
     lines += [
         f"  {row['tokens_per_second']:9,.0f} {row['gpu_total_gib']:6.1f}  "
         f"{row['type'] or '(no change)'}"
-        for row in rows[:MAX_ROWS]
+        for row in rows[:MAX_ADVICE_ROWS]
     ]
-    if any(row["is_assumed"] for row in rows[:MAX_ROWS]):
+    if any(row["is_assumed"] for row in rows[:MAX_ADVICE_ROWS]):
         lines.append(f"  quantization=fp8: {ASSUMED}")
-    if len(rows) > MAX_ROWS:
-        lines.append(f"  and {len(rows) - MAX_ROWS} more on the page")
+    if len(rows) > MAX_ADVICE_ROWS:
+        lines.append(f"  and {len(rows) - MAX_ADVICE_ROWS} more on the page")
     return lines
 
 

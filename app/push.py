@@ -133,7 +133,6 @@ def _find_undamaged(config: PushConfig, *, is_final: bool) -> Path:
 
 
 def _copy_written(saved: Path, copy: Path) -> list[str]:
-    """Copy the files that a run writes; return the names of the others."""
     left_out: list[str] = []
 
     def ignore(folder: str, names: list[str]) -> list[str]:
@@ -160,15 +159,13 @@ def _print_files(repo: str, folder: Path, left_out: Sequence[str]) -> None:
 def save_checkpoint(config: PushConfig, run: Path, folder: Path) -> Path:
     """Save the selected checkpoint under `folder` as a finished run saves its result."""
     from app.assembly.base import with_checkpoint
-    from app.training.trainer import resolve_single_device
 
     words = [f"run={run}", f"checkpoint={config.checkpoint}"]
     if config.trust_remote_code is not None:
         words.append(f"model.trust_remote_code={config.trust_remote_code}")
     chat: Any = load_config("chat", words)  # a verb with the settings of the run's model alone
     configure_libraries(offline=is_offline(chat.model))
-    env = resolve_single_device(chat.trainer.accelerator, chat.trainer.precision)
-    return Path(with_checkpoint(chat, env, folder).adapter_path)
+    return Path(with_checkpoint(chat, folder)[0].adapter_path)
 
 
 def _replace_base_path(file: Path, key: str) -> None:

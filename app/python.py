@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from app.evaluation.conversation import Responder
 
 T = TypeVar("T")
-Settings = Mapping[str, Any]
+VerbSettings = Mapping[str, Any]
 """settings of a verb as for `load_config`, such as {"evaluation.max_rows": 20}"""
 
 
@@ -57,11 +57,11 @@ class TrainedRun:
         """The page of the run, to open in a browser."""
         return self.folder / PAGE_FILE
 
-    def evaluate(self, settings: Settings | None = None) -> dict[str, float]:
+    def evaluate(self, settings: VerbSettings | None = None) -> dict[str, float]:
         """Measure base and tuned as `loft evaluate` does; return all metrics."""
         return evaluate(self._config("evaluate", EvaluateConfig, settings))
 
-    def generate(self, prompts: Sequence[str], settings: Settings | None = None) -> list[str]:
+    def generate(self, prompts: Sequence[str], settings: VerbSettings | None = None) -> list[str]:
         """Return the tuned model's answer to each prompt, as `loft chat` does with `chat.*`."""
         config = self._config("chat", ChatConfig, settings)
         if self._responder is None:  # the model is loaded once
@@ -75,7 +75,7 @@ class TrainedRun:
         turns = [[*system, Turn("user", prompt)] for prompt in prompts]
         return ["".join(self._responder.stream(each, config.chat)) for each in turns]
 
-    def merge(self, settings: Settings | None = None) -> Path:
+    def merge(self, settings: VerbSettings | None = None) -> Path:
         """Merge the adapter into its base and verify it; return the folder of the model."""
         merge(self._config("merge", MergeConfig, settings))
         return _folder()
@@ -84,7 +84,7 @@ class TrainedRun:
         """Upload what was trained, with its card, to the hub; return the URL of the commit."""
         return push(PushConfig(repo=repo, run=str(self.folder), private=private))
 
-    def _config(self, verb: str, kind: type[T], settings: Settings | None) -> T:
+    def _config(self, verb: str, kind: type[T], settings: VerbSettings | None) -> T:
         config = load_config(verb, {"run": str(self.folder), **(settings or {})})
         assert isinstance(config, kind)
         return config

@@ -27,7 +27,7 @@ from app.model.hub import is_offline
 from app.process.environment import configure_libraries, run_program
 from app.process.signals import defer_signals, signal_received
 from app.run.folder import CONFIG_FILE, decide_run_dir
-from app.serving.api import KEY_VARIABLE, open_socket, read_key, url_of
+from app.serving.api import KEY_VARIABLE, address_of, open_socket, read_server_key
 from app.training.run_documents import read_object
 from common.errors import Interrupted, UserError
 from common.files import write_atomically
@@ -50,7 +50,7 @@ def serve(config: ServerConfig) -> None:
     """Serve as `config` says until a signal is received."""
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise ImportError(f"a server needs Starlette and uvicorn: {install_extra('serve')}")
-    key = read_key(config.serve)
+    key = read_server_key(config.serve)
     listener = None if config.serve.engine == "vllm" else open_socket(config.serve)
     folder = decide_run_dir(config.output)
     configure_libraries(offline=is_offline(config.model))
@@ -59,10 +59,8 @@ def serve(config: ServerConfig) -> None:
     from app.assembly.base import open_tuned, with_checkpoint
     from app.evaluation.conversation import check_served_tokens
     from app.serving.server import build_app
-    from app.training.trainer import resolve_single_device
 
-    env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
-    config = with_checkpoint(config, env, folder)
+    config, env = with_checkpoint(config, folder)
     tuned = open_tuned(config, env)
     problems = check_served_tokens(tuned.template, tuned.tokenizer)
     if problems and listener is None:  # vLLM renders prompts with the tokenizer
@@ -94,7 +92,7 @@ def _run_server(app: ASGIApp, listener: socket.socket, name: str, folder: Path) 
     from app.serving.server import build_server
 
     server = build_server(app)
-    address = url_of(listener)
+    address = address_of(listener)
     print(
         f"serving {printable(name)}: page {address}/, API {address}/v1; Ctrl-C ends it", flush=True
     )

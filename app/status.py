@@ -20,7 +20,7 @@ from app.config.dispatch import run_plain_verb
 from app.process.environment import run_program
 from app.process.status import FAILED, FINISHED, NO_NEWS, RUNNING, STATUS_FILE, STOPPED, TRAINING
 from app.run.folder import OUTPUTS, expand_home, refuse_special_entries
-from app.run.remote import is_url, open_store, working_folder
+from app.run.remote import is_store_url, open_store, working_folder
 from app.training.run_documents import STATUS, read_document
 from common.errors import DONE, UserError
 from common.facts import setting
@@ -52,7 +52,7 @@ class StatusConfig:
 
 def status(config: StatusConfig) -> int:
     """Print the status of the run; return the exit code that says it."""
-    if config.run is not None and is_url(config.run):
+    if config.run is not None and is_store_url(config.run):
         where, known = config.run, fetch_status(config.run)
     else:
         folder = _find_folder(config.run)
@@ -158,10 +158,10 @@ def _code_of(known: Mapping[str, Any], stalled: str | None) -> int:
     return RUNNING if stalled is None else NO_NEWS
 
 
-def show(config: StatusConfig) -> None:
+def show_status(config: StatusConfig) -> None:
     """Print the status, and end with the exit code that says it."""
     sys.exit(status(config))
 
 
 if __name__ == "__main__":
-    run_program(lambda: run_plain_verb("status", StatusConfig, show))
+    run_program(lambda: run_plain_verb("status", StatusConfig, show_status))

@@ -510,13 +510,15 @@ def trained_datasets(config: EvaluateConfig) -> set[str] | None:
     return trained
 
 
-def with_checkpoint(config: C, env: Environment, folder: Path) -> C:
-    """Return `config` with the run's checkpoint as its tuned model, saved under `folder`.
+def with_checkpoint(config: C, folder: Path) -> tuple[C, Environment]:
+    """Return `config` with the run's checkpoint as its tuned model, and where models are opened.
 
-    Unchanged if the run's own result is used. UserError if there is no such checkpoint.
+    The checkpoint is saved under `folder`; with the run's own result `config` is unchanged.
+    UserError if there is no such checkpoint.
     """
+    env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
     if config.checkpoint == FINAL:
-        return config
+        return config, env
     source = Path(str(config.run))
     checkpoint, run = select_checkpoint(source, config.checkpoint), load_run_config(source)
     kind = "model" if saves_whole_model(run.adapter) else "adapter"
@@ -528,7 +530,7 @@ def with_checkpoint(config: C, env: Environment, folder: Path) -> C:
         _save_step(config, env, run, checkpoint, unfinished)
         unfinished.rename(saved)
     log.info("checkpoint: step %d of %s", checkpoint.step, config.run)
-    return replace(config, adapter_path=str(saved))
+    return replace(config, adapter_path=str(saved)), env
 
 
 def _save_step(

@@ -298,7 +298,6 @@ class Evaluator:
             self.row_outputs[variant] = rows[2:]
 
     def _class_metrics(self, variant: str) -> dict[str, float]:
-        """Return how well the classes are told apart, of all rows and by data set."""
         if variant not in self.row_outputs:
             return {}
         examples, objective = self.data.val_examples, self.objective
@@ -322,7 +321,6 @@ class Evaluator:
         return prefix_metrics(variant, losses, has_perplexity=self.objective.is_likelihood)
 
     def _accuracy_intervals(self, variant: str, losses: dict[str, float]) -> dict[str, float]:
-        """Return `val/accuracy_low` and `val/accuracy_high`, of all rows and by data set."""
         if variant not in self.row_losses or "val/accuracy" not in losses:
             return {}
         weights, datasets = self.row_losses[variant][1].numpy(), self.data.val_examples.datasets

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.likelihood import has_growing_cache, padded
-from app.evaluation.metrics import METRICS, Answer
+from app.evaluation.metrics import ANSWER_METRICS, Answer
 from app.evaluation.tasks.questions import TaskConfig
 from app.model.attention import generation_attention
 from app.model.layers import eval_mode
@@ -42,7 +42,7 @@ prompt, and MPT's ALiBi table ends at the longest row"""
 class EvaluationConfig:
     exact_match: bool = setting(False, shown=("train",))
     """answer held-out prompts greedily; report the share equal to the reference, base vs tuned"""
-    metrics: list[str] = setting(default_factory=list, choices=METRICS, shown=("evaluate",))
+    metrics: list[str] = setting(default_factory=list, choices=ANSWER_METRICS, shown=("evaluate",))
     """further metrics of answers to held-out prompts: numeric (the number after ####, else
     the last), f1 (words in common), rouge1, rouge2, rougeL, bleu, chrf; each from 0 to 1, with
     words of any script"""

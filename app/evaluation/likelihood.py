@@ -50,7 +50,7 @@ class Likelihood(NamedTuple):
 
 
 @dataclass(slots=True)
-class Row:
+class _Row:
     """The input tokens of one forward pass, and the requests that they answer."""
 
     ids: list[int]
@@ -72,13 +72,13 @@ class Row:
 class PrefixGroup:
     """Rows whose first `num_shared` tokens are equal."""
 
-    rows: list[Row]
+    rows: list[_Row]
     num_shared: int = 0
-    suffixes: list[Row] = field(init=False)
+    suffixes: list[_Row] = field(init=False)
     """the rows without the shared tokens"""
 
     def __post_init__(self) -> None:
-        self.suffixes = [Row(row.ids[self.num_shared :], row.requests) for row in self.rows]
+        self.suffixes = [_Row(row.ids[self.num_shared :], row.requests) for row in self.rows]
 
     @property
     def prefix(self) -> list[int]:
@@ -190,15 +190,15 @@ def plan_groups(
     requests: Sequence[Request], max_len: int, *, shares_prefixes: bool
 ) -> list[PrefixGroup]:
     """Return the rows that answer all requests, grouped by prefix where that saves tokens."""
-    rows: dict[tuple[int, ...], Row] = {}
+    rows: dict[tuple[int, ...], _Row] = {}
     for number, (context, continuation) in enumerate(requests):
         targets = continuation[-max_len:]
         ids = [*context, *continuation][-(max_len + 1) :][:-1]
-        row = rows.setdefault(tuple(ids), Row(ids, []))
+        row = rows.setdefault(tuple(ids), _Row(ids, []))
         row.requests.append((number, targets))
     if not shares_prefixes:
         return [PrefixGroup([row]) for row in rows.values()]
-    by_start: dict[tuple[int, ...], list[Row]] = defaultdict(list)
+    by_start: dict[tuple[int, ...], list[_Row]] = defaultdict(list)
     for row in rows.values():
         by_start[tuple(row.context[:_SAME_START_TOKENS])].append(row)
     groups = []
@@ -210,9 +210,8 @@ def plan_groups(
     return groups
 
 
-def _group_by_context(rows: Sequence[Row]) -> list[PrefixGroup]:
-    """Return one group for each context; a context of a single row is not split."""
-    by_context: dict[tuple[int, ...], list[Row]] = defaultdict(list)
+def _group_by_context(rows: Sequence[_Row]) -> list[PrefixGroup]:
+    by_context: dict[tuple[int, ...], list[_Row]] = defaultdict(list)
     for row in rows:
         by_context[tuple(row.context)].append(row)
     groups = []
@@ -222,7 +221,7 @@ def _group_by_context(rows: Sequence[Row]) -> list[PrefixGroup]:
     return groups
 
 
-def _num_shared(rows: Sequence[Row]) -> int:
+def _num_shared(rows: Sequence[_Row]) -> int:
     """Return the length of the rows' common prefix before all targets; 0 if too short to share."""
     first, last = min(row.ids for row in rows), max(row.ids for row in rows)
     longest = min(len(row.ids) - row.num_targets for row in rows)
@@ -290,13 +289,13 @@ class _Scorer:
                 yield self._forward(rows, used, mask, [prefix_of[id(row)] for row in rows])
 
     def _row_batches(
-        self, rows: Sequence[Row], batch_tokens: int, num_shared: int = 0
-    ) -> Iterator[list[Row]]:
+        self, rows: Sequence[_Row], batch_tokens: int, num_shared: int = 0
+    ) -> Iterator[list[_Row]]:
         """Yield batches of rows of similar length, longest first.
 
         `num_shared`: length of the cached prefix before each row, which counts as tokens too.
         """
-        batch: list[Row] = []
+        batch: list[_Row] = []
         widest = targets = 0
         for row in sorted(rows, key=lambda row: -len(row.ids)):
             widest, targets = max(widest, len(row.ids)), max(targets, row.num_targets)
@@ -352,7 +351,7 @@ class _Scorer:
 
     def _forward(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[_Row],
         cache: Any = None,
         prefix_mask: Tensor | None = None,
         prefix_indices: Sequence[int] = (),

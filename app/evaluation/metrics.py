@@ -1,7 +1,7 @@
 """Metrics that compare a model's answer with a reference, or a classifier's with its classes.
 
-`METRICS` lists their names. Each is from 0 to 1; a custom metric can be any finite number. ROUGE,
-BLEU and chrF come from rouge-score and sacrebleu (the extra `eval`).
+Each of `ANSWER_METRICS` is from 0 to 1; a custom metric can be any finite number. ROUGE, BLEU and
+chrF come from rouge-score and sacrebleu (the extra `eval`).
 
 Scripts that write no space between words (Chinese, Japanese, Thai, Khmer, ...) are split into
 characters, as sacrebleu's tokenizers `zh` and `char` and MLQA's F1 do. Numbers are read as people
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
     Counts = npt.NDArray[np.int64]
 
-METRICS = ("exact_match", "numeric", "f1", "rouge1", "rouge2", "rougeL", "bleu", "chrf")
-PACKAGES = {
+ANSWER_METRICS = ("exact_match", "numeric", "f1", "rouge1", "rouge2", "rougeL", "bleu", "chrf")
+_PACKAGES = {
     "rouge1": "rouge_score",
     "rouge2": "rouge_score",
     "rougeL": "rouge_score",
@@ -135,15 +135,15 @@ class Metric:
 
 
 def build_metrics(config: EvaluationConfig) -> list[Metric]:
-    """Return the metrics that `config` names in the order of METRICS, a custom metric last."""
+    """Return the metrics that `config` names, in a fixed order, a custom metric last."""
     names = {*config.metrics, *(["exact_match"] if config.exact_match else [])}
-    metrics = [_build(name) for name in METRICS if name in names]
+    metrics = [_build(name) for name in ANSWER_METRICS if name in names]
     return metrics if config.metric is None else [*metrics, _load_metric(config.metric)]
 
 
 def check_metrics(config: EvaluationConfig) -> list[str]:
     """List the problems of the configured metrics, without running a custom metric's code."""
-    missing = {PACKAGES[name] for name in config.metrics if name in PACKAGES}
+    missing = {_PACKAGES[name] for name in config.metrics if name in _PACKAGES}
     problems = [
         f"evaluation.metrics=[{', '.join(config.metrics)}]: {package} is not installed; type "
         f"{install_extra('eval')}"
@@ -155,7 +155,7 @@ def check_metrics(config: EvaluationConfig) -> list[str]:
     file, _, function = config.metric.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
         return [*problems, f"evaluation.metric={config.metric}: expected FILE.py:function"]
-    if function in METRICS:
+    if function in ANSWER_METRICS:
         problems.append(
             f"evaluation.metric={config.metric}: {function} is the name of a built-in metric; "
             "rename the function"
@@ -322,7 +322,6 @@ def _split_words(text: str) -> list[str]:
 
 
 def _without_punctuation(text: str) -> str:
-    """Return a text without the punctuation of any script, and without ASCII symbols."""
     return "".join(
         character
         for character in text

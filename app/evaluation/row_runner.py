@@ -151,7 +151,6 @@ class RowRunner:
     def _writer(
         self, key: str, fingerprint: str
     ) -> Iterator[Callable[[list[tuple[int, Any]]], object]]:
-        """Yield a function that appends results to this rank's file, each batch at once."""
         if self.folder is None:
             yield lambda results: None
             return

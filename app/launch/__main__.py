@@ -33,7 +33,7 @@ from app.process.environment import configure_libraries, run_program
 from app.run import AUTO, compare_existing
 from app.run.folder import CONFIG_FILE, OUTPUTS, into_folder
 from app.run.job import Job, check_names, job_name
-from app.run.remote import is_url, url_of
+from app.run.remote import is_store_url, url_of
 from common.errors import DONE, UserError
 from common.files import write_atomically
 from common.installation import ROOT, is_checkout, python_command, verb_command
@@ -131,7 +131,7 @@ def _check_launch(
         )
     if scheduler.shares_folder:
         return
-    if not folder.startswith("/") and not is_url(folder):
+    if not folder.startswith("/") and not is_store_url(folder):
         yield (
             f"output.dir={folder}: with launcher={name} it is a folder of the machines that train: "
             f"type one on their shared volume, as output.dir={SHARED}/runs/mine"
@@ -162,7 +162,7 @@ def _local_paths(config: TrainConfig, words: Sequence[str]) -> Iterator[tuple[st
 def _upload_hint(key: str, path: str, folder: str) -> str:
     if not key.startswith("data."):
         return f"copy it to the volume ({SHARED}/..., output.dir too), or type a name of the hub"
-    if not is_url(folder):
+    if not is_store_url(folder):
         return (
             f"copy it to the volume ({SHARED}/...), or type a URL (https://, s3://, gs://), a name "
             "of the hub, or output.dir=s3://BUCKET/PATH, after which this says how to upload it"
@@ -274,7 +274,7 @@ def _next_steps(submission: Submission, words: Sequence[str]) -> Iterator[str]:
         return
     yield f"  {submission.show(scheduler.log)}   # its log"
     yield f"  {submission.show(scheduler.state)}   # whether it runs"
-    if scheduler.shares_folder or is_url(submission.job.folder):
+    if scheduler.shares_folder or is_store_url(submission.job.folder):
         yield f"  {verb_command('status')} run={printable(submission.job.folder)}   # its progress"
     yield f"  {submission.show(scheduler.stop)}   # stops it"
     yield "  the same command again   # resumes it from its newest checkpoint"

@@ -35,7 +35,7 @@ from app.run.job import (
     submit_job,
 )
 from app.run.ranks import RENDEZVOUS_PORT, RENDEZVOUS_SECONDS
-from app.run.remote import is_url
+from app.run.remote import is_store_url
 from app.status import fetch_status, read_status
 from common.errors import DONE, ENVIRONMENT_ERROR
 from common.files import open_no_follow
@@ -131,7 +131,7 @@ def _pod_spec(job: Job) -> dict[str, Any]:
     # NCCL and data loaders need more shared memory than a container's default of 64 MiB.
     memory = {"medium": "Memory", "sizeLimit": "64Gi"}
     volumes: list[dict[str, Any]] = [{"name": "memory", "emptyDir": memory}]
-    if not is_url(job.folder):
+    if not is_store_url(job.folder):
         container["volumeMounts"].append({"name": "shared", "mountPath": SHARED})
         volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": job.volume}})
     return {
@@ -156,7 +156,7 @@ def sky_file(job: Job) -> str:
         resources["image_id"] = f"docker:{job.image.removeprefix('docker://')}"
     home = f"{IMAGE_HOME}/" if job.image else ""
     first = '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
-    volumes = {} if is_url(job.folder) else {"volumes": {SHARED: job.volume}}
+    volumes = {} if is_store_url(job.folder) else {"volumes": {SHARED: job.volume}}
     task = {
         "name": job.name,
         "num_nodes": job.nodes,
@@ -405,11 +405,11 @@ def watch(submission: Submission, log: Path) -> tuple[int, str]:
     if said:
         return int(said[-1][1]), str(said[-1][0])
     folder = submission.job.folder
-    if is_url(folder) or (
+    if is_store_url(folder) or (
         submission.scheduler.shares_folder and (Path(folder) / STATUS_FILE).exists()
     ):
         # A cancelled job ends before its script asks for it.
-        known = fetch_status(folder) if is_url(folder) else read_status(Path(folder))
+        known = fetch_status(folder) if is_store_url(folder) else read_status(Path(folder))
         is_of_job = known["written"] > submission.file.stat().st_mtime
         if is_of_job and known.get("exit_code") is not None:
             return known["exit_code"], known["state"]

@@ -13,7 +13,7 @@ from app.config.dispatch import run_plain_verb
 from app.process.environment import run_program
 from app.report.run_page import (
     PAGE_FILE,
-    Setting,
+    ChangedSetting,
     read_run_files,
     refuse_damaged,
     render_comparison,
@@ -26,7 +26,7 @@ from app.run.folder import (
     OutputConfig,
     decide_run_dir,
     expand_home,
-    is_training,
+    is_training_run,
     refuse_special_entries,
 )
 from common.errors import UserError
@@ -89,9 +89,9 @@ def existing_run(path: str) -> Path:
     return folder
 
 
-def settings_in(folder: Path) -> list[Setting]:
+def settings_in(folder: Path) -> list[ChangedSetting]:
     """Return the settings of a training run that differ from their defaults, if readable."""
-    if not (folder / CONFIG_FILE).is_file() or not is_training(folder / CONFIG_FILE):
+    if not (folder / CONFIG_FILE).is_file() or not is_training_run(folder / CONFIG_FILE):
         return []
     try:
         return changed_settings(load_run_config(folder))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from app.model.hub import cache_folder
-from app.report.run_page import CURVES_FILE, RunFiles, Setting, read_run_files
+from app.report.run_page import CURVES_FILE, ChangedSetting, RunFiles, read_run_files
 from app.training.run_documents import read_object
 from common.files import write_atomically
 from common.redaction import redact
@@ -36,7 +36,7 @@ _MAX_README = 1_000_000
 def write_card(
     saved: Path,
     run: Path,
-    settings: Sequence[Setting],
+    settings: Sequence[ChangedSetting],
     *,
     repo: str | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -59,7 +59,7 @@ def write_card(
 
 
 def render_run_card(
-    saved: Path, run: RunFiles, settings: Sequence[Setting], *, repo: str | None = None
+    saved: Path, run: RunFiles, settings: Sequence[ChangedSetting], *, repo: str | None = None
 ) -> str:
     """Return the card of what a run has saved as Markdown, with the hub's metadata in front."""
     is_adapter = (saved / ADAPTER_CONFIG).is_file()
@@ -206,7 +206,6 @@ def _snippet(
     adapter_base: str | None = None,
     revision: str | None = None,
 ) -> list[str]:
-    """Return code that loads and runs the saved model, or the saved adapter of `adapter_base`."""
     kind, is_classifier = _AUTO_CLASSES[task], task == "text-classification"
     outputs = f", num_labels={num_outputs}" if num_outputs else ""
     lines = ["```python"]

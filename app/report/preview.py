@@ -36,7 +36,7 @@ _MAX_PATH = 32
 """longest path that is shown in full, in characters"""
 _NUM_BINS = 32
 """bins of a histogram of lengths"""
-MAX_TOKENS = 4096
+MAX_ROW_TOKENS = 4096
 """maximum tokens of a row on the page: half from its beginning, half from its end"""
 _INCOMPLETE = "\ufffd"
 """what tokens decode to that end within a character"""
@@ -348,7 +348,7 @@ def _mixture_cells(datamodule: FinetuneDataModule) -> tuple[list[list[str]], str
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenPiece:
     """The text of one token, or of several that make up one character."""
 
     text: str
@@ -371,10 +371,10 @@ class Piece:
 class Passage:
     """The pieces of a row, without the tokens between `head` and `tail`."""
 
-    head: list[Piece]
+    head: list[TokenPiece]
     num_omitted: int = 0
     """number of tokens omitted between `head` and `tail`"""
-    tail: list[Piece] = field(default_factory=list)
+    tail: list[TokenPiece] = field(default_factory=list)
 
     def cut(self, limit: int) -> Passage:
         """Return the first and last pieces, at most `limit` of them."""
@@ -399,15 +399,15 @@ class TokenRenderer:
 
     def passage(self, ids: npt.NDArray[Any], weights: npt.NDArray[Any]) -> Passage:
         """Render a document, a long one without its middle."""
-        num_omitted = len(ids) - MAX_TOKENS
+        num_omitted = len(ids) - MAX_ROW_TOKENS
         if num_omitted <= 0:
             return Passage(list(self._pieces(ids.tolist(), weights.tolist())))
-        half = MAX_TOKENS // 2
+        half = MAX_ROW_TOKENS // 2
         head = self._pieces(ids[:half].tolist(), weights[:half].tolist())
         tail = self._pieces(ids[-half:].tolist(), weights[-half:].tolist())
         return Passage(list(head), num_omitted, list(tail))
 
-    def _pieces(self, ids: list[int], weights: list[float]) -> Iterator[Piece]:
+    def _pieces(self, ids: list[int], weights: list[float]) -> Iterator[TokenPiece]:
         """Yield a piece for each token; tokens that form one character together form one piece.
 
         Each is decoded after the one before it, since some tokenizers drop the leading space of a
@@ -420,7 +420,7 @@ class TokenRenderer:
             if text.endswith(_INCOMPLETE) and not is_last and end - start < 4:
                 continue
             text = text[len(self._decode(ids[before:start])) :]
-            yield Piece(
+            yield TokenPiece(
                 text=printable(text, keep="\n"),
                 ids=tuple(ids[start:end]),
                 weight=max(weights[start:end]),
@@ -486,7 +486,7 @@ def render_passage(passage: Passage, console: Console) -> Text:
     text = Text()
     opening, closing = _marks(console)
 
-    def add(pieces: Sequence[Piece]) -> None:
+    def add(pieces: Sequence[TokenPiece]) -> None:
         # Consecutive tokens of one kind are marked together.
         for is_trained, run in itertools.groupby(pieces, lambda piece: piece.is_trained):
             if is_trained:

@@ -105,7 +105,7 @@ _FOLDERS = re.compile(r"""(?<![\w./:~-])[~/](?:[^\s/'"\[\]{},;:()<>|]*/)*(?=[^\s
 """folders in front of the name in an absolute path"""
 _STARTED = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):\d\d\+0000")
 """date and time in manifest.json, of which the page shows the minute"""
-Setting = tuple[str, str, str]
+ChangedSetting = tuple[str, str, str]
 """a setting that differs from its default: key, value, default"""
 Cells = list[list[str]]
 """a table: heading row and rows"""
@@ -237,7 +237,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
+class PageSection:
     """A section of the page; left out if it has no content."""
 
     title: str
@@ -252,7 +252,7 @@ class Section:
 
 @contextmanager
 def page_on_failure(
-    folder: Path, settings: Sequence[Setting], loggers: Sequence[Logger] = ()
+    folder: Path, settings: Sequence[ChangedSetting], loggers: Sequence[Logger] = ()
 ) -> Iterator[None]:
     """Write the page and finish the loggers if an error or signal ends the run inside this context.
 
@@ -271,7 +271,7 @@ def end_loggers(
     loggers: Sequence[Logger],
     folder: Path,
     metrics: Mapping[str, float],
-    settings: Sequence[Setting],
+    settings: Sequence[ChangedSetting],
     *,
     is_done: bool = True,
 ) -> None:
@@ -287,7 +287,7 @@ def end_loggers(
 
 def write_page(
     folder: Path,
-    settings: Sequence[Setting] = (),
+    settings: Sequence[ChangedSetting] = (),
     *,
     metrics: Mapping[str, float] | None = None,
     error: str = "",
@@ -314,30 +314,30 @@ def write_page(
 
 
 def render_run(
-    run: RunFiles, settings: Sequence[Setting] = (), refresh_seconds: int | None = None
+    run: RunFiles, settings: Sequence[ChangedSetting] = (), refresh_seconds: int | None = None
 ) -> str:
     sections = [
-        Section(
+        PageSection(
             title="Predictions",
             description="Answers of the base and the tuned model to held-out prompts.",
             predictions=[_shown_prediction(line) for line in run.predictions],
         ),
-        Section(title="Base vs tuned", tables=[run.verdict.get("table", [])]),
-        Section(title="Curves", charts=_charts({"": run})),
-        Section(
+        PageSection(title="Base vs tuned", tables=[run.verdict.get("table", [])]),
+        PageSection(title="Curves", charts=_charts({"": run})),
+        PageSection(
             title="Speed and hardware",
             lines=bottleneck_lines(run),
             charts=_charts({"": run}, of_machine=True),
         ),
-        Section(
+        PageSection(
             title="Data", lines=_data_notes(run), tables=[_mixture_cells(run), _audit_cells(run)]
         ),
-        Section(
+        PageSection(
             title="Settings",
             description="Settings that differ from their defaults; config.yaml has all.",
             tables=[[["setting", "value", "default"], *map(list, settings)]],
         ),
-        Section(title="Environment", tables=[_environment_cells(run)]),
+        PageSection(title="Environment", tables=[_environment_cells(run)]),
     ]
     facts = _run_facts(run)
     if run.verdict.get("verdict"):
@@ -346,14 +346,14 @@ def render_run(
 
 
 def render_comparison(
-    runs: Mapping[str, RunFiles], settings: Mapping[str, Sequence[Setting]]
+    runs: Mapping[str, RunFiles], settings: Mapping[str, Sequence[ChangedSetting]]
 ) -> str:
     """Return the page that compares several runs; `runs` and `settings` are by shown name."""
     sections = [
-        Section(title="Metrics", tables=[_metrics_cells(runs)]),
-        Section(title="Curves", charts=_charts(runs)),
-        Section(title="Speed and hardware", charts=_charts(runs, of_machine=True)),
-        Section(
+        PageSection(title="Metrics", tables=[_metrics_cells(runs)]),
+        PageSection(title="Curves", charts=_charts(runs)),
+        PageSection(title="Speed and hardware", charts=_charts(runs, of_machine=True)),
+        PageSection(
             title="Settings",
             description="Settings that differ between the runs; - is the default.",
             tables=[_differing_cells(runs, settings)],
@@ -366,7 +366,7 @@ def render_comparison(
 def render_sections(
     title: str,
     facts: Sequence[str],
-    sections: Sequence[Section],
+    sections: Sequence[PageSection],
     refresh_seconds: int | None = None,
 ) -> str:
     """Return a page as HTML, without the sections that have no content."""
@@ -578,7 +578,6 @@ def _mixture_cells(run: RunFiles) -> Cells:
 
 
 def _audit_cells(run: RunFiles) -> Cells:
-    """Return a row of audit counts for each data set, without columns that are all zero."""
     rows = [row for row in _listed(run.audit, "datasets") if isinstance(row, dict)]
     names = [
         name
@@ -600,14 +599,12 @@ def _listed(values: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _data_notes(run: RunFiles) -> list[str]:
-    """Return the problems and warnings of the audit, and what nothing reads in the data."""
     notes = [*_listed(run.audit, "problems"), *_listed(run.audit, "warnings")]
     lines = [*(f"warning: {note}" for note in notes), *map(str, _listed(run.audit, "unread"))]
     return [_without_folders(printable(line)) for line in lines]
 
 
 def _without_folders(text: str) -> str:
-    """Return a text with absolute paths replaced by the names of their files and folders."""
     return _FOLDERS.sub("", text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", ""))
 
 
@@ -684,7 +681,7 @@ def _metrics_cells(runs: Mapping[str, RunFiles]) -> Cells:
 
 
 def _differing_cells(
-    runs: Mapping[str, RunFiles], settings: Mapping[str, Sequence[Setting]]
+    runs: Mapping[str, RunFiles], settings: Mapping[str, Sequence[ChangedSetting]]
 ) -> Cells:
     by_run = [{key: value for key, value, _ in settings.get(name, ())} for name in runs]
     keys = list(dict.fromkeys(key for values in by_run for key in values))

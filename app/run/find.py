@@ -14,7 +14,7 @@ from app.run.folder import (
     METRICS_FILE,
     OUTPUTS,
     UNSET,
-    is_training,
+    is_training_run,
     refuse_special_entries,
 )
 from app.run.manifest import MANIFEST_FILE, STARTED_FORMAT
@@ -57,7 +57,7 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
         return None
     if is_child():  # the launcher has found the run
         started = run_dir()
-        return started if started and is_training(started / CONFIG_FILE) else None
+        return started if started and is_training_run(started / CONFIG_FILE) else None
     if not resume.strip():
         raise UserError(f"resume is empty; {UNSET}")
     if resume not in (AUTO, MUST):
@@ -122,7 +122,7 @@ def _typed_run(resume: str, folder: str | None) -> Path:
         run = run.parent
     if (run / CONFIG_FILE).exists():
         refuse_special_entries(run)
-    if not is_training(run / CONFIG_FILE):
+    if not is_training_run(run / CONFIG_FILE):
         raise UserError(
             f"resume={resume}: not a training run (no {CONFIG_FILE} of one in {run}); "
             "type the folder that a run printed as its last line"
@@ -140,7 +140,7 @@ def _run_in(folder: Path) -> Path | None:
     if not (folder / CONFIG_FILE).exists():
         return None
     refuse_special_entries(folder)
-    if not is_training(folder / CONFIG_FILE):
+    if not is_training_run(folder / CONFIG_FILE):
         raise UserError(f"output.dir={folder} holds an evaluation; type another folder")
     return folder
 
@@ -153,7 +153,7 @@ def _newest_unfinished(name: str | None) -> Path | None:
     unfinished = [
         run
         for run in OUTPUTS.glob(f"{name or '*'}/*")
-        if not (run / METRICS_FILE).exists() and is_training(run / CONFIG_FILE)
+        if not (run / METRICS_FILE).exists() and is_training_run(run / CONFIG_FILE)
     ]
     if len(unfinished) == 1:
         return unfinished[0]
@@ -161,7 +161,6 @@ def _newest_unfinished(name: str | None) -> Path | None:
 
 
 def _started(run: Path) -> tuple[str, int] | tuple[()]:
-    """Return start time and number in a folder's name, which copying keeps; empty without them."""
     match = _STARTED.fullmatch(run.name)
     return (match[1], int(match[2] or 0)) if match else ()
 
@@ -187,7 +186,7 @@ def find_run(
         if (folder / CONFIG_FILE).exists():
             refuse_special_entries(folder)
         is_finished = (folder / METRICS_FILE).exists()
-        if not is_finished and is_training(folder / CONFIG_FILE) and has_checkpoints(folder):
+        if not is_finished and is_training_run(folder / CONFIG_FILE) and has_checkpoints(folder):
             if takes_unfinished:
                 return folder
             hint = "" if verb == "report" else ", or use that with checkpoint=newest"
@@ -196,7 +195,7 @@ def find_run(
                 f"run={run}: the run is not finished (no metrics.json); finish it from its newest "
                 f"checkpoint with {verb_command('train')} {resume}{hint}{_known_runs()}"
             )
-        if not is_finished or not is_training(folder / CONFIG_FILE):
+        if not is_finished or not is_training_run(folder / CONFIG_FILE):
             raise UserError(
                 f"run={run}: not the folder of a finished training run (metrics.json and its "
                 f"config.yaml){_known_runs()}"
@@ -214,7 +213,7 @@ def find_run(
 def finished_runs() -> list[Path]:
     """List the finished training runs under outputs/, the one that started last at the end."""
     found = OUTPUTS.rglob(METRICS_FILE)
-    runs = [file.parent for file in found if is_training(file.parent / CONFIG_FILE)]
+    runs = [file.parent for file in found if is_training_run(file.parent / CONFIG_FILE)]
     return sorted(runs, key=_start_of_finished)
 
 

@@ -141,7 +141,7 @@ def _check_folder(typed: str, *, resumes: bool) -> list[str]:
 
 
 def _ended_before_first_step(folder: Path, names: Sequence[str]) -> bool:
-    if not is_training(folder / CONFIG_FILE):
+    if not is_training_run(folder / CONFIG_FILE):
         return False
     return all(WRITTEN_AT_START.fullmatch(name) for name in names) and not (
         _has_entries(folder / "checkpoints") or _has_steps(folder / "metrics.csv")
@@ -163,14 +163,13 @@ def _foreign_entries(folder: Path, names: Sequence[str]) -> list[str]:
 def _of_killed(folder: Path) -> set[str]:
     """Return what an evaluation or a merge had written when it was killed: it is written again."""
     found = _moved(folder)
-    if (folder / "partial").is_dir() and not is_training(folder / CONFIG_FILE):
+    if (folder / "partial").is_dir() and not is_training_run(folder / CONFIG_FILE):
         names = {entry.name for entry in folder.iterdir()}
         found |= set(filter(_WRITTEN_WHILE_EVALUATED.fullmatch, names))
     return found
 
 
 def _moved(folder: Path) -> set[str]:
-    """Return the names in `folder` that a merge had moved to it when it was killed."""
     moved, _ = read_json_object(folder / UNFINISHED / MOVED_FILE)
     return {entry.name for entry in folder.iterdir()} & moved.keys()
 
@@ -343,7 +342,7 @@ def verb_line(verb: str) -> str:
     return f"# settings of loft {verb}\n"
 
 
-def is_training(config: Path) -> bool:
+def is_training_run(config: Path) -> bool:
     """Whether a config.yaml is a training run's, not an evaluation's, a preview's or a plan's.
 
     Decided by its first line, or by its sections if an earlier version wrote it. A damaged file

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.process.status import NO_NEWS, RUNNING
-from app.run.remote import is_url
+from app.run.remote import is_store_url
 from common.errors import DONE
 from common.installation import child_command
 from common.redaction import redact
@@ -152,7 +152,7 @@ def _verb_words(job: Job, verb: str) -> str:
     if job.image is None:
         return shlex.join(child_command(f"app.{verb}"))
     loft, cwd = f"{IMAGE_HOME}/.venv/bin/loft {verb}", str(Path.cwd())
-    folders = [cwd] if is_url(job.folder) else [cwd, job.folder]
+    folders = [cwd] if is_store_url(job.folder) else [cwd, job.folder]
     if job.image.startswith("docker://") or job.image.endswith(".sif"):
         bind = shlex.join(["--bind", ",".join(folders), "--pwd", cwd, job.image])
         return f"apptainer exec {'--nv ' if job.card else ''}{bind} {loft}"

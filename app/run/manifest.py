@@ -97,7 +97,7 @@ def save_manifest(folder: Path, **facts: Any) -> None:
     write_atomically(folder / MANIFEST_FILE, json.dumps(redacted(manifest), indent=2) + "\n")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_run_manifest(folder: Path) -> dict[str, Any]:
     """Read a run's manifest; UserError, with the key, if it is damaged or of another shape."""
     file = folder / MANIFEST_FILE
     content, problem = find_problem(file, MANIFEST)
@@ -112,7 +112,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def record_result(folder: Path, result: Mapping[str, Any]) -> None:
     """Add to a run's manifest whose weights are its result, and at which step it ended."""
-    manifest = read_manifest(folder) | {"result": dict(result)}
+    manifest = read_run_manifest(folder) | {"result": dict(result)}
     write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
 
 
@@ -208,7 +208,7 @@ def _short(run: Mapping[str, Any]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Change:
+class RunChange:
     """One difference between the resumed run and the current settings or data."""
 
     what: str
@@ -223,7 +223,7 @@ class Change:
         return f"{self.what} was {_shortened(self.before)} and is {_shortened(self.now)}"
 
 
-def compare_settings(before: TrainConfig, now: TrainConfig) -> list[Change]:
+def compare_settings(before: TrainConfig, now: TrainConfig) -> list[RunChange]:
     """List the settings that differ between two training configs."""
     old = {key: value for key, value, _ in _leaves(before, "", None)}
     changes = []
@@ -234,24 +234,24 @@ def compare_settings(before: TrainConfig, now: TrainConfig) -> list[Change]:
             group, _, name = key.partition(".")
             typed = group if name == "name" else key  # `adapter` for the option `adapter.name`
             undo = _how_to_undo(typed, old[key])
-            changes.append(Change(typed, old[key], value, rule or "fixed", undo))
+            changes.append(RunChange(typed, old[key], value, rule or "fixed", undo))
     # Other differences between strategies only change rounding.
     if (was := _lossy_communication(before.strategy)) != (
         new := _lossy_communication(now.strategy)
     ):
         undo = f"type strategy={before.strategy.name}"
-        changes.append(Change("lossy communication", was, new, "precision", undo))
+        changes.append(RunChange("lossy communication", was, new, "precision", undo))
     return changes
 
 
-def is_more_patient(change: Change) -> bool:
+def is_more_patient(change: RunChange) -> bool:
     """Whether a change lets a run that stopped early train further."""
     if change.what != "trainer.early_stopping_patience" or change.before is None:
         return False
     return change.now is None or change.now > change.before
 
 
-def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[RunChange]:
     """List the differences between the facts of two manifests.
 
     Only keys present in both are compared: the base early, the rows once they have been read.
@@ -267,23 +267,25 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         # Other rows or another template change the tokens as well; report only the cause.
         is_implied = name == "tokens_sha256" and changes
         if name in both and before[name] != now[name] and not is_implied:
-            changes.append(Change(what, before[name], now[name], rule, undo))
+            changes.append(RunChange(what, before[name], now[name], rule, undo))
     if "precision" in both and before["precision"] != now["precision"]:
         was, new = before["precision"], now["precision"]
         # All other precisions keep trainable parameters in fp32.
         rule = "fixed" if "bf16-pure" in (was, new) else "precision"
-        changes.append(Change("the precision", was, new, rule, f"type trainer.precision={was}"))
+        changes.append(RunChange("the precision", was, new, rule, f"type trainer.precision={was}"))
     if "strategy" in both and before["strategy"] != now["strategy"]:
         was, new = before["strategy"], now["strategy"]
-        changes.append(Change("the strategy", was, new, "rounding", f"type strategy={was}"))
+        changes.append(RunChange("the strategy", was, new, "rounding", f"type strategy={was}"))
     if "versions" in both:
         for name, version in now["versions"].items():
             if (was := before["versions"].get(name)) not in (None, version):
-                changes.append(Change(name, was, version, "rounding", f"install {name}=={was}"))
+                changes.append(RunChange(name, was, version, "rounding", f"install {name}=={was}"))
     return changes
 
 
-def check_changes(changes: Sequence[Change], allow: Sequence[str]) -> tuple[list[str], list[str]]:
+def check_changes(
+    changes: Sequence[RunChange], allow: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """Return the problems that forbid resuming, and the notes to print."""
     problems, notes = [], []
     for change in changes:
@@ -318,7 +320,7 @@ def _lossy_communication(strategy: StrategyConfig) -> str:
     return "none"
 
 
-def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[RunChange]:
     """Compare base models by their files, or by path and revision if one of them is on the hub."""
     undo = f"type model.path={before['path']} with the files that it had"
     named = before["weights"] is None or now["weights"] is None
@@ -330,9 +332,9 @@ def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         ("weights", "the base model's weights (sha256)"),
     ):
         if not named and before[name] != now[name]:
-            return [Change(what, before[name], now[name], "fixed", undo)]
+            return [RunChange(what, before[name], now[name], "fixed", undo)]
     return [
-        Change(key, before[name], now[name], "fixed", _how_to_undo(key, before[name]))
+        RunChange(key, before[name], now[name], "fixed", _how_to_undo(key, before[name]))
         for name, key in (("path", "model.path"), ("revision", "model.revision"))
         if named and before[name] != now[name] and not (name == "revision" and is_resolved_later)
     ]
@@ -340,7 +342,7 @@ def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
 
 def _compare_data(
     before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
-) -> list[Change]:
+) -> list[RunChange]:
     changes = []
     for index, (old, new) in enumerate(zip(before, now, strict=False)):
         key = new.get("key", f"data.datasets[{index}]")
@@ -348,9 +350,9 @@ def _compare_data(
         is_known = old["sha256"] and new["sha256"]
         if is_known and old["sha256"] != new["sha256"]:
             rows = f"{what}: sha256 of its rows ({old['rows']:,} -> {new['rows']:,} rows)"
-            changes.append(Change(rows, old["sha256"], new["sha256"], "data", undo))
+            changes.append(RunChange(rows, old["sha256"], new["sha256"], "data", undo))
         elif not is_known and old["path"] != new["path"]:
-            changes.append(Change(f"{what}: path", old["path"], new["path"], "data", undo))
+            changes.append(RunChange(f"{what}: path", old["path"], new["path"], "data", undo))
     return changes
 
 
@@ -416,7 +418,7 @@ def global_batch_of(size: int, accumulation: int, num_ranks: int) -> dict[str, i
     }
 
 
-def check_global_batch(
+def compare_global_batch(
     before: Mapping[str, int], now: Mapping[str, int], trainer: TrainerConfig
 ) -> tuple[list[str], list[str]]:
     """Return the problems that forbid resuming with this batch, and the notes to print."""
@@ -435,7 +437,7 @@ def check_global_batch(
 
 
 def check_stream(
-    changes: Sequence[Change], before: Mapping[str, int], now: Mapping[str, int]
+    changes: Sequence[RunChange], before: Mapping[str, int], now: Mapping[str, int]
 ) -> list[str]:
     """List the problems of changes that would reorder streamed data."""
     problems = [

@@ -160,7 +160,6 @@ def resume_command() -> str:
 
 
 def _train_command(launch: Launch) -> str:
-    """Return the command that starts ranks as the current ones were started, without settings."""
     if launch.starts_own_ranks or launch.is_started_here:
         return verb_command("train")
     num_ranks = launch.num_ranks or 1

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 """scheme of the URLs -> package with its file system"""
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE, or the machine's role)",
@@ -62,20 +62,22 @@ _NOT_FETCHED = {STATUS_FILE, REASON_FILE}
 _PROBE = ".writable"
 
 
-def is_url(typed: str) -> bool:
+def is_store_url(typed: str) -> bool:
     """Return whether a folder is typed as the URL of an object store."""
-    return typed.startswith(tuple(f"{scheme}:/" for scheme in PACKAGES))
+    return typed.startswith(tuple(f"{scheme}:/" for scheme in _PACKAGES))
 
 
 def run_folder(key: str, typed: str, *, takes_url: bool = True) -> Path:
     """Return the local folder of the run that is typed as a folder or as a URL."""
-    return working_folder(key, typed) if takes_url and is_url(typed) else expand_home(key, typed)
+    return (
+        working_folder(key, typed) if takes_url and is_store_url(typed) else expand_home(key, typed)
+    )
 
 
 def fetched_folder(key: str, typed: str, *, resumes: bool) -> Path:
     """Return the local folder of a typed run, into which a run at a URL is downloaded."""
     folder = run_folder(key, typed)
-    if (url := url_of(folder)) is not None and (resumes or is_url(typed)):
+    if (url := url_of(folder)) is not None and (resumes or is_store_url(typed)):
         with _one_rank_at_a_time(folder):
             fetch_run(url, folder, resumes=resumes)
     return folder
@@ -109,7 +111,7 @@ def url_of(folder: Path) -> str | None:
     """Return the URL whose working folder `folder` is; None for any other folder."""
     parts = folder.parts
     for number, part in enumerate(parts):
-        if part.removesuffix(":") in PACKAGES and part.endswith(":"):
+        if part.removesuffix(":") in _PACKAGES and part.endswith(":"):
             return f"{part}//{'/'.join(parts[number + 1 :])}"
     return None
 
@@ -169,7 +171,7 @@ def open_store(url: str) -> Iterator[ObjectStore]:
         raise
     except ImportError as error:
         raise UserError(
-            f"{url}: type pip install {PACKAGES[scheme]} ({reason_of(error)})"
+            f"{url}: type pip install {_PACKAGES[scheme]} ({reason_of(error)})"
         ) from error
     except Exception as error:  # each file system raises errors of its own
         text = f"{type(error).__name__}: {error} {error.__cause__}"

@@ -31,15 +31,15 @@ from app.run.folder import (
 )
 from app.run.manifest import (
     check_changes,
-    check_global_batch,
     check_run_id,
     check_stream,
     compare_facts,
+    compare_global_batch,
     compare_settings,
     describe_global_batch,
     installed_versions,
     is_more_patient,
-    read_manifest,
+    read_run_manifest,
 )
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
 from app.training.checkpoint.documents import check_documents
@@ -124,7 +124,7 @@ class Run:
         if self.checkpoint is None:
             return None
         # Read here, since only the first rank has the manifest.
-        before = read_manifest(self.folder)["global_batch"]
+        before = read_run_manifest(self.folder)["global_batch"]
         return describe_global_batch(self.typed_config.trainer, num_data_ranks, before)
 
     def history(self) -> list[dict[str, Any]]:
@@ -184,7 +184,7 @@ def compare_existing(
     if not has_checkpoints(folder) and not has_finished:  # nothing to resume from
         missing = f"resume={config.resume}: {folder} has no checkpoint; type resume=auto to start"
         return ExistingRun(problems=[] if config.resume == AUTO else [f"{missing} it anew"])
-    manifest = read_manifest(folder)
+    manifest = read_run_manifest(folder)
     for _ in read_curves(folder / CSV_FILE):
         pass  # every row is one, before anything is loaded
     changes = compare_settings(read_config(folder), config)
@@ -193,7 +193,7 @@ def compare_existing(
     if "global_batch" in manifest:
         before, num_ranks = manifest["global_batch"], requested_devices(config).num_data_ranks
         batch = describe_global_batch(config.trainer, num_ranks, before)
-        refused, noted = check_global_batch(before, batch, config.trainer)
+        refused, noted = compare_global_batch(before, batch, config.trainer)
         if config.data.streaming and not refused:
             refused = check_stream(changes, before, batch)
         problems, notes = problems + refused, notes + noted
@@ -208,7 +208,6 @@ def compare_existing(
 
 
 def _ended_before(folder: Path, planned: int) -> int | None:
-    """Return the step at which a finished run stopped early; None if it did not."""
     steps = [checkpoint.step for checkpoint in checkpoints_of(folder).checkpoints()]
     return max(steps) if steps and max(steps) < planned else None
 
@@ -270,17 +269,16 @@ def _open_as_rank(config: TrainConfig) -> Run:
         typed_config=_with_revision(config, folder, checkpoint),
         folder=folder,
         checkpoint=checkpoint,
-        manifest=read_manifest(folder) if step and is_first_rank() else {},
+        manifest=read_run_manifest(folder) if step and is_first_rank() else {},
         resume_allow=config.resume_allow,
         rewinds=typed_step(config.resume) is not None,
     )
 
 
 def _with_revision(config: TrainConfig, folder: Path, checkpoint: Checkpoint | None) -> TrainConfig:
-    """Return `config` with the commit that a resumed run started with, if none is typed."""
     if checkpoint is None or config.model.revision is not None:
         return config
-    base = read_manifest(folder)["base"]
+    base = read_run_manifest(folder)["base"]
     if base["path"] != config.model.path:
         return config
     return replace(config, model=replace(config.model, revision=base["revision"]))

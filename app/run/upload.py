@@ -299,7 +299,6 @@ def _send(**message: Any) -> None:
 
 
 def _ended(seconds: float = 0.0) -> bool:
-    """Wait until the training process says so, for at most `seconds`."""
     return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 

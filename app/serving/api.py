@@ -26,7 +26,7 @@ from data_modules import Turn
 KEY_VARIABLE = "LOFT_SERVE_KEY"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """roles of OpenAI's messages, and the role that chat templates have for each"""
-MAX_MESSAGES, MAX_STOPS, MAX_STOP_CHARACTERS, MAX_TOKENS = 512, 4, 256, 131_072
+MAX_MESSAGES, MAX_STOPS, MAX_STOP_CHARACTERS, MAX_ANSWER_TOKENS = 512, 4, 256, 131_072
 _MAX_SHOWN = 80
 """maximum number of characters of a request that an error message quotes"""
 INTERNAL_ERROR = "internal server error; the server's terminal shows the cause"
@@ -44,7 +44,7 @@ _ONE_ANSWER = "a request gets one answer; send it again for another"
 _NO_TOOLS = "answers are plain text; tool calls are not parsed"
 _OWN_TEMPLATE = "the chat template of training is always used"
 _NO_LIKELIHOODS = "likelihoods are not returned; `python -m app.evaluate` measures them"
-UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
+UNSUPPORTED_FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "audio": ("answers are plain text", ()),
     "best_of": (_ONE_ANSWER, (1,)),
     "chat_template": (_OWN_TEMPLATE, ()),
@@ -90,7 +90,7 @@ class ServeConfig:
     """time limit of a request, from its arrival to the end of its answer, in seconds"""
 
 
-def read_key(config: ServeConfig) -> str | None:
+def read_server_key(config: ServeConfig) -> str | None:
     """Return the API key from the environment; raise UserError if it is required but not set.
 
     The key is not a setting, because settings are printed and saved.
@@ -137,7 +137,7 @@ def open_socket(config: ServeConfig) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -166,7 +166,6 @@ class RequestError(ValueError):
 
 
 def _invalid(where: str, problem: str, **fields: Any) -> RequestError:
-    """Return the error of field `where`, which its message names first."""
     return RequestError(f"{where}: {problem}", where, **fields)
 
 
@@ -194,7 +193,7 @@ class CompletionRequest:
         return bool(self.turns)
 
 
-def parse_json(body: bytes) -> Any:
+def parse_body(body: bytes) -> Any:
     """Parse a request body; raise RequestError if it is not JSON."""
     try:
         return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
@@ -226,7 +225,6 @@ def parse_text_request(body: Any, model: str, defaults: ConversationConfig) -> C
 
 
 def _parse_fields(body: Any, supported: tuple[str, ...], expected: str) -> dict[str, Any]:
-    """Return the fields of a request that are not null; raise RequestError for unsupported ones."""
     if not isinstance(body, dict):
         raise RequestError(f"the body is not a JSON object; expected {expected}")
     # As in OpenAI's own clients, null is the same as a field that is left out.
@@ -293,7 +291,7 @@ def _quote(value: object) -> str:
 
 
 def _unsupported(name: str, supported: tuple[str, ...]) -> RequestError:
-    reason, _ = UNSUPPORTED.get(name, ("", ()))
+    reason, _ = UNSUPPORTED_FIELDS.get(name, ("", ()))
     reason = f": {reason}" if reason else nearest(name[:_MAX_SHOWN], supported)
     quoted = _quote(name)
     return RequestError(f"{quoted} is not supported{reason}", quoted, code="unsupported_field")
@@ -308,7 +306,7 @@ def _check_supported(name: str, value: Any, supported: tuple[str, ...]) -> None:
             raise _invalid(name, f"{_quote(value)} is not {kind}")
         return
     # The types are compared because True == 1 in Python.
-    _, accepted = UNSUPPORTED.get(name, ("", ()))
+    _, accepted = UNSUPPORTED_FIELDS.get(name, ("", ()))
     if not any(
         value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted
     ):
@@ -347,7 +345,7 @@ def _parse_number(
 
 def _parse_max_tokens(fields: dict[str, Any]) -> int | None:
     names = ("max_completion_tokens", "max_tokens")  # the second is the older name of the first
-    numbers = [_parse_number(fields, name, 1, MAX_TOKENS, is_int=True) for name in names]
+    numbers = [_parse_number(fields, name, 1, MAX_ANSWER_TOKENS, is_int=True) for name in names]
     if None not in numbers and numbers[0] != numbers[1]:
         raise _invalid("max_tokens", "differs from max_completion_tokens; send only one of them")
     return next((int(number) for number in numbers if number is not None), None)

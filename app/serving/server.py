@@ -44,8 +44,8 @@ from app.serving.api import (
     RequestError,
     ServeConfig,
     check_no_control_tokens,
+    parse_body,
     parse_chat_request,
-    parse_json,
     parse_text_request,
     print_error,
 )
@@ -108,7 +108,7 @@ def build_app(
         arrived = time.monotonic()
         parse = parse_chat_request if "chat" in request.url.path else parse_text_request
         try:
-            found = parse(parse_json(await _read_body(request)), model, defaults)
+            found = parse(parse_body(await _read_body(request)), model, defaults)
         except RecursionError as error:
             raise RequestError("the body is nested too deeply") from error
         check_no_control_tokens(found.turns, responder.control_texts)

@@ -481,7 +481,6 @@ def _suggest(trial: optuna.trial.Trial, parameter: Parameter) -> str:
 
 
 def _format_value(parameter: Parameter, value: Any) -> str:
-    """Return a proposed value as an override's text; numbers are rounded to four digits."""
     if isinstance(value, float) and parameter.interval is not None:
         return repr(
             min(max(float(f"{value:.4g}"), parameter.interval.low), parameter.interval.high)

@@ -42,8 +42,8 @@ from app.sweep.parameters import (
     varied,
 )
 from app.sweep.trials import (
-    PAGE_FILE,
     RESULTS_FILE,
+    SWEEP_PAGE,
     TABLE_FILE,
     LocalLauncher,
     RunningTrial,
@@ -56,7 +56,7 @@ from app.sweep.trials import (
     print_results,
     read_curve,
     save_results,
-    write_page,
+    write_sweep_page,
 )
 from app.training.trainer import DEFAULT_MONITOR
 from common.errors import DONE, INTERRUPTED, TERMINATED, UserError
@@ -113,8 +113,8 @@ def run_sweep(overrides: list[str]) -> int:
     runner = _TrialRunner(search, shared, folder, launcher, finished, metric, resume=resume)
     code = runner.run()
     print_results(runner.finished, parameters, shared)
-    write_page(runner.finished, folder, parameters)
-    print(printable(f"{folder}/: {RESULTS_FILE}, {TABLE_FILE}, {PAGE_FILE}"))
+    write_sweep_page(runner.finished, folder, parameters)
+    print(printable(f"{folder}/: {RESULTS_FILE}, {TABLE_FILE}, {SWEEP_PAGE}"))
     print(printable(f"run: {folder}"))
     failed = next((trial.exit_code for trial in runner.finished if trial.has_failed), DONE)
     return code or failed
@@ -189,7 +189,6 @@ def _typed_again(granting: Sequence[Granting], parameters: Sequence[Parameter]) 
 
 
 def _check_trial(values: Mapping[str, str]) -> tuple[TrainConfig | None, list[str]]:
-    """Return the settings of a trial, None if they cannot be composed, and their problems."""
     config: TrainConfig | None = None
     try:
         loaded = load_config("train", format_overrides(values))
@@ -206,7 +205,6 @@ def _check_trial(values: Mapping[str, str]) -> tuple[TrainConfig | None, list[st
 def _further_trials(
     first: Mapping[str, str], parameters: Sequence[Parameter]
 ) -> Iterator[dict[str, str]]:
-    """Yield the values of the trials after the first, or each further value with the first ones."""
     varying = varied(parameters)
     if math.prod(len(parameter.values) for parameter in varying) <= _MAX_CHECKED_TRIALS:
         trials = itertools.product(*(parameter.values for parameter in varying))
@@ -251,7 +249,6 @@ def _check_search(search: str, parameters: Sequence[Parameter]) -> list[str]:
 
 
 def _default_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
-    """Return the default values of the varied settings, if they are among the searched values."""
     fixed = {parameter.key: parameter.values[0] for parameter in parameters if not parameter.varies}
     config = compose("train", format_overrides(fixed))
     assert isinstance(config, TrainConfig)

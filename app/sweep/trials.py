@@ -34,8 +34,7 @@ from app.process.launch import child_environment
 from app.process.logs import show, text_table
 from app.process.status import STATUS_FILE
 from app.report.chart import COLORS, Chart, Series
-from app.report.run_page import PAGE_FILE as RUN_PAGE
-from app.report.run_page import Section, render_sections
+from app.report.run_page import PAGE_FILE, PageSection, render_sections
 from app.run.folder import CONFIG_FILE, METRICS_FILE
 from app.run.job import (
     ENDED,
@@ -69,7 +68,7 @@ from common.text import counted, duration, printable
 if TYPE_CHECKING:
     from app.config import LauncherConfig, TrainConfig
 
-RESULTS_FILE, TABLE_FILE, PAGE_FILE = "sweep.json", "sweep.csv", "sweep.html"
+RESULTS_FILE, TABLE_FILE, SWEEP_PAGE = "sweep.json", "sweep.csv", "sweep.html"
 TRAIN = tuple(child_command("app.train")[1:])
 """Python arguments that start a trial"""
 _MAX_ERROR_LINES = 200
@@ -298,7 +297,6 @@ class SlurmJob:
         return ENVIRONMENT_ERROR if code is None else code
 
     def _code_in_status(self) -> int | None:
-        """Return the exit code that the run wrote into its status after the job was submitted."""
         file = self._folder / STATUS_FILE
         if not file.exists():
             return None
@@ -428,7 +426,9 @@ def describe_outcome(trial: Trial) -> str:
     return f"{trial.metric} {value}{pruned}"
 
 
-def write_page(trials: Sequence[Trial], folder: Path, parameters: Sequence[Parameter]) -> None:
+def write_sweep_page(
+    trials: Sequence[Trial], folder: Path, parameters: Sequence[Parameter]
+) -> None:
     """Write sweep.html, the page that compares all trials by the settings that vary."""
     best_first, metric = _sort_best_first(trials), _metric_of(trials)
     keys = [parameter.key for parameter in varied(parameters)]
@@ -444,26 +444,25 @@ def write_page(trials: Sequence[Trial], folder: Path, parameters: Sequence[Param
             name = f"trial {trial.number}"
             lines.append(Series(name=name, points=curve, color_index=len(lines), is_sparse=True))
     sections = [
-        Section(
+        PageSection(
             title="Curves",
             description=f"Of the {counted(len(lines), 'best trial')}.",
             charts=[Chart(title=metric, series=lines)] if lines else [],
         ),
-        Section(title="Trials", tables=[cells]),
+        PageSection(title="Trials", tables=[cells]),
     ]
     if completed := _completed(trials):
         best = completed[0]
         found = f"Trial {best.number}, with {metric} {best.objective:.4f}. To train like it, type:"
         command = printable(_full_run(best, parameters))
-        sections.insert(0, Section(title="Best trial", description=found, command=command))
+        sections.insert(0, PageSection(title="Best trial", description=found, command=command))
     kind = "lowest" if is_lower_better(metric) else "highest"
     facts = [f"{counted(len(trials), 'trial')}, the {kind} {metric} first"]
-    write_atomically(folder / PAGE_FILE, render_sections(str(folder), facts, sections))
+    write_atomically(folder / SWEEP_PAGE, render_sections(str(folder), facts, sections))
 
 
 def _link_of(trial: Trial, folder: Path) -> str:
-    """Return a trial's number, as a link to its own page in HTML if it has one."""
-    page = Path(trial.folder) / RUN_PAGE
+    page = Path(trial.folder) / PAGE_FILE
     if not page.is_file():
         return str(trial.number)
     return Markup('<a href="{}">{}</a>').format(quote(os.path.relpath(page, folder)), trial.number)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from app.evaluation.evaluator import prefix_metrics
 from app.evaluation.significance import Change, comparison_rows, report_comparison
 
 METRICS = {
@@ -19,16 +17,6 @@ METRICS = {
     "tuned/exact_match/lists": 0.96,
     "tuned/val/loss/people": 1.5,
 }
-
-
-def test_metrics_are_prefixed_with_the_variant() -> None:
-    metrics = {"val/loss": 1.0, "val/loss/a": 2.0, "exact_match/a": 0.5}
-    perplexities = {"val/perplexity": math.exp(1.0), "val/perplexity/a": math.exp(2.0)}
-    both = {f"base/{name}": value for name, value in (metrics | perplexities).items()}
-    assert prefix_metrics("base", metrics) == both
-    tuned = {name.replace("base", "tuned"): value for name, value in both.items()}
-    losses = {"val/loss": 1.0, "val/loss/a": 2.0}
-    assert prefix_metrics("tuned", metrics) == tuned | losses
 
 
 def rows_of(metrics: dict[str, float], *changes: Change) -> list[list[str]]:
@@ -44,14 +32,6 @@ def test_the_table_shows_base_next_to_tuned_and_a_dash_for_a_missing_value() -> 
     accuracy = {"": 0.8, "_low": 0.6269, "_high": 0.9049}
     metrics = {f"tuned/val/accuracy{end}/pairs": value for end, value in accuracy.items()}
     assert rows_of(metrics)[0][:5] == ["pairs", "accuracy", "-", "80.0 % (62.7 % to 90.5 %)", "-"]
-
-
-def test_one_data_set_has_no_row_of_all_of_them() -> None:
-    of_all = {name.replace("/lists", ""): value for name, value in METRICS.items() if "val" in name}
-    one = {name: value for name, value in METRICS.items() if "people" not in name}
-    del of_all["tuned/val/loss/people"]
-    assert rows_of(of_all | one) == rows_of(one)
-    assert rows_of(of_all | METRICS)[0][0] == "all"
 
 
 def test_what_is_compared_row_by_row_has_its_interval_and_verdict() -> None:
@@ -87,5 +67,3 @@ def test_what_is_printed_and_written(capsys: pytest.CaptureFixture[str], tmp_pat
     ]  # fmt: skip
     assert [row["name"] for row in content["changes"]] == ["old[new]"]
     assert ["all", "val/f1_a/x", "-", "0.5000", "-", "-", "-"] in content["table"]
-    report_comparison(METRICS, [], [], tmp_path)
-    assert json.loads((tmp_path / "verdict.json").read_text())["table"][0][-1] == "change"

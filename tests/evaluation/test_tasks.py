@@ -80,10 +80,6 @@ def test_needles_may_be_hidden_in_a_text_of_ones_own(tmp_path: Path) -> None:
     assert question.item.contexts[0].startswith("It is 7. One day. Two nights! Three? One day.")
     right = score_answer(alone, question, " 7.\nQuestion", is_finished=False)
     assert right["metrics"] == {"exact_match": 1.0} and right["finished"]
-    with pytest.raises(UserError, match=r"lengths=\[200\] has no effect: arc hides no needles"):
-        task_of("arc", lengths=[200])
-    with pytest.raises(UserError, match=r"depths=\[\]: type depths: \[0, 0.5, 1\]"):
-        task_of("needle", depths=[])
 
 
 def test_prompts_are_those_of_the_harness() -> None:
@@ -91,7 +87,6 @@ def test_prompts_are_those_of_the_harness() -> None:
         "Question: What do plants take in through their roots?\nAnswer:",
         " water",
     )
-    assert first_question("openbookqa").pairs[1][1] == " evaporated"
     assert first_question("hellaswag").pairs[0] == (
         "Washing dishes: A woman stands at a sink. She fills it with water and",
         " adds soap to it.",
@@ -158,7 +153,6 @@ def test_an_integer_answer_is_an_index_and_a_string_a_label_or_text(
     [
         ({"name": "mmul"}, {}, ["not a known task; did you mean mmlu?", "hellaswag"]),
         ({"name": "mine", "kind": "numeric"}, None, ["type the file with the rows of mine"]),
-        ({"name": "arc", "kind": "numeric"}, {}, ["arc is multiple_choice"]),
         ({"name": "humaneval"}, {}, ["evaluation.allow_code=true"]),
         (
             {"name": "arc"},
@@ -176,12 +170,6 @@ def test_an_integer_answer_is_an_index_and_a_string_a_label_or_text(
             ["answer 'c' is not one of the 2 choices"],
         ),
         ({"name": "math"}, {"problem": "p", "solution": "4"}, ["no \\boxed{...}"]),
-        ({"name": "winogrande", "path": "not_there.jsonl"}, {}, ["not_there.jsonl"]),
-        (
-            {"name": "mine", "kind": "exact_match", "few_shot_path": "shots.jsonl"},
-            {"question": "q", "answer": "a"},
-            ["tasks[0].few_shot_path=shots.jsonl has no effect with few_shot: 0; type few_shot: N"],
-        ),
     ],
 )
 def test_errors_of_tasks_name_the_cause(
@@ -256,7 +244,7 @@ def test_programs_run_within_limits(tmp_path: Path) -> None:
     assert not program_passes("import sys\nsys.exit()\nassert 1 + 1 == 3"), (
         "exited before its checks"
     )
-    assert not program_passes("while True: pass", seconds=1)
+    assert not program_passes("while True: pass", seconds=0.3)
     assert not program_passes("x = 'a' * (1 << 31)")
     assert not program_passes(f"open({str(tmp_path / 'big')!r}, 'wb').write(bytes(1 << 22))")
     assert not program_passes("import os; assert os.environ.get('HOME')")

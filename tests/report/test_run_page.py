@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import re
-import sys
-import time
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,22 +16,18 @@ import pytest
 import torch
 
 from app.assembly.training import LivePage
-from app.config import changed_settings, compose, load_config
+from app.config import changed_settings, load_config
 from app.report.__main__ import settings_in
 from app.report.chart import (
     MAX_BUCKETS,
-    MAX_STRIPS,
     Chart,
     Series,
     draw_svg,
     frame_of,
-    round_numbers,
 )
 from app.report.run_page import (
     CURVES_FILE,
     PAGE_FILE,
-    bottleneck_lines,
-    choose_predictions,
     page_on_failure,
     read_run_files,
     render_comparison,
@@ -54,53 +48,55 @@ def write_run(
 ) -> Path:
     """Write the files of a run whose data set, prompts and settings contain markup."""
     folder.mkdir(parents=True, exist_ok=True)
-    columns = ["step", "train/loss", "val/loss", "speed/tokens_per_second", "speed/data_wait"]
-    columns += [f"{phase}/{what}/{name}" for phase in ("train", "val") for what in ("loss", "share")
-                for name in NAMES]  # fmt: skip
-    quoted = ['"' + name.replace('"', '""') + '"' for name in columns]
-    lines = [",".join(quoted)]
+    rows = []
     for step in range(steps + 1):
-        row = dict.fromkeys(columns, "") | {"step": str(step)}
+        row: dict[str, float] = {"step": step}
         if step:
-            row |= {"train/loss": str(3 - step / 20), "speed/tokens_per_second": "1500"}
-            row |= {f"train/loss/{NAMES[step % 2]}": str(3 - step / 20), "speed/data_wait": "0.01"}
-            row |= {f"train/share/{name}": "0.5" for name in NAMES}
+            row |= {"train/loss": 3 - step / 20, f"train/loss/{NAMES[step % 2]}": 3 - step / 20}
+            row |= {"speed/tokens_per_second": 1500, "speed/data_wait": 0.01}
+            row |= {f"train/share/{name}": 0.5 for name in NAMES}
         if step % 10 == 0:
             loss = 2 - (2 - last_val) * step / steps
-            row |= {"val/loss": str(loss)} | {f"val/loss/{name}": str(loss) for name in NAMES}
-        lines.append(",".join(row[name] for name in columns))
-    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+            row |= {"val/loss": loss} | {f"val/loss/{name}": loss for name in NAMES}
+        rows.append(row)
+    with (folder / "metrics.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row))
+        writer.writeheader()
+        writer.writerows(rows)
     (folder / "config.yaml").write_text("model: {path: a/base}\nadapter: {name: lora, r: 16}\n")
-    manifest = {
-        "total_steps": steps, "versions": {"torch": "2.13"}, "started": "2026-11-23T07:00:00",
-        "hardware": {"cores": 2, "system": HOSTILE}, "command": ["python", "-m", "app.train"],
-        "global_batch": {"num_ranks": 1},
-    }  # fmt: skip
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    audit = {"datasets": [{"name": NAMES[1], "rows": 9, "train": 8, "duplicates": 2, "empty": 0}],
-             "warnings": [f"{HOSTILE} are duplicates"]}  # fmt: skip
-    (folder / "audit.json").write_text(json.dumps(audit))
-    mixture = {"name": NAMES[1], "rows": 9, "tokens": 900, "rows_seen": 9, "epochs": 1.0,
-               "share_of_rows": 1.0, "share_of_tokens": 1.0}  # fmt: skip
-    (folder / "mixture.json").write_text(json.dumps([mixture]))
     answers = [
-        {"data_set": NAMES[i % 2], "source": f"/data/orders.json:{i}",
-         "prompt": HOSTILE + "x" * 3000, "reference": "1",
-         "base": "2", "metrics": {"exact_match": {"base": 0.0, "tuned": 1.0}},
-         "tuned": HOSTILE + "\x1b[31m" + "word" * 60}
+        {"data_set": NAMES[i % 2], "source": f"/data/orders.json:{i}", "reference": "1",
+         "prompt": HOSTILE + "x" * 3000, "base": "2", "tuned": HOSTILE + "\x1b[31m" + "word" * 60,
+         "metrics": {"exact_match": {"base": 0.0, "tuned": 1.0}}}
         for i in range(30)
     ]  # fmt: skip
     (folder / "predictions.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    documents: dict[str, Any] = {
+        "manifest": {
+            "total_steps": steps, "versions": {"torch": "2.13"}, "started": "2026-11-23T07:00:00",
+            "hardware": {"cores": 2, "system": HOSTILE}, "command": ["python", "-m", "app.train"],
+            "global_batch": {"num_ranks": 1},
+        },
+        "audit": {
+            "datasets": [{"name": NAMES[1], "rows": 9, "train": 8, "duplicates": 2, "empty": 0}],
+            "warnings": [f"{HOSTILE} are duplicates"],
+        },
+        "mixture": [
+            {"name": NAMES[1], "rows": 9, "tokens": 900, "rows_seen": 9, "epochs": 1.0,
+             "share_of_rows": 1.0, "share_of_tokens": 1.0}
+        ],
+    }  # fmt: skip
     if finished:
-        metrics = {"base/val/loss": 2.0, "tuned/val/loss": last_val, "val/loss": last_val,
-                   "base/exact_match/orders": 0.0, "tuned/exact_match/orders": 0.9,
-                   "speed/train_seconds": 13.0, "speed/tokens_per_second": 1500.0,
-                   "train/tokens": 20000.0}  # fmt: skip
-        (folder / "metrics.json").write_text(json.dumps(metrics))
+        documents["metrics"] = {
+            "base/val/loss": 2.0, "tuned/val/loss": last_val, "val/loss": last_val,
+            "base/exact_match/orders": 0.0, "tuned/exact_match/orders": 0.9,
+            "speed/train_seconds": 13.0, "speed/tokens_per_second": 1500.0, "train/tokens": 20000.0,
+        }  # fmt: skip
         table = [["data set", "measure", "base", "tuned", "change"],
                  ["orders", "exact match", "0.0 %", "90.0 %", "+90.0 %"]]  # fmt: skip
-        verdict = {"verdict": "better on orders", "changes": [], "table": table}
-        (folder / "verdict.json").write_text(json.dumps(verdict))
+        documents["verdict"] = {"verdict": "better on orders", "changes": [], "table": table}
+    for name, content in documents.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
 
 
@@ -154,9 +150,8 @@ def test_a_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
     page = Page((run / PAGE_FILE).read_text())
     check_self_contained(page)
     assert page.shown.count(HOSTILE) > 20 and "\x1b" not in page.shown
-    assert (
-        len(page.tags_of("svg")) == 4
-    )  # loss, that of two data sets, tokens per second, data wait
+    # Loss, that of two data sets, tokens per second, data wait.
+    assert len(page.tags_of("svg")) == 4
     assert (run / CURVES_FILE).read_bytes().startswith(b"\x89PNG")
     for text in (
         "finished after step 20",
@@ -164,44 +159,10 @@ def test_a_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
         "validation loss 2.0000 at the start, 1.0000 at the end",
         "20,000 tokens in 13 s: 1,500 tokens/s",
         "1.0 % of the training time was spent waiting for data",
-        "warning: <img",
-        "characters ...]",
         "base (exact match 0 %)",
         "verdict: better on orders",
     ):
         assert text in page.shown, text
-    shown = (run / PAGE_FILE).read_text()
-    assert re.search(r"<h3>share of time.*?>1 %</text>", shown, re.DOTALL)
-    assert "matplotlib" not in sys.modules
-
-
-def test_losses_of_data_sets_share_a_chart_with_values_to_hover_over(tmp_path: Path) -> None:
-    run = read_run_files(write_run(tmp_path / "run"))
-    page = render_run(run)
-    figure = re.search(r"<h3>loss per data set</h3>(.*?)</figure>", page, re.DOTALL)
-    names = {name.partition("/loss/")[2] for name in run.curves if "/loss/" in name}
-    assert len(names) == 2 and figure is not None and figure[1].count("<polyline") == 4
-    assert "orders, training</title>" in figure[1] and "orders, validation</title>" in figure[1]
-    step, value = run.curves["val/loss/orders"][-1]
-    assert f"<title>step {step:g}: {value:.4g}</title>" in figure[1]
-    curves = {name: points for name, points in run.curves.items() if "/loss/" not in name}
-    curves |= {f"{phase}/loss/orders": curves[f"{phase}/loss"] for phase in ("train", "val")}
-    page = render_run(replace(run, curves=curves))
-    assert "<h3>loss</h3>" in page and "loss per data set" not in page and "loss: " not in page
-
-
-def test_a_chart_shows_the_values_of_all_lines_under_the_pointer() -> None:
-    train = Series(name="training", points=[(float(step), 2.0) for step in range(1, 20_001)])
-    val = Series(name="validation", points=[(0.0, 3.0), (20_000.0, 0.5)], is_sparse=True)
-    chart = Chart(title="loss", series=[train, val])
-    strips = chart.strips(20_000.0)
-    assert len(strips) == MAX_STRIPS and strips[0][0] == -0.5 and strips[-1][1] == 20_000.5
-    assert strips[-1][2] == "training: 2 at step 20,000\nvalidation: 0.5 at step 20,000"
-    short = Chart(title="loss", series=[replace(train, points=train.points[:3])])
-    assert [text for _, _, text in short.strips(3.0)] == [
-        f"training: 2 at step {step}" for step in (1, 2, 3)
-    ]
-    assert str(draw_svg(chart)).count("<rect") == MAX_STRIPS
 
 
 @pytest.mark.parametrize("content", ["", '{"datasets": 3}', "step,a\n1,x\n\x00", '{"a":' * 100_000])
@@ -263,15 +224,6 @@ def test_a_page_is_written_while_the_run_trains(
     assert 'http-equiv="refresh"' not in (folder / PAGE_FILE).read_text()
 
 
-def test_a_long_run_is_written_within_a_second(tmp_path: Path) -> None:
-    """Measured on two cores: 0.9 s for 20,000 steps, of which reading takes a third."""
-    run = write_run(tmp_path / "run", steps=5000)
-    started = time.process_time()
-    page = render_run(read_run_files(run))
-    assert time.process_time() - started < 1
-    assert len(page) < 500_000
-
-
 def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     runs = {
         name: read_run_files(write_run(tmp_path / name, last_val=loss))
@@ -293,38 +245,6 @@ def test_settings_that_differ_from_their_defaults() -> None:
     assert changed["trainer.max_steps"] == ("4", "null")
     assert "name: lists" in changed["data.datasets"][0]
     assert not [key for key in changed if key.startswith(("output", "seed", "adapter."))]
-    words = ["model.path=a", "data=skills", "evaluation.max_rows=7"]
-    of_evaluation = {key: value for key, value, _ in changed_settings(compose("evaluate", words))}
-    assert of_evaluation["evaluation.max_rows"] == "7" and of_evaluation["model.path"] == "a"
-
-
-def test_ten_predictions_from_all_data_sets_with_changed_answers_first() -> None:
-    lines = [
-        {"data_set": name, "number": i, "base": "1", "tuned": "2" if i > 20 else "1"}
-        for name in "abc"
-        for i in range(25)
-    ]
-    chosen = choose_predictions(iter(lines))
-    assert [line["data_set"] for line in chosen] == list("abcabcabca")
-    assert all(line["number"] > 20 for line in chosen)
-
-
-@pytest.mark.parametrize(
-    ("metrics", "expected"),
-    [
-        ({"speed/data_wait": 0.4}, "Data was the bottleneck: a larger data.num_workers"),
-        ({"speed/data_wait": 0.4, "machine/gpu_utilization": 0.97}, "97 % of the time: it was the"),
-        ({"speed/data_wait": 0.01, "machine/gpu_utilization": 0.5}, "waited for kernel launches"),
-        ({}, ""),
-    ],
-)
-def test_the_bottleneck_is_named_as_far_as_it_was_measured(
-    tmp_path: Path, metrics: dict[str, float], expected: str
-) -> None:
-    header, row = ",".join(["step", *metrics]), ",".join(["1", *map(str, metrics.values())])
-    (tmp_path / "metrics.csv").write_text(f"{header}\n{row}\n")
-    text = " ".join(bottleneck_lines(read_run_files(tmp_path)))
-    assert expected in text and bool(text) == bool(expected)
 
 
 PLAN = {
@@ -336,21 +256,11 @@ PLAN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("metrics", "expected"),
-    [
-        ({"recompute": 0.2, "padding": 0.3}, ["30 % of the positions", "packing=multipack"]),
-        ({"kernels": 0.2, "data_wait": 0.1}, ["20 % of a step", "liger-kernel"]),
-        ({"mixers": 0.6, "kernels": 0.2}, ["60 % of the time without", "document by document"]),
-        ({"recompute": 0.04}, ["900 tokens/s measured, 1,200 planned (1,000 to 1,300)", "none of"]),
-    ],
-)
-def test_a_speed_is_compared_with_its_plan_and_the_largest_loss_named(
-    metrics: dict[str, float], expected: list[str]
-) -> None:
-    lost = {f"speed/lost/{cause}": share for cause, share in metrics.items()}
-    lines = speed_lines(PLAN | lost)
-    assert all(any(text in line for line in lines) for text in expected)
+def test_a_speed_is_compared_with_its_plan_and_the_largest_loss_named() -> None:
+    lost = {"speed/lost/recompute": 0.2, "speed/lost/padding": 0.3}
+    lines = "\n".join(speed_lines(PLAN | lost))
+    for said in ("900 tokens/s measured, 1,200 planned (1,000 to 1,300)", "30 % of the positions"):
+        assert said in lines
     assert speed_lines(PLAN | lost | {"speed/train_seconds": 10.0}) == [], "still warming up"
     assert speed_lines({"speed/train_seconds": 90.0, "speed/tokens_per_second": 9.0} | lost) == []
 
@@ -364,16 +274,3 @@ def test_a_chart_keeps_spikes_and_single_points() -> None:
     assert "<circle" in one and "&lt;img" in one and "<img" not in one
     gone = Series(name="c", points=[(1, float("nan")), (2, float("inf"))])
     assert frame_of(Chart(title="c", series=[gone])) is None
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (0, 10, [0, 5, 10]),
-        (1.73, 3.1, [2, 2.5, 3]),
-        (5, 5, [5]),
-        (0, 2e-4, [0, 5e-5, 1e-4, 1.5e-4, 2e-4]),
-    ],
-)
-def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) -> None:
-    assert round_numbers(low, high, 4) == pytest.approx(ticks)

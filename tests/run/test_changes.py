@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from app.config import EvaluateConfig, load_config, load_run_config, save_config
-from app.config.verbs import TrainConfig
+from app.config import load_config, load_run_config, save_config
 from app.process.launch import read_launch
-from app.run import find_run, open_run
-from app.run.folder import is_training
+from app.run import find_run
+from app.run.folder import is_training_run
 from app.run.manifest import compare_facts, compare_settings
 from common.errors import UserError
-from tests.in_process import make_data, make_model, make_words, run_command
+from tests.in_process import make_words, run_command
 from tests.resumed import make_run, open_typed
 
 
@@ -138,7 +137,7 @@ def test_the_newest_run_starts_anew_where_it_has_not_saved(
     assert f"RESUME: fresh start, no checkpoint in {newest}" in caplog.messages
 
 
-def test_a_folder_whose_name_tells_no_time_counts_where_it_is_the_only_one(
+def test_a_typed_folder_decides_and_one_whose_name_tells_no_time_counts_where_it_is_the_only_one(
     words: list[str], here: Path
 ) -> None:
     outputs = here / "outputs" / "train"
@@ -149,22 +148,10 @@ def test_a_folder_whose_name_tells_no_time_counts_where_it_is_the_only_one(
     assert resumed(*words, "resume=auto") is None
     timed = make_run(outputs / "2025-01-01_10-00-00", *words)
     assert resumed(*words, "resume=auto") == timed.relative_to(here)
-
-
-def test_the_folder_decides_where_one_is_typed(words: list[str], here: Path) -> None:
-    make_run(here / "outputs" / "train" / "2026-01-02_10-00-00", *words)
     assert resumed(*words, "resume=auto", "output.dir=new") is None
     run = make_run(here / "run", *words, steps=(2,))
     assert resumed(*words, "resume=auto", "output.dir=run") == Path("run")
     assert resumed("resume=must", f"output.dir={run}") == run
-
-
-def test_the_verb_gets_the_run_that_the_checks_compared(words: list[str], tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", *words, finished=True)
-    existing = run_command(f"resume={run}").existing
-    assert existing.is_done and existing.manifest["total_steps"] == 4
-    assert open_run(load_config("train", [f"resume={run}"]), existing).manifest is existing.manifest
-    assert run_command(*words, f"output.dir={tmp_path / 'new'}").existing is None
 
 
 def test_ranks_are_told_the_checkpoint(
@@ -189,43 +176,25 @@ def test_ranks_are_told_the_checkpoint(
     read_launch.cache_clear()
 
 
-def test_a_run_remembers_the_processes_before(words: list[str], tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", *words, earlier=[{"until_step": 2}])
-    start = open_typed(f"resume={run}")
-    first, second = start.history()
-    assert first == {"until_step": 2}
-    assert (second["until_step"], second["versions"]) == (4, start.manifest["versions"])
-
-
 def test_another_strategy_only_rounds_unless_it_is_lossy(words: list[str], tmp_path: Path) -> None:
     batch = ["trainer.devices=2", "trainer.global_batch_size=8"]
     run = make_run(tmp_path / "run", *words, *batch, "strategy=ddp", strategy="ddp")
-    for other in ("fsdp", "tp", "single trainer.devices=1", "fsdp_tp trainer.devices=4"):
+    for other in ("single trainer.devices=1", "fsdp_tp trainer.devices=4"):
         result = run_command(f"resume={run}", *f"strategy={other}".split())
         assert result.code == 0, result.stderr
     lossy = (f"resume={run}", "strategy=ddp_compressed")
     result = run_command(*lossy)
     assert result.code == 2
     assert "lossy communication was none and is gradient compression (bf16) (" in result.stderr
-    assert "type 'resume_allow=[precision]' to resume with this change, or" in result.stderr
     assert run_command(*lossy, "resume_allow=[precision]").code == 0
-    assert run_command(f"resume={run}", "strategy=fsdp_tp", "trainer.global_batch_size=4").code == 2
 
 
 def test_communicating_quantized_weights_is_another_precision(words: list[str]) -> None:
-    def settings(*typed: str) -> TrainConfig:
-        config = load_config("train", [*words, *typed])
-        assert isinstance(config, TrainConfig)
-        return config
-
-    one, other = settings("strategy=zero3"), settings("strategy=zeropp")
-    (change,) = [each for each in compare_settings(one, other) if each.rule == "precision"]
+    zero3, zeropp = (load_config("train", [*words, f"strategy={n}"]) for n in ("zero3", "zeropp"))
+    (change,) = [each for each in compare_settings(zero3, zeropp) if each.rule == "precision"]
     assert str(change).endswith("was none and is quantized weights and gradients")
-    others = compare_settings(settings("strategy=fsdp"), settings("strategy=zero3_hpz"))
-    assert {each.rule for each in others} <= {"rounding", "content"}
-    taken = compare_facts({"strategy": "ddp"}, {"strategy": "fsdp"})
-    assert list(map(str, taken)) == ["the strategy was ddp and is fsdp"]
-    assert taken[0].rule == "rounding"
+    (change,) = compare_facts({"strategy": "ddp"}, {"strategy": "fsdp"})
+    assert change.rule == "rounding"
 
 
 def finished_run(folder: Path, *, started: str | None, ended: float) -> Path:
@@ -251,17 +220,11 @@ def test_the_newest_run_is_the_one_that_started_last(
     assert find_run(None) == of_earlier_version
 
 
-@pytest.mark.parametrize("verb", ["train", "preview", "plan"])
-def test_the_verb_that_wrote_a_folder_is_recorded(verb: str, tmp_path: Path) -> None:
-    words = [f"model.path={make_model(tmp_path / 'model')}"]
-    words.append(f"data.datasets=[{{path: {make_data(tmp_path / 'data.jsonl')}}}]")
+def test_the_verb_that_wrote_a_folder_is_recorded(words: list[str], tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    save_config(load_config(verb, words), file)
-    first, *settings = file.read_text().splitlines(keepends=True)
-    assert (first, is_training(file)) == (f"# settings of loft {verb}\n", verb == "train")
-    file.write_text("".join(settings))  # as earlier versions wrote it
-    assert is_training(file) == (verb == "train")
-    file.write_text(first + "optimizer: {}\npreview: {}\n")
-    assert is_training(file) == (verb == "train")
-    save_config(EvaluateConfig(), file)
-    assert file.read_text().startswith("# settings of loft evaluate\n") and not is_training(file)
+    for verb in ("train", "preview"):
+        save_config(load_config(verb, words), file)
+        first, *settings = file.read_text().splitlines(keepends=True)
+        assert (first, is_training_run(file)) == (f"# settings of loft {verb}\n", verb == "train")
+        file.write_text("".join(settings))  # as earlier versions wrote it
+        assert is_training_run(file) == (verb == "train")

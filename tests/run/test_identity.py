@@ -75,10 +75,3 @@ def test_a_copy_that_was_trained_on_other_data_is_another_course(ours: Path) -> 
     # Unless this run has itself been on that plan, before what it was resumed with.
     change(ours / "manifest.json", lambda m: m.update(earlier=[{"plan": other}]))
     assert start(f"resume={ours}").step == 4
-
-
-def test_a_manifest_whose_id_is_not_one_is_named(ours: Path) -> None:
-    for bad in (7, {"id": 7}, {"id": "../../x", "plan": "0" * 32}):
-        change(ours / "manifest.json", lambda manifest, bad=bad: manifest.update(run=bad))
-        with pytest.raises(UserError, match=r"manifest\.json: run"):
-            start(f"resume={ours}")

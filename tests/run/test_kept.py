@@ -13,7 +13,6 @@ from app.assembly.base import with_checkpoint
 from app.config import load_config
 from app.run.find import check_selected, select_checkpoint
 from app.training.checkpoint.store import CheckpointStore
-from app.training.trainer import resolve_single_device
 from common.errors import UserError
 from tests.conftest import read_column
 from tests.in_process import run_command
@@ -44,7 +43,7 @@ def test_a_kept_step_is_evaluated_as_it_was_validated(kind: str, tmp_path: Path)
     run = train_into(tmp_path / "run", *words, *KINDS[kind])
     validated = read_column(run, "val/loss")
     (run / "metrics.json").unlink()  # as of a run that is not finished
-    steps = {"step-2": 2, "newest": 3, "best": min((1, 2, 3), key=validated.get)}
+    steps = {"step-2": 2, "best": min((1, 2, 3), key=validated.get)}
     for wanted, step in steps.items():
         found = evaluate_into(tmp_path / wanted, f"run={run}", f"checkpoint={wanted}")
         assert found["tuned/val/loss"] == pytest.approx(validated[step], abs=2e-5), wanted
@@ -58,9 +57,11 @@ def test_a_step_of_schedule_free_adamw_is_opened_with_its_average(tmp_path: Path
     saved = {}
     for name, every in (("validated", 1), ("not", 3)):
         run = train_into(tmp_path / name, *words, f"trainer.validate_every_steps={every}")
-        config: Any = load_config("chat", [f"run={run}", "checkpoint=step-2"])
-        env = resolve_single_device("cpu", "fp32")
-        folder = Path(with_checkpoint(config, env, tmp_path / f"{name}-out").adapter_path)
+        config: Any = load_config(
+            "chat", [f"run={run}", "checkpoint=step-2", "trainer.precision=fp32"]
+        )
+        opened, _ = with_checkpoint(config, tmp_path / f"{name}-out")
+        folder = Path(opened.adapter_path)
         saved[name] = load_file(folder / "adapter_model.safetensors")
     for name, tensor in saved["validated"].items():
         assert torch.allclose(tensor, saved["not"][name], atol=1e-6), name
@@ -106,7 +107,6 @@ def test_a_checkpoint_has_a_known_name_and_is_one_of_a_run() -> None:
     for wanted in ("nwest", "step-x", "step-2/.."):
         (problem,) = check_selected(wanted, "run", None)
         assert "expected final, best, newest or step-N" in problem
-    for verb, word in (("chat", "checkpoint"), ("merge", "merge.checkpoint")):  # the earlier name
-        result = run_command("model=tiny", f"{word}=best", verb=verb)
-        assert result.code == 2
-        assert "checkpoint=best: type run=FOLDER, and leave out adapter_path" in result.stderr
+    result = run_command("model=tiny", "merge.checkpoint=best", verb="merge")  # the earlier name
+    assert result.code == 2
+    assert "checkpoint=best: type run=FOLDER, and leave out adapter_path" in result.stderr

@@ -39,7 +39,6 @@ s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.moto_server.werkzeug_app")
 ROOT = Path(__file__).parents[2]
 URL = "s3://bucket/team/run"
-LONGER = ("trainer.max_steps=160",)
 Fault = Callable[[dict[str, Any]], str | None]
 
 
@@ -191,27 +190,20 @@ def test_a_run_killed_during_its_last_upload_is_completed_from_an_empty_machine(
     assert fetch_status(URL)["state"] == "finished"
 
 
-@pytest.mark.parametrize(
-    "answer", ["500 Internal", "slow", pytest.param("cut", marks=pytest.mark.slow)]
-)
-def test_an_upload_survives_a_third_of_its_requests_failing(
-    answer: str, server: Server, run: Path
-) -> None:
-    chance, failed = random.Random(0), []
+def test_an_upload_survives_a_third_of_its_requests_failing(server: Server, run: Path) -> None:
+    chance, failed = random.Random(0), set[str]()
 
     def fault(request: dict[str, Any]) -> str | None:
         if request["REQUEST_METHOD"] in ("PUT", "POST") and chance.random() < 0.34:
-            failed.append(request["PATH_INFO"])
-            if answer == "slow":
-                time.sleep(0.3)
-                return None
+            answer = chance.choice(["500 Internal", "cut"])
+            failed.add(answer)
             return answer
         return None
 
     server.fault = fault
     upload(run)
     server.fault = lambda request: None
-    assert failed
+    assert failed == {"500 Internal", "cut"}
     before = contents(run)
     shutil.rmtree(run)
     fetch_run(URL, run, resumes=True)
@@ -296,18 +288,6 @@ def test_why_a_run_was_not_uploaded_is_said_at_its_end(
         raise KeyError
 
 
-def test_a_process_that_ends_before_the_run_does_is_said_at_once(
-    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    monkeypatch.setattr("app.run.upload.child_command", lambda module: command)
-    until = time.monotonic() + LONGEST / 10
-    with pytest.raises(OSError, match="ended with -9"), uploading(run):
-        while "has ended with -9: what is new stays here" not in caplog.text:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-
-
 def test_the_process_that_uploads_is_ended_by_the_end_of_the_one_that_trains_only(
     server: Server, run: Path
 ) -> None:
@@ -345,17 +325,6 @@ def test_the_process_that_uploads_is_ended_by_the_end_of_the_one_that_trains_onl
     killed.set()
 
 
-def test_an_upload_two_checkpoints_behind_is_said(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for step in (6, 8):
-        shutil.copytree(run / "checkpoints/step-4", run / f"checkpoints/step-{step}")
-    uploader = Uploader(run, URL)
-    with open_store(URL) as store:
-        uploader.put_checkpoint(store, 4, run / "checkpoints/step-4")
-    assert "step-4 is still on its way, and step-8 is saved" in caplog.text
-
-
 def test_what_is_wrong_with_a_bucket_is_refused_before_training(
     server: Server, run: Path, tmp_path: Path
 ) -> None:
@@ -382,11 +351,9 @@ def test_what_is_wrong_with_a_bucket_is_refused_before_training(
             problems(wrong)
 
 
-@pytest.mark.parametrize("typed", ["mine.jsonl", "rows/*.jsonl"])
 def test_data_that_exist_only_here_are_uploaded_by_the_command_that_launch_names(
-    typed: str, server: Server, capsys: pytest.CaptureFixture[str]
+    server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_data(Path("mine.jsonl"))
     Path("rows").mkdir()
     make_data(Path("rows/some.jsonl"))
 
@@ -395,7 +362,7 @@ def test_data_that_exist_only_here_are_uploaded_by_the_command_that_launch_names
         words += ["trainer.accelerator=cpu", f"output.dir={URL}", data]
         return run_verb("launch", lambda config: launch(config, words), words=words)
 
-    assert start(f"data.datasets=[{{path: {typed}}}]") == 2
+    assert start("data.datasets=[{path: rows/*.jsonl}]") == 2
     said = re.search(r"type (\S+ -c '.*') to upload it, and (.*) in its", capsys.readouterr().err)
     assert said is not None
     subprocess.run(["bash", "-c", said[1]], check=True)
@@ -438,10 +405,11 @@ def test_a_run_killed_on_two_machines_ends_bit_equal(
     server: Server, shell: Shell, tmp_path: Path
 ) -> None:
     """Each has added a checkpoint to the bucket before."""
-    whole = start_training(shell.python, tmp_path, *LONGER, f"output.dir={tmp_path / 'whole'}")
+    longer = ("trainer.max_steps=160", "trainer.checkpoint.every_steps=4")
+    whole = start_training(shell.python, tmp_path, *longer, f"output.dir={tmp_path / 'whole'}")
     said, _ = whole.communicate(timeout=LONGEST)
     assert (tmp_path / "whole/metrics.json").exists(), said
-    words, chance = (*LONGER, f"output.dir={URL}", "resume=auto"), random.Random(1)
+    words, chance = (*longer, f"output.dir={URL}", "resume=auto"), random.Random(1)
     server.fault = lambda request: time.sleep(0.05)  # uploads take longer than steps
     for number in range(2):
         newest = newest_step()
@@ -485,7 +453,7 @@ def start_machines(
     [
         # The first machine has finished, of which the bucket knows nothing.
         ("ddp_compressed strategy.compression=topk", "metrics.json", [(True, False)]),
-        ("fsdp", "metrics.csv", [(False, True), (False, False)]),
+        ("fsdp optimizer.lr=1 trainer.checkpoint.keep_best=1", "metrics.csv", [(False, True)]),
     ],
 )
 def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
@@ -498,7 +466,8 @@ def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
 ) -> None:
     """Both are killed, at random moments or so late; those not `kept` are replaced by empty ones.
 
-    With topk each rank has tensors of its own, which the second machine's sends to the first.
+    With topk each rank has tensors of its own, which the second machine's sends to the first. With
+    a large learning rate an early step is the best, which the second machine does not have.
     """
     words = (*f"strategy={strategy}".split(), "output.from=best")
     whole = start_machines(
@@ -530,28 +499,12 @@ def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
     for process in start_machines(shell.python, folders, *words, f"output.dir={URL}"):
         said, _ = process.communicate(timeout=LONGEST)
         assert process.returncode == 0, said
-    assert last_weights(folders[0] / "outputs/s3:/bucket/team/run") == last_weights(
-        tmp_path / "whole"
-    )
+    first, second = (folder / "outputs/s3:/bucket/team/run" for folder in folders)
+    assert last_weights(first) == last_weights(tmp_path / "whole")
     assert fetch_status(URL)["state"] == "finished"
-
-
-@pytest.mark.slow
-def test_the_best_checkpoint_reaches_the_machine_that_has_none(
-    server: Server, shell: Shell, tmp_path: Path
-) -> None:
-    words = ("strategy=fsdp", "optimizer.lr=1", "trainer.checkpoint.keep_best=1")
-    folders = (tmp_path / "first", tmp_path / "second")
-    output = []
-    for process in start_machines(
-        shell.python, folders, *words, "output.from=best", f"output.dir={URL}"
-    ):
-        output.append(process.communicate(timeout=LONGEST)[0].decode())
-        assert process.returncode == 0, output
-    found = re.search(r"result: step (\d+)", output[0])
-    assert found is not None and int(found[1]) < 8, output[0]
-    there = CheckpointStore(folders[1] / "outputs/s3:/bucket/team/run/checkpoints")
-    assert there.steps() == [int(found[1])]
+    best = json.loads((first / "manifest.json").read_text())["result"]["step"]
+    assert best in CheckpointStore(second / "checkpoints").steps()
+    assert best < 8 or "lr=1" not in strategy
 
 
 def test_a_checkpoint_damaged_on_its_way_to_another_machine_stops_the_run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.assembly.finish import print_next
 from app.config import load_config
 from app.process.status import end_status
-from app.run import Run
 from app.status import read_status
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics
@@ -103,10 +100,9 @@ def test_a_run_that_ends_before_its_last_file_is_not_done_and_one_after_it_is(
     assert not (folder / "metrics.json").exists()
     go_on(folder)
     assert read_status(folder)["state"] == "finished" and figures(folder)["tuned/val/loss"]
-    for state, after in (("evaluating", "finished"), ("failed", "failed")):
-        end_status(folder, state, 4)
-        go_on(folder)
-        assert read_status(folder)["state"] == after
+    end_status(folder, "failed", 4)
+    go_on(folder)
+    assert read_status(folder)["state"] == "failed"
 
 
 RATED = {0: 0.9, 1: 0.5, 2: 0.1, 3: 0.3, 4: 0.2, 5: 0.4}
@@ -182,18 +178,3 @@ def test_the_last_step_is_the_result_if_asked_for(
 def test_a_monitor_makes_the_best_step_the_result(words: tuple[str, ...], is_best: bool) -> None:
     config: Any = load_config("train", small_run(*words))
     assert config.ends_with_best == is_best
-
-
-@pytest.mark.parametrize(
-    ("words", "verbs"),
-    [
-        (("logger=csv",), ["evaluate", "chat", "merge"]),
-        (("logger=tensorboard", "adapter=full"), ["evaluate", "chat"]),
-    ],
-)
-def test_a_whole_model_is_not_recommended_for_merging(
-    words: tuple[str, ...], verbs: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    run = Run(typed_config=load_config("train", small_run(*words)), folder=tmp_path)
-    print_next(run, tmp_path / "model")
-    assert re.findall(r"app\.(\w+) run=", capsys.readouterr().out) == verbs

@@ -16,13 +16,13 @@ from app.config.dispatch import run_plain_verb
 from app.process.launch import set_run_dir
 from app.process.reporting import report
 from app.process.status import STATUS_FILE, begin_status, end_status, restart_status, update_status
-from app.status import StatusConfig, show
+from app.status import StatusConfig, show_status
 from common.errors import Interrupted
 from tests.conftest import ROOT
 
 
 def ask(*words: str) -> int:
-    return run_plain_verb("status", StatusConfig, show, words)
+    return run_plain_verb("status", StatusConfig, show_status, words)
 
 
 def written(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from app.evaluation.conversation import ConversationConfig, Reply
-from app.serving.api import ServeConfig, open_socket, url_of
+from app.serving.api import ServeConfig, address_of, open_socket
 from app.serving.server import build_app, build_server
 from data_modules import Turn
 
@@ -58,7 +58,7 @@ def serving(responder: Any, *, key: str | None = None, **limits: Any) -> Iterato
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:
-        yield url_of(listener)
+        yield address_of(listener)
     finally:
         server.should_exit = True
         thread.join(20)

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 import pytest
 from transformers import AutoTokenizer
 
 from app.evaluation.conversation import ConversationConfig, Reply, Responder
 from app.serving import server
-from app.serving.api import KEY_VARIABLE, ServeConfig, open_socket, read_key
+from app.serving.api import KEY_VARIABLE, ServeConfig, open_socket, read_server_key
 from common.errors import UserError
 from data_modules import ChatTemplate, Turn
 from tests.serving.running import NAME, REQUEST, ScriptedResponder, send, serving, wait_for
@@ -170,12 +169,12 @@ def test_other_addresses_require_a_key_which_is_compared_in_constant_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    assert read_key(ServeConfig()) is read_key(ServeConfig(host="::1")) is None
+    assert read_server_key(ServeConfig()) is read_server_key(ServeConfig(host="::1")) is None
     for host in ("0.0.0.0", "192.168.1.2", "example.org", "::"):
         with pytest.raises(UserError, match=KEY_VARIABLE):
-            read_key(ServeConfig(host=host))
+            read_server_key(ServeConfig(host=host))
     monkeypatch.setenv(KEY_VARIABLE, " s3cret\n")
-    assert read_key(ServeConfig(host="0.0.0.0")) == "s3cret"
+    assert read_server_key(ServeConfig(host="0.0.0.0")) == "s3cret"
     compared = []
     real = server.hmac.compare_digest
     monkeypatch.setattr(
@@ -346,16 +345,6 @@ def send_malformed(address: str, count: int, seed: int) -> None:
 
 def test_malformed_requests_get_error_messages(address: str) -> None:
     send_malformed(address, 150, seed=0)
-    assert send(address, {**REQUEST, "max_tokens": 2})[0] == 200
-
-
-@pytest.mark.slow
-def test_malformed_requests_leak_no_memory(address: str) -> None:
-    memory = psutil.Process().memory_info
-    send_malformed(address, 300, seed=1)  # warm-up: one-time allocations
-    before = memory().rss
-    send_malformed(address, 2000, seed=2)
-    assert memory().rss - before < 8 * 2**20
     assert send(address, {**REQUEST, "max_tokens": 2})[0] == 200
 
 

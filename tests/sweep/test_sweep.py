@@ -13,8 +13,7 @@ import pytest
 from app.config import conf_files
 from app.sweep import run_sweep
 from app.sweep.parameters import parse_parameters
-from app.sweep.run import _too_many_trials
-from app.sweep.trials import LocalJob, Trial, explain_best, print_results
+from app.sweep.trials import LocalJob, Trial, print_results
 from common.errors import UserError
 from common.installation import verb_command
 from tests.in_process import CommandResult, make_words, run_command
@@ -81,11 +80,6 @@ def test_a_failed_trial_does_not_stop_the_others(
 def test_invalid_overrides_are_refused_before_the_first_trial(
     overrides: list[str], commands: list[list[str]], tmp_path: Path
 ) -> None:
-    result = sweep(
-        *overrides, "adapter.rr=4,8", "attention=sdpa,egaer", "optimizer.lr=1e-3,x", "oops"
-    )
-    assert result.code == 2
-    assert "oops: expected key=value" in result.stderr
     result = sweep(*overrides, "adapter.rr=4,8", "attention=sdpa,egaer", "optimizer.lr=1e-3,x")
     assert result.code == 2
     for fragment in ("adapter.rr=4", "did you mean eager?", "optimizer.lr=x: expected a number"):
@@ -128,24 +122,6 @@ def test_hydra_sweep_syntax_is_parsed() -> None:
         assert [str(each) for each in parse_parameters([f"a={interval}"])] == [shown]
 
 
-def test_the_best_trial_is_explained() -> None:
-    parameters = parse_parameters(["optimizer.lr=interval(1e-5,1e-2)", "adapter.r=choice(4,8)"])
-    trials = [
-        Trial(
-            number=number, overrides=[f"optimizer.lr={lr}", "adapter.r=4"], folder="s",
-            exit_code=0, seconds=1, objective=loss, error=None, stopped_at=stopped,
-        )
-        for number, (lr, loss, stopped) in enumerate(
-            ((0.009, 0.5, None), (0.001, 0.75, None), (0.1, 0.9, 4))
-        )
-    ]  # fmt: skip
-    first, second = explain_best(trials[:2], trials, parameters)
-    assert first.startswith("lowest val/loss (0.5000) of 2 completed trials; 1 pruned")
-    assert first.endswith("next best: 0.7500 with optimizer.lr=0.001")
-    assert second.startswith("optimizer.lr=0.009 is at the edge of 1e-05 to 0.01, log scale")
-    assert len(list(explain_best(trials[1:2], trials, parameters))) == 1
-
-
 PAIRS = [
     f"data.datasets=[{{path: {SAMPLES / 'pairs.json'}}}]",
     "data.sequence_len=256",
@@ -173,10 +149,7 @@ def test_settings_that_rescale_the_loss_are_ranked_by_accuracy(
     assert [row["number"] for row in rows] == [1, 2, 0]
     assert {row["metric"] for row in rows} == {"val/accuracy"}
     assert rows[0]["objective"] == pytest.approx(0.5)
-    assert "ranked by val/accuracy" in result.stdout
     assert "highest val/accuracy (0.5000) of 3 completed trials" in result.stdout
-    page = (tmp_path / "s" / "sweep.html").read_text()
-    assert "the highest val/accuracy first" in page and "val/loss" not in page
     result = sweep(*overrides, *PAIRS, "objective=dpo,sft")
     assert result.code == 2
     assert "(dpo by val/accuracy, sft by val/loss); type a sweep for each" in result.stderr
@@ -199,17 +172,9 @@ def test_the_printed_command_leaves_out_settings_of_the_sweep_file(
     [
         ("~a=1", "expected key=value"),
         ("a=choice()", "no values are listed"),
-        *(
-            (f"a={numbers}", "with 1 to 1,000 values")
-            for numbers in (
-                "range(1,inf)",
-                "range(0,1,1e-300)",
-                "range(0,8,0)",
-                "shuffle(range(8,0))",
-            )
-        ),
-        pytest.param(f"a={','.join(map(str, range(2000)))}", "more than 1,000 values", id="list"),
-        ("a=interval(1,1)", "a lower and a higher number"),
+        ("a=range(1,inf)", "with 1 to 1,000 values"),
+        ("a=range(0,1,1e-300)", "with 1 to 1,000 values"),
+        ("a=range(0,8,0)", "with 1 to 1,000 values"),
         ("a=interval(0,inf)", "both finite"),
         ("a=tag(log, interval(0, 1))", "numbers above 0"),
     ],
@@ -239,12 +204,6 @@ def test_a_sweep_file_lists_values(tmp_path: Path) -> None:
 URL = "http://me:Zq7password@127.0.0.1:9/{}.jsonl?token=Zq7token0planted"
 
 
-def test_sweep_settings_without_a_sweep_are_refused() -> None:
-    result = run_command("+experiment=quickstart", "sweep.trials=3")
-    assert result.code == 2
-    assert "sweep.trials=3: sweep settings have no effect in a single run; add -m" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
@@ -254,6 +213,7 @@ def test_sweep_settings_without_a_sweep_are_refused() -> None:
         (["adapter.r=2,4", "sweep.search=optua"], "did you mean optuna?"),
         (["adapter.r=interval(1,8)", "sweep.search=optuna"], "adapter.r=1.0: expected"),
         (["resume=nowhere"], "use resume=FOLDER without others"),
+        (["seed=range(0,1000)", "adapter.r=range(1,20)"], "this grid has 19,000 trials, more than"),
         (
             [f"data.datasets=choice([{{path: '{URL}'}}],[{{path: 'b'}}])", "sweep.search=optuna"],
             "which Optuna writes to its journal; use sweep.search=grid",
@@ -311,14 +271,9 @@ def test_a_folder_that_is_not_empty_is_refused(
 ) -> None:
     Path("full").mkdir()
     Path("full/notes.txt").touch()
-    for folder, code, message in (
-        ("", 2, "output.dir is empty"),
-        ("full", 2, "output.dir=full holds files that do not belong to a run: notes.txt"),
-        ("full/notes.txt", 2, "output.dir=full/notes.txt: this is a file; type a folder's name"),
-        ("full/notes.txt/x", 3, "output.dir=full/notes.txt/x: cannot be written"),
-    ):
-        result = sweep(*overrides, "adapter.r=2,4", f"output.dir={folder}")
-        assert (result.code, message in result.stderr) == (code, True)
+    result = sweep(*overrides, "adapter.r=2,4", "output.dir=full")
+    assert result.code == 2
+    assert "output.dir=full holds files that do not belong to a run: notes.txt" in result.stderr
     assert sweep(*overrides, "adapter.r=2,4", "output.dir=new").code == 0
     result = sweep(*overrides, "adapter.r=2,4", "output.dir=new")
     assert result.code == 2
@@ -365,11 +320,3 @@ def test_an_interrupted_sweep_resumes(overrides: list[str], tmp_path: Path) -> N
     assert [command[2] for command in commands] == ["adapter.r=4", "adapter.r=16"]
     trials = json.loads(Path("grid/sweep.json").read_text())
     assert [trial["number"] for trial in trials] == [2, 1, 0]
-
-
-def test_a_huge_grid_is_refused() -> None:
-    parameters = parse_parameters(["seed=range(0,1000)", "adapter.r=range(1,20)"])
-    problem = _too_many_trials("grid", parameters)
-    assert problem is not None
-    assert problem.startswith("this grid has 19,000 trials, more than 10,000; use sweep.search")
-    assert _too_many_trials("optuna", parameters) is None

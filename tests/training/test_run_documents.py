@@ -17,7 +17,7 @@ from app.merge import _read_facts
 from app.report.__main__ import ReportConfig, report_runs
 from app.report.model_card import render_run_card
 from app.report.run_page import read_run_files, refuse_damaged, render_run
-from app.run.manifest import compare_facts, read_manifest
+from app.run.manifest import compare_facts, read_run_manifest
 from app.sweep.parameters import load_words
 from app.sweep.trials import Trial, load_results, read_curve, read_final
 from common.errors import UserError
@@ -80,7 +80,7 @@ def read_pages(folder: Path) -> None:
 
 
 def read_resumed(folder: Path) -> None:
-    manifest = read_manifest(folder)
+    manifest = read_run_manifest(folder)
     compare_facts(manifest, MANIFEST)
     assert manifest["run"]["id"]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from app.evaluation.judge.questions import KEY_VARIABLE, JudgeConfig, Message
+from app.evaluation.judge.questions import JUDGE_KEY, JudgeConfig, Message
 from app.process.launch import is_loopback
 from app.training.checkpoint.documents import COUNT, FLAG, TEXT, Keys
 from app.training.run_documents import find_problem
@@ -48,7 +48,7 @@ class JudgeError(OSError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class JudgeReply:
     """A judge's reply, and the number of tokens that were read and written for it."""
 
     text: str
@@ -83,7 +83,7 @@ class Endpoint:
         """Send no more requests; requests that wait for a retry or the rate limit fail at once."""
         self._stopped.set()
 
-    def complete(self, messages: Sequence[Message]) -> Reply:
+    def complete(self, messages: Sequence[Message]) -> JudgeReply:
         """Return the judge's reply to a conversation, from the cache if it is there.
 
         Raises UserError if the endpoint rejects the request, JudgeError if all retries fail.
@@ -95,7 +95,7 @@ class Endpoint:
         with request_lock:  # equal answers of two models are judged once
             cached, problem = find_problem(file, _REPLY)
             if problem is None:
-                return replace(Reply(**cached), is_cached=True)
+                return replace(JudgeReply(**cached), is_cached=True)
             reply = self._request_with_retries(json.dumps(body).encode())
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(asdict(reply), ensure_ascii=False) + "\n")
@@ -114,7 +114,7 @@ class Endpoint:
         key = json.dumps([self._url, body], sort_keys=True)
         return self._cache / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
-    def _request_with_retries(self, body: bytes) -> Reply:
+    def _request_with_retries(self, body: bytes) -> JudgeReply:
         wait, problem = FIRST_WAIT, ""
         for number in range(self._config.max_retries + 1):
             if number:
@@ -134,7 +134,7 @@ class Endpoint:
         tries = self._config.max_retries + 1
         raise JudgeError(self._message(f"{problem} ({tries} {'try' if tries == 1 else 'tries'})"))
 
-    def _request(self, body: bytes) -> Reply:
+    def _request(self, body: bytes) -> JudgeReply:
         headers = {"content-type": "application/json", "user-agent": "loft"}
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
@@ -154,7 +154,7 @@ class Endpoint:
                 f"the connection broke off: {error or type(error).__name__}"
             ) from error
 
-    def _send(self, request: urllib.request.Request) -> Reply:
+    def _send(self, request: urllib.request.Request) -> JudgeReply:
         try:
             with self._opener.open(request, timeout=self._config.timeout_seconds) as response:
                 data = _read_response(response)
@@ -173,7 +173,7 @@ class Endpoint:
         problem = f"status {error.code}{': ' * bool(text)}{text}"
         if error.code in (401, 403):
             raise UserError(
-                self._message(f"{problem}; set the key: {KEY_VARIABLE}=... in the environment")
+                self._message(f"{problem}; set the key: {JUDGE_KEY}=... in the environment")
             )
         if error.code in _PERMANENT_ERRORS or 300 <= error.code < 400:
             fix = "evaluation.judge.url, evaluation.judge.model or evaluation.judge.parameters"
@@ -208,15 +208,13 @@ class _TemporaryFailure(Exception):
 
 
 def _read_response(response: Any) -> bytes:
-    data = b""
-    while chunk := response.read1(2**16):
-        data += chunk
-        if len(data) > _MAX_BYTES:
-            raise _TemporaryFailure(f"the answer is larger than {_MAX_BYTES // 2**20} MiB")
+    data: bytes = response.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise _TemporaryFailure(f"the answer is larger than {_MAX_BYTES // 2**20} MiB")
     return data
 
 
-def _parse_reply(data: bytes) -> Reply:
+def _parse_reply(data: bytes) -> JudgeReply:
     try:
         answer = json.loads(data, parse_int=lambda digits: int(digits[: _MAX_DIGITS + 1]))
         text = answer["choices"][0]["message"]["content"]
@@ -231,7 +229,7 @@ def _parse_reply(data: bytes) -> Reply:
         count if type(count := usage.get(name)) is int and 0 <= count < 10**_MAX_DIGITS else 0
         for name in ("prompt_tokens", "completion_tokens")
     )
-    return Reply(_without_surrogates(text), read, written)
+    return JudgeReply(_without_surrogates(text), read, written)
 
 
 def _without_surrogates(text: str) -> str:

@@ -21,20 +21,20 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import EvaluationConfig, answer_prompts
-from app.evaluation.judge.endpoint import Endpoint, JudgeError, Reply
+from app.evaluation.judge.endpoint import Endpoint, JudgeError, JudgeReply
 from app.evaluation.judge.questions import (
     LOWEST,
     QUESTIONS_FILE,
     REMINDER,
     JudgeConfig,
+    JudgeQuestion,
     Message,
-    Question,
     choosing_messages,
     conversation,
     grading_messages,
     read_choice,
     read_grade,
-    read_key,
+    read_judge_key,
     read_questions,
 )
 from app.evaluation.row_runner import RowRunner
@@ -54,7 +54,8 @@ _MAX_FAILED = 3
 """consecutive failed requests, each after all its retries, after which judging stops"""
 MAX_UNREADABLE = 5
 """consecutive replies without a verdict after which judging stops, if there was none before"""
-_EMPTY = "empty answer: lowest grade, without a request"
+_EMPTY = JudgeReply("empty answer: lowest grade, without a request", is_cached=True)
+_NO_REPLY = JudgeReply("")
 _NUM_PROGRESS_LINES = 10
 """lines of progress that are logged"""
 Answers = Mapping[str, Mapping[str, Sequence[str]]]
@@ -71,7 +72,7 @@ _MEASURE = "reward"
 
 @dataclass(frozen=True, slots=True)
 class JudgeRequest:
-    question: Question
+    question: JudgeQuestion
     turn: int
     """the turn that is judged, from 0"""
     variant: str
@@ -86,14 +87,11 @@ class Verdict:
     score: float | None
     """grade from 1 to 10, or reward; of a comparison 1 if tuned is better, 0 if base is, 0.5 for a
     tie; None if the reply could not be parsed"""
-    text: str
-    """the judge's reply"""
-    read_tokens: int = 0
-    written_tokens: int = 0
-    is_cached: bool = False
+    reply: JudgeReply = _NO_REPLY
+    """the first reply, with the tokens of all that were requested"""
 
     def line(self) -> str:
-        request = self.request
+        request, reply = self.request, self.reply
         row = {
             "question_id": request.question.id,
             "category": request.question.category,
@@ -101,10 +99,10 @@ class Verdict:
             "grading": "pairwise" if request.is_pairwise else "single",
             "first" if request.is_pairwise else "model": request.variant,
             "score": self.score,
-            "judge": self.text,
-            "read_tokens": self.read_tokens,
-            "written_tokens": self.written_tokens,
-            "cached": self.is_cached,
+            "judge": reply.text,
+            "read_tokens": reply.read_tokens,
+            "written_tokens": reply.written_tokens,
+            "cached": reply.is_cached,
         }
         return json.dumps(row, ensure_ascii=False) + "\n"
 
@@ -144,7 +142,7 @@ class Judgement:
     def wins(self) -> dict[str, dict[str, float]]:
         """Return category -> question id -> share of turns that tuned wins; a tie counts 0.5."""
         return self._by_question(
-            Verdict(first.request, first.score if first.score == second.score else 0.5, "")
+            Verdict(first.request, first.score if first.score == second.score else 0.5)
             for first, second in self._in_both_orders()
             if None not in (first.score, second.score)
         )
@@ -162,7 +160,7 @@ class Judgement:
         return [pair for pair in by_turn.values() if len(pair) == 2]
 
     def _by_question(self, verdicts: Iterable[Verdict]) -> dict[str, dict[str, float]]:
-        by_question: dict[Question, list[float | None]] = defaultdict(list)
+        by_question: dict[JudgeQuestion, list[float | None]] = defaultdict(list)
         for verdict in verdicts:
             by_question[verdict.request.question].append(verdict.score)
         means: dict[str, dict[str, float]] = defaultdict(dict)
@@ -207,9 +205,9 @@ class Judgement:
 
     def cost(self, config: JudgeConfig) -> str:
         """Describe how many tokens were read and written, and their price."""
-        paid = [verdict for verdict in self.verdicts if not verdict.is_cached]
-        read = sum(verdict.read_tokens for verdict in paid)
-        written = sum(verdict.written_tokens for verdict in paid)
+        paid = [verdict.reply for verdict in self.verdicts if not verdict.reply.is_cached]
+        read = sum(reply.read_tokens for reply in paid)
+        written = sum(reply.written_tokens for reply in paid)
         text = f"{counted(len(paid), 'verdict')} for {read:,} tokens read and {written:,} written"
         if config.input_price is not None or config.output_price is not None:
             dollars = read * (config.input_price or 0) + written * (config.output_price or 0)
@@ -219,7 +217,7 @@ class Judgement:
 
 
 def judge_answers(
-    questions: Sequence[Question],
+    questions: Sequence[JudgeQuestion],
     answers: Answers,
     endpoint: Endpoint,
     config: JudgeConfig,
@@ -280,7 +278,7 @@ def _never_readable(judged: Judgement, config: JudgeConfig) -> JudgeError | None
     return JudgeError(
         f"judge {config.model} at {config.url}: {len(unread)} replies in a row had no readable "
         "verdict, so no more are requested: its replies should end with a line `Verdict: N`; does "
-        f"this model follow instructions? The last: {printable(unread[0].text[:120])}"
+        f"this model follow instructions? The last: {printable(unread[0].reply.text[:120])}"
     )
 
 
@@ -292,7 +290,7 @@ def check_judgement(judged: Judgement, config: JudgeConfig) -> None:
             "judge: %d of %d verdicts could not be parsed and are ignored; the first: %s",
             len(unparsed),
             len(judged.verdicts),
-            printable(unparsed[0].text[:120]),
+            printable(unparsed[0].reply.text[:120]),
         )
     num_missing = judged.num_requests - len(judged.verdicts)
     if judged.failure is not None:
@@ -344,7 +342,7 @@ def print_judgement(judged: Judgement, config: JudgeConfig, page: str) -> None:
 
 
 def judge_requests(
-    questions: Sequence[Question], answers: Answers, config: JudgeConfig
+    questions: Sequence[JudgeQuestion], answers: Answers, config: JudgeConfig
 ) -> Iterator[JudgeRequest]:
     """Yield a request for each verdict; one to grade an empty answer has no messages."""
     for question in questions:
@@ -363,7 +361,7 @@ def judge_requests(
 
 def _verdict(endpoint: Endpoint, request: JudgeRequest) -> Verdict:
     if not request.messages:
-        return Verdict(request, float(LOWEST), _EMPTY, is_cached=True)
+        return Verdict(request, float(LOWEST), _EMPTY)
     reply = endpoint.complete(request.messages)
     replies = [reply]
     score = _score(request, reply.text)
@@ -378,15 +376,9 @@ def _verdict(endpoint: Endpoint, request: JudgeRequest) -> Verdict:
         if score is None:  # the next evaluation requests both again
             endpoint.forget(request.messages)
             endpoint.forget(again)
-    paid: list[Reply] = [reply for reply in replies if not reply.is_cached]
-    return Verdict(
-        request,
-        score,
-        replies[0].text,
-        sum(reply.read_tokens for reply in paid),
-        sum(reply.written_tokens for reply in paid),
-        is_cached=not paid,
-    )
+    paid = [each for each in replies if not each.is_cached]
+    tokens = (sum(each.read_tokens for each in paid), sum(each.written_tokens for each in paid))
+    return Verdict(request, score, JudgeReply(reply.text, *tokens, is_cached=not paid))
 
 
 def _score(request: JudgeRequest, text: str) -> float | None:
@@ -417,7 +409,7 @@ class Bench:
     def __init__(self, config: JudgeConfig, batch_size: int, seed: int = 0) -> None:
         """`seed`: of the sampled answers."""
         self.config, self._batch_size, self._seed = config, batch_size, seed
-        self._key = None if config.reward_model else read_key(config)
+        self._key = None if config.reward_model else read_judge_key(config)
         references = None if config.references is None else Path(config.references)
         self.questions = read_questions(
             Path(str(config.questions)), references, config.max_questions
@@ -525,7 +517,7 @@ class Bench:
 
 
 def judge_by_reward(
-    questions: Sequence[Question],
+    questions: Sequence[JudgeQuestion],
     answers: Answers,
     samples: Samples,
     rate: Rate,
@@ -555,7 +547,7 @@ def judge_by_reward(
             return own[request.variant]
         return (1 + (own["tuned"] > own["base"]) - (own["tuned"] < own["base"])) / 2
 
-    judged = Judgement([Verdict(each, score(each), "") for each in requests], len(requests))
+    judged = Judgement([Verdict(each, score(each)) for each in requests], len(requests))
     judged.measure = _MEASURE
     lines = [verdict.line() for verdict in judged.verdicts]
     for variant, own in samples.items():

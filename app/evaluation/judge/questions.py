@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.facts import setting
 from data_modules import Turn, open_regular
 
-KEY_VARIABLE = "LOFT_JUDGE_KEY"
+JUDGE_KEY = "LOFT_JUDGE_KEY"
 QUESTIONS_FILE, REFERENCE_FILES = "question.jsonl", "reference_answer*"
 _MAX_BYTES = 2**26
 """largest file of questions in bytes"""
@@ -114,13 +114,13 @@ class JudgeConfig:
         return str(self.reward_model or self.model)
 
 
-def read_key(config: JudgeConfig) -> str | None:
+def read_judge_key(config: JudgeConfig) -> str | None:
     """Return the API key of the judge from the environment, None if it is not set.
 
     Raises UserError if the endpoint or its model is not set, or if the key would be sent over a
     network unencrypted. The key is never a setting, since settings are printed and saved.
     """
-    key = os.environ.get(KEY_VARIABLE, "").strip()
+    key = os.environ.get(JUDGE_KEY, "").strip()
     problems = [
         f"evaluation.judge.questions={config.questions} without evaluation.judge.{name}; type "
         f"evaluation.judge.{name}={example}"
@@ -141,16 +141,16 @@ def read_key(config: JudgeConfig) -> str | None:
         elif parts.username or parts.password or parts.query:
             problems.append(
                 "evaluation.judge.url contains a user, a password or a query; pass the key in the "
-                f"environment: {KEY_VARIABLE}=... before the command"
+                f"environment: {JUDGE_KEY}=... before the command"
             )
         elif key and parts.scheme == "http" and not is_loopback(parts.hostname):
             problems.append(
-                f"evaluation.judge.url={config.url}: {KEY_VARIABLE} would be sent unencrypted; "
-                f"type https://, or unset {KEY_VARIABLE} if the endpoint needs no key"
+                f"evaluation.judge.url={config.url}: {JUDGE_KEY} would be sent unencrypted; "
+                f"type https://, or unset {JUDGE_KEY} if the endpoint needs no key"
             )
     if key and not (key.isascii() and key.isprintable()):
         problems.append(
-            f"{KEY_VARIABLE} contains a line break or another character that no API key has"
+            f"{JUDGE_KEY} contains a line break or another character that no API key has"
         )
     if not config.grading:
         problems.append("evaluation.judge.grading=[]: type [single], [pairwise] or both")
@@ -160,7 +160,7 @@ def read_key(config: JudgeConfig) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class JudgeQuestion:
     """A question of one or more turns; `reference` has one answer for each turn, or is empty."""
 
     id: str
@@ -171,7 +171,7 @@ class Question:
 
 def read_questions(
     path: Path, references: Path | None = None, max_questions: int | None = None
-) -> list[Question]:
+) -> list[JudgeQuestion]:
     """Read lines in MT-bench's format: `{question_id, category, turns: [...], reference: [...]}`.
 
     A folder has the questions in question.jsonl and reference answers in reference_answer*. Raises
@@ -183,7 +183,7 @@ def read_questions(
         files += sorted(folder.glob("reference_answer/*.jsonl"))
         references = references or (files[0] if files else None)
     problems: list[str] = []
-    questions: dict[str, Question] = {}
+    questions: dict[str, JudgeQuestion] = {}
     for where, row in _rows(path, problems):
         question = _parse_question(row, where, problems)
         if question and question.id in questions:
@@ -212,7 +212,6 @@ def read_questions(
 
 
 def _rows(file: Path, problems: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the JSON objects of a file, each with its `file:line`."""
     with open_regular(file) as stream:
         data = stream.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
@@ -234,7 +233,9 @@ def _rows(file: Path, problems: list[str]) -> Iterator[tuple[str, Mapping[str, A
             problems.append(f"{where} is a JSON {type(row).__name__}; expected an object")
 
 
-def _parse_question(row: Mapping[str, Any], where: str, problems: list[str]) -> Question | None:
+def _parse_question(
+    row: Mapping[str, Any], where: str, problems: list[str]
+) -> JudgeQuestion | None:
     missing = [name for name in ("question_id", "turns") if name not in row]
     if missing:
         problems.append(f"{where} has no {' and no '.join(missing)}; found {sorted(row)}")
@@ -248,7 +249,7 @@ def _parse_question(row: Mapping[str, Any], where: str, problems: list[str]) -> 
         problems.append(f"{where} reference: expected {len(turns)} answers, one for each turn")
         return None
     category = str(row.get("category") or "general")
-    return Question(str(row["question_id"]), category, turns, reference)
+    return JudgeQuestion(str(row["question_id"]), category, turns, reference)
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:
@@ -257,7 +258,7 @@ def _texts(value: Any) -> tuple[str, ...] | None:
 
 
 def _add_reference(
-    row: Mapping[str, Any], where: str, questions: dict[str, Question], problems: list[str]
+    row: Mapping[str, Any], where: str, questions: dict[str, JudgeQuestion], problems: list[str]
 ) -> None:
     """Add the answers of MT-bench's `{question_id, choices: [{turns: [...]}]}` to its question."""
     choices = row.get("choices")
@@ -278,7 +279,7 @@ def _add_reference(
         questions[question.id] = replace(question, reference=turns)
 
 
-def conversation(question: Question, answers: Sequence[str]) -> list[Turn]:
+def conversation(question: JudgeQuestion, answers: Sequence[str]) -> list[Turn]:
     """Return the turns of a question with these answers, ending in the last one."""
     turns = []
     for text, answer in zip(question.turns, answers, strict=False):
@@ -286,14 +287,14 @@ def conversation(question: Question, answers: Sequence[str]) -> list[Turn]:
     return turns
 
 
-def grading_messages(question: Question, turn: int, answers: Sequence[str]) -> list[Message]:
+def grading_messages(question: JudgeQuestion, turn: int, answers: Sequence[str]) -> list[Message]:
     """Return the request to grade the answer to `turn`, from 0, with the conversation up to it."""
     parts = [*_reference(question, turn), _conversation("conversation", question, turn, answers)]
     return _messages(question, turn, parts, GRADE)
 
 
 def choosing_messages(
-    question: Question, turn: int, first: Sequence[str], second: Sequence[str]
+    question: JudgeQuestion, turn: int, first: Sequence[str], second: Sequence[str]
 ) -> list[Message]:
     """Return the request to choose the better of two answers to `turn`, from 0."""
     parts = [
@@ -317,7 +318,7 @@ def read_choice(text: str) -> str | None:
     return choices[-1].lower() if choices else None
 
 
-def _messages(question: Question, turn: int, parts: Sequence[str], task: str) -> list[Message]:
+def _messages(question: JudgeQuestion, turn: int, parts: Sequence[str], task: str) -> list[Message]:
     which = "the answer"
     if len(question.turns) > 1:
         which = f"the answer to question {turn + 1} alone"
@@ -326,13 +327,13 @@ def _messages(question: Question, turn: int, parts: Sequence[str], task: str) ->
     return [{"role": "system", "content": role}, {"role": "user", "content": text}]
 
 
-def _reference(question: Question, turn: int) -> list[str]:
+def _reference(question: JudgeQuestion, turn: int) -> list[str]:
     if not question.reference:
         return []
     return [_conversation("reference", question, turn, question.reference)]
 
 
-def _conversation(name: str, question: Question, turn: int, answers: Sequence[str]) -> str:
+def _conversation(name: str, question: JudgeQuestion, turn: int, answers: Sequence[str]) -> str:
     lines = []
     for number in range(turn + 1):
         lines += [f"[question {number + 1}]", question.turns[number]]

@@ -13,12 +13,12 @@ from typing import Any
 
 from app.evaluation.metrics import last_number
 
-Values = Mapping[str, Any]
+_Values = Mapping[str, Any]
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
+class TaskItem:
     """A parsed row of a task."""
 
     contexts: tuple[str, ...]
@@ -48,7 +48,7 @@ class Form:
     kind: str
     fields: tuple[str, ...]
     """columns that a row must have"""
-    parse: Callable[[Values], Item]
+    parse: Callable[[_Values], TaskItem]
     """parses a row; raises ValueError naming the value that is wrong"""
     file: str = ""
     """file name in evaluation.task_dir"""
@@ -69,7 +69,6 @@ class Form:
 
 
 def _correct_index(answer: Any, choices: tuple[str, ...], labels: tuple[str, ...] = ()) -> int:
-    """Return the index of the correct choice, given as an index, a label, or the choice's text."""
     text = str(answer).strip()
     if isinstance(answer, int):  # 2 is the third choice, even if the text of another one is "2"
         index = int(answer)
@@ -94,14 +93,13 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _labelled(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the texts and labels of choices in ARC's format: {text: [...], label: [...]}."""
     if isinstance(value, dict) and "text" in value and "label" in value:
         return _texts(value["text"]), _texts(value["label"])
     return _texts(value), ()
 
 
-def _choice(question: str, choices: tuple[str, ...], correct: int, group: str = "") -> Item:
-    return Item(
+def _choice(question: str, choices: tuple[str, ...], correct: int, group: str = "") -> TaskItem:
+    return TaskItem(
         contexts=(question,),
         continuations=choices,
         correct=correct,
@@ -110,27 +108,27 @@ def _choice(question: str, choices: tuple[str, ...], correct: int, group: str = 
     )
 
 
-def _multiple_choice(values: Values) -> Item:
+def _multiple_choice(values: _Values) -> TaskItem:
     choices, labels = _labelled(values["choices"])
     correct = _correct_index(values["answer"], choices, labels)
     return _choice(str(values["question"]), choices, correct, str(values.get("group", "")))
 
 
-def _answer(values: Values) -> Item:
+def _answer(values: _Values) -> TaskItem:
     reference = str(values["answer"])
     if not reference.strip():
         raise ValueError("answer is empty: there is no reference to compare with")
     group = str(values.get("group", ""))
-    return Item(contexts=(str(values["question"]),), reference=reference, group=group)
+    return TaskItem(contexts=(str(values["question"]),), reference=reference, group=group)
 
 
-def _likelihood(values: Values) -> Item:
+def _likelihood(values: _Values) -> TaskItem:
     continuation = str(values["continuation"])
     if not continuation.strip():
         raise ValueError("continuation is empty: there is nothing to measure")
     context = str(values["context"])
     has_space = not context or context[-1].isspace() or continuation[0].isspace()
-    return Item(
+    return TaskItem(
         contexts=(context,),
         continuations=(continuation,),
         reference=continuation,
@@ -138,20 +136,20 @@ def _likelihood(values: Values) -> Item:
     )
 
 
-def _text(values: Values) -> Item:
+def _text(values: _Values) -> TaskItem:
     text = str(values["text"])
     if not text:
         raise ValueError("text is empty: there is nothing to measure")
-    return Item(contexts=("",), continuations=(text,), reference=text, delimiter="")
+    return TaskItem(contexts=("",), continuations=(text,), reference=text, delimiter="")
 
 
-def _gsm8k(values: Values) -> Item:
-    return Item(
+def _gsm8k(values: _Values) -> TaskItem:
+    return TaskItem(
         contexts=(f"Question: {values['question']}\nAnswer:",), reference=str(values["answer"])
     )
 
 
-def _mmlu(values: Values) -> Item:
+def _mmlu(values: _Values) -> TaskItem:
     choices = _texts(values["choices"])
     listed = "".join(f"\n{_LETTERS[n]}. {choice}" for n, choice in enumerate(choices))
     question = f"{str(values['question']).strip()}{listed}\nAnswer:"
@@ -160,13 +158,13 @@ def _mmlu(values: Values) -> Item:
     return _choice(question, letters, correct, str(values["subject"]))
 
 
-def _arc(values: Values) -> Item:
+def _arc(values: _Values) -> TaskItem:
     choices, labels = _labelled(values["choices"])
     correct = _correct_index(values["answerKey"], choices, labels)
     return _choice(f"Question: {values['question']}\nAnswer:", choices, correct)
 
 
-def _openbookqa(values: Values) -> Item:
+def _openbookqa(values: _Values) -> TaskItem:
     choices, labels = _labelled(values["choices"])
     correct = _correct_index(str(values["answerKey"]).lstrip(), choices, labels)
     return _choice(str(values["question_stem"]), choices, correct)
@@ -177,21 +175,21 @@ def _wikihow(text: str) -> str:
     return text.replace("  ", " ")
 
 
-def _hellaswag(values: Values) -> Item:
+def _hellaswag(values: _Values) -> TaskItem:
     context = f"{values['ctx_a']} {str(values['ctx_b']).capitalize()}"
     endings = tuple(map(_wikihow, _texts(values["endings"])))
     correct = _correct_index(int(values["label"]), endings)
     return _choice(_wikihow(f"{values['activity_label']}: {context}"), endings, correct)
 
 
-def _winogrande(values: Values) -> Item:
+def _winogrande(values: _Values) -> TaskItem:
     sentence = str(values["sentence"])
     before, blank, after = sentence.partition("_")
     if not blank:
         raise ValueError(f"sentence has no _ for the blank: {sentence[:40]!r}")
     options = (str(values["option1"]), str(values["option2"]))
     correct = _correct_index(values["answer"], options, ("1", "2"))
-    return Item(
+    return TaskItem(
         contexts=tuple(before + option for option in options),
         continuations=(after.strip(),),
         correct=correct,
@@ -199,7 +197,7 @@ def _winogrande(values: Values) -> Item:
     )
 
 
-def _boolq(values: Values) -> Item:
+def _boolq(values: _Values) -> TaskItem:
     question = f"{values['passage']}\nQuestion: {values['question']}?\nAnswer:"
     answer = values["answer"]
     if str(answer).lower() not in ("true", "false", "yes", "no", "0", "1"):
@@ -207,25 +205,25 @@ def _boolq(values: Values) -> Item:
     return _choice(question, ("no", "yes"), int(str(answer).lower() in ("true", "yes", "1")))
 
 
-def _lambada(values: Values) -> Item:
+def _lambada(values: _Values) -> TaskItem:
     context, continuation = values.get("context"), values.get("continuation")
     if continuation is None:
         context, _, continuation = str(values["text"]).rpartition(" ")
     return _likelihood({"context": context, "continuation": continuation})
 
 
-def _math(values: Values) -> Item:
+def _math(values: _Values) -> TaskItem:
     if boxed(str(values["solution"])) is None:
         raise ValueError("solution has no \\boxed{...}: there is no reference to compare with")
-    return Item(
+    return TaskItem(
         contexts=(f"Problem:\n{values['problem']}\n\nSolution:",),
         reference=str(values["solution"]),
         group=str(values.get("type", "")),
     )
 
 
-def _humaneval(values: Values) -> Item:
-    return Item(
+def _humaneval(values: _Values) -> TaskItem:
+    return TaskItem(
         contexts=(str(values["prompt"]),),
         reference=str(values["canonical_solution"]),
         delimiter="",
@@ -233,7 +231,7 @@ def _humaneval(values: Values) -> Item:
     )
 
 
-def _needle(values: Values) -> Item:
+def _needle(values: _Values) -> TaskItem:
     return replace(
         _answer(values),
         contexts=(f"\n\nQuestion: {values['question']}\nAnswer:",),

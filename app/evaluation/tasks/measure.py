@@ -184,7 +184,6 @@ class TaskRunner:
     def _run_likelihoods(
         self, task: Task, questions: Sequence[Question], model: Any, sharding: Placement | None
     ) -> Iterator[list[tuple[int, Any]]]:
-        """Yield batches of (index of a question, result), by the likelihoods of its choices."""
         is_encoder_decoder = model.config.is_encoder_decoder
         groups = []
         for question in questions:
@@ -214,7 +213,6 @@ class TaskRunner:
     def _run_generation(
         self, task: Task, questions: Sequence[Question], model: Any, sharding: Placement | None
     ) -> Iterator[list[tuple[int, Any]]]:
-        """Yield batches of (index of a question, result), by its generated answer."""
         max_new_tokens = min(
             task.form.max_new_tokens or self._config.max_new_tokens, self._max_len - _MIN_CONTEXT
         )
@@ -311,7 +309,7 @@ def aggregate(kind: str, results: Sequence[Mapping[str, Any]]) -> dict[str, floa
     return metrics
 
 
-def program_passes(program: str, seconds: int = PROGRAM_SECONDS) -> bool:
+def program_passes(program: str, seconds: float = PROGRAM_SECONDS) -> bool:
     """Run a generated program in a process with limits; return whether it ends without an error.
 
     The limits on time, memory, files and environment prevent accidents. They do not stop malicious

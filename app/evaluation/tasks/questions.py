@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.tasks.forms import BY_KIND, FORMS, Form, Item
+from app.evaluation.tasks.forms import BY_KIND, FORMS, Form, TaskItem
 from common.errors import Origin, UserError, nearest
 from common.facts import setting
 from common.text import printable
@@ -28,7 +28,7 @@ SAMPLES = Path(__file__).parent / "samples"
 """small files that ship with loft, in the published formats"""
 _CHECKED_ROWS = 20
 """rows of each task file that are checked before a model is loaded"""
-KINDS = ("multiple_choice", "exact_match", "numeric", "likelihood", "perplexity", "code")
+TASK_KINDS = ("multiple_choice", "exact_match", "numeric", "likelihood", "perplexity", "code")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class TaskConfig:
     form: str | None = setting(None, grants="nothing")
     """benchmark whose published form the rows and prompts have, if `name` is a different word; null
     = `name`, if that is a benchmark"""
-    kind: str | None = setting(None, choices=KINDS)
+    kind: str | None = setting(None, choices=TASK_KINDS)
     """how the task is scored: multiple_choice (the likeliest choice), exact_match or numeric (of a
     generated answer), likelihood (of a continuation), perplexity (of a text), code (the generated
     program is run); null = as its form says"""
@@ -68,7 +68,7 @@ class TaskConfig:
 class Question:
     """A prompt with its few-shot examples, and the correct answer."""
 
-    item: Item
+    item: TaskItem
     """the row; its contexts start with the few-shot examples"""
     origin: Origin
 
@@ -133,8 +133,8 @@ class Task:
         if self.few_shot and self.few_shot_path is not None:
             self._read(self.few_shot_path, _CHECKED_ROWS)
 
-    def _build_preamble(self, rows: Sequence[tuple[Item, Origin]]) -> Callable[[str], str]:
-        by_group: dict[str, list[Item]] = defaultdict(list)
+    def _build_preamble(self, rows: Sequence[tuple[TaskItem, Origin]]) -> Callable[[str], str]:
+        by_group: dict[str, list[TaskItem]] = defaultdict(list)
         has_groups = self.few_shot_path is not None
         for item, _ in rows:
             by_group[item.group if has_groups else ""].append(item)
@@ -152,7 +152,7 @@ class Task:
 
         return preamble
 
-    def _read(self, path: str, max_rows: int | None = None) -> list[tuple[Item, Origin]]:
+    def _read(self, path: str, max_rows: int | None = None) -> list[tuple[TaskItem, Origin]]:
         items = []
         for values, origin in read_rows(path, max_rows):
             columns = self.config.columns.items()
@@ -213,7 +213,7 @@ def hide_needles(
 
 
 def _count_that_fit(
-    item: Item, sentences: Sequence[str], num_tokens: int, count_tokens: Callable[[str], int]
+    item: TaskItem, sentences: Sequence[str], num_tokens: int, count_tokens: Callable[[str], int]
 ) -> int:
     def total(count: int) -> int:
         return count_tokens(_with_needle(item, sentences, count, 0.5) + item.contexts[0])
@@ -223,19 +223,18 @@ def _count_that_fit(
     return bisect.bisect_right(counts, num_tokens, key=total)
 
 
-def _with_needle(item: Item, sentences: Sequence[str], count: int, depth: float) -> str:
+def _with_needle(item: TaskItem, sentences: Sequence[str], count: int, depth: float) -> str:
     text = list(itertools.islice(itertools.cycle(sentences), count))
     text.insert(round(depth * count), item.needle)
     return " ".join(text)
 
 
-def _with_answer(item: Item) -> str:
+def _with_answer(item: TaskItem) -> str:
     context = item.contexts[item.correct if len(item.contexts) > 1 else 0]
     return f"{context}{item.delimiter}{item.reference}"
 
 
 def _value_at(values: dict[str, Any], column: str) -> Any:
-    """Return the value of a column or of a nested field, such as `choices.text`."""
     value: Any = values
     for key in [column] if column in values else column.split("."):
         if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
