@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.model.attention import generation_attention
@@ -433,11 +434,8 @@ def _gather_likelihoods(
 def padded(rows: Sequence[Sequence[int]], *, on_the_left: bool) -> tuple[Tensor, Tensor]:
     """Return ids and mask, both [rows, longest]; padding is 0."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    longest = max(map(len, rows))
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask = torch.zeros(len(rows), longest, dtype=torch.long)
-    for number, row in enumerate(rows):
-        place = slice(longest - len(row), None) if on_the_left else slice(0, len(row))
-        ids[number, place], mask[number, place] = torch.tensor(row), 1
-    return ids, mask
+    pad = partial(pad_sequence, batch_first=True, padding_side="left" if on_the_left else "right")
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad(ids), pad(list(map(torch.ones_like, ids)))

@@ -69,14 +69,18 @@ class ShownConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowView:
-    """One document as the model sees it."""
-
+class _Document:
     origin: str
     """file:line, and the label of a row that has one"""
     num_tokens: int
     num_trained: int
     """number of tokens that are trained on"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowView(_Document):
+    """One document as the model sees it."""
+
     tokens: Passage
     targets: Passage | None
     """targets of the decoder, or the second answer to a prompt; None for a single document"""
@@ -98,14 +102,9 @@ class DatasetView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedDocument:
+class PackedDocument(_Document):
     dataset: int
     """index of its data set"""
-    origin: str
-    """file:line"""
-    num_tokens: int
-    num_trained: int
-    """number of tokens that are trained on"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

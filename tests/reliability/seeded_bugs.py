@@ -824,7 +824,7 @@ BUGS = [
         file="app/evaluation/metrics.py",
         right='if "-" in (match["sign"], match["late_sign"]):',
         wrong='if "-" == match["sign"]:',
-        test="tests/evaluation/test_numbers.py::test_a_number_is_read_as_written",
+        test="tests/evaluation/test_metrics.py::test_a_number_is_read_as_written",
     ),
     Bug(
         name="a judge's verdict in one order counts",
