@@ -143,16 +143,11 @@ def test_errors_of_a_custom_metric_name_their_cause(
     assert words in str(refused.value)
 
 
-def test_a_metric_is_named_by_file_and_function_and_needs_allow_code(tmp_path: Path) -> None:
+def test_a_custom_metric_needs_allow_code(tmp_path: Path) -> None:
     config = custom_metric(tmp_path, "raise SystemExit('it ran')")
     config.allow_code = False
     (problem,) = check_metrics(config)
     assert "is code that runs with your permissions" in problem
-    assert "evaluation.allow_code=true" in problem
-    config = EvaluationConfig(metric="mine.py", allow_code=True)
-    assert check_metrics(config) == ["evaluation.metric=mine.py: expected FILE.py:function"]
-    config.metric = "not_there.py:f"
-    assert "there is no file not_there.py" in check_metrics(config)[0]
 
 
 def test_the_auc_is_the_share_of_rightly_ranked_pairs() -> None:

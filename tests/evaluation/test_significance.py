@@ -245,15 +245,12 @@ def test_what_is_printed_and_written(capsys: pytest.CaptureFixture[str], tmp_pat
     points = {"base/points/old[new]": 0.7, "tuned/points/old[new]": 0.4}
     task = Change(measure="points", name="old[new]", base=0.7, tuned=0.4, low=-0.4, high=-0.2,
                   num_rows=100, num_changed=100, is_trained=False)  # fmt: skip
-    hidden = {"tuned/val/f1_a/x": 0.5, "tuned/judge/math": 7.0}
+    hidden = {"tuned/val/f1_a/x": 0.5}
     report_comparison(
         METRICS | points | hidden, [task], [replace(task, name="old/group")], tmp_path
     )
     printed = capsys.readouterr().out
-    assert "base vs tuned: simultaneous 95 % intervals" in printed
     assert "old[new]" in printed, "rich would read it as a style"
-    assert "val/f1_a" not in printed and "math" not in printed, "the page has them"
-    assert "groups of tasks: 1 of 1 differ" in printed
     assert "verdict: forgot old[new] (points), not trained on" in printed
     content = json.loads((tmp_path / "verdict.json").read_text())
     assert content["table"][-1] == [

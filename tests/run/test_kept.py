@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 
 from app.assembly.base import with_checkpoint
 from app.config import load_config
-from app.run.find import check_selected, select_checkpoint
+from app.run.find import select_checkpoint
 from app.training.checkpoint.store import CheckpointStore
 from common.errors import UserError
 from tests.conftest import read_column
-from tests.in_process import run_command
 from tests.tiny import train_into
 
 RUN = (
@@ -101,12 +100,3 @@ def test_a_checkpoint_that_is_not_there_is_named(
     store_of(tmp_path, metrics)
     with pytest.raises(UserError, match=f"checkpoint={wanted}: {said}"):
         select_checkpoint(tmp_path, wanted)
-
-
-def test_a_checkpoint_has_a_known_name_and_is_one_of_a_run() -> None:
-    for wanted in ("nwest", "step-x", "step-2/.."):
-        (problem,) = check_selected(wanted, "run", None)
-        assert "expected final, best, newest or step-N" in problem
-    result = run_command("model=tiny", "merge.checkpoint=best", verb="merge")  # the earlier name
-    assert result.code == 2
-    assert "checkpoint=best: type run=FOLDER, and leave out adapter_path" in result.stderr
