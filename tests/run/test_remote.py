@@ -394,29 +394,32 @@ def last_weights(folder: Path) -> bytes:
     return (folder / "adapter/adapter_model.safetensors").read_bytes()
 
 
-def newest_step() -> int:
-    """Return the step of the newest whole checkpoint at the URL, 0 without one."""
-    marked = [Path(name).parent.name for name in names() if name.endswith(MARKER)]
-    return max((int(each.removeprefix("step-")) for each in marked), default=0)
-
-
 @pytest.mark.slow
 def test_a_run_killed_on_one_machine_ends_bit_equal_on_another(
     server: Server, shell: Shell, tmp_path: Path
 ) -> None:
-    longer = ("trainer.max_steps=160", "trainer.checkpoint.every_steps=4")
+    longer = ("trainer.max_steps=80", "trainer.checkpoint.every_steps=4")
     whole = start_training(shell.python, tmp_path, *longer, f"output.dir={tmp_path / 'whole'}")
     said, _ = whole.communicate(timeout=LONGEST)
     assert (tmp_path / "whole/metrics.json").exists(), said
-    words, chance = (*longer, f"output.dir={URL}", "resume=auto"), random.Random(1)
-    server.fault = lambda request: time.sleep(0.05)  # uploads take longer than steps
+    words = (*longer, f"output.dir={URL}", "resume=auto")
+    markers, tried, killed = list[str](), threading.Event(), threading.Event()
+
+    def hang_at_the_second_marker(request: dict[str, Any]) -> None:
+        if request["REQUEST_METHOD"] == "PUT" and request["PATH_INFO"].endswith(MARKER):
+            markers.append(request["PATH_INFO"])
+            if len(markers) > 1:
+                tried.set()
+                killed.wait(LONGEST)
+
+    server.fault = hang_at_the_second_marker
     process = start_training(shell.python, tmp_path / "first", *words)
-    while not newest_step() and process.poll() is None:
-        time.sleep(0.05)
-    time.sleep(chance.uniform(0, 0.5))
+    while not tried.wait(0.1):
+        assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     said = process.communicate()[0]
     assert process.returncode == -signal.SIGKILL, said
+    killed.set()
     server.fault = lambda request: None
     process = start_training(shell.python, tmp_path / "last", *words)
     said, _ = process.communicate(timeout=LONGEST)
