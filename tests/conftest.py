@@ -6,12 +6,13 @@ import csv
 import fcntl
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.reliability.python import WARM_VARIABLE, start_warm
 
 if TYPE_CHECKING:
     from tests.reliability.shell import Shell
@@ -43,7 +44,7 @@ LONGEST_FILES = (
     "end_to_end/test_signals.py",
     "strategy/test_sharded.py",
     "planning/test_choose.py",
-    "end_to_end/test_readme.py",
+    "end_to_end/test_docs.py",
     "parity/strategies/test_splits.py",
     "end_to_end/test_merge_and_chat.py",
     "parity/strategies/test_slow_links.py",
@@ -70,7 +71,7 @@ ROOM_IN_MEMORY_GIB = 12
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep test files in memory if they fit, since checkpoints sync each file to the disk.
+    """Start the warm process; keep test files in memory if they fit, since checkpoints sync files.
 
     Tests check by the calls what is synced, and in which order.
     """
@@ -81,6 +82,11 @@ def pytest_configure(config: pytest.Config) -> None:
         room = min(free.f_bavail * free.f_frsize, int(lines["MemAvailable"].split()[0]) * 1024)
         if room >= ROOM_IN_MEMORY_GIB * 2**30 and not free.f_flag & os.ST_NOEXEC:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(shared))
+    if not hasattr(config, "workerinput"):
+        # The workers of this session share a warm process; a session in a test has its own.
+        os.environ.pop(WARM_VARIABLE, None)
+        if config.getoption("numprocesses", None):
+            os.environ[WARM_VARIABLE] = start_warm()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -173,13 +179,6 @@ def shell() -> Shell:
     from tests.reliability.shell import shared_shell
 
     return shared_shell()
-
-
-def pytest_sessionfinish() -> None:
-    """End the warm process, if there is one."""
-    module = sys.modules.get("tests.reliability.shell")
-    if module is not None and module.shared_shell.cache_info().currsize:
-        module.shared_shell().close()
 
 
 @pytest.fixture(scope="session")

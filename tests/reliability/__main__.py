@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -61,7 +61,6 @@ def main(words: list[str]) -> int:
     print(f"{len(chains)} chains, {len(chains) - len(left)} of them done before; {folder}")
     run_all(left, references, people, seed, results)
     shown = [results.of[chain.name] for chain in chains]
-    print_table(shown)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = used.ru_utime + used.ru_stime
     print(f"{len(left)} chains in {time.monotonic() - began:.0f} s, {cpu:.0f} s of processors")
@@ -110,7 +109,7 @@ def hash_sources() -> str:
         for file in sorted((ROOT / folder).rglob("*"))
         if file.suffix in (".py", ".yaml")
     ]
-    own = ("cases", "chain", "shell", "warm")
+    own = ("cases", "chain", "python", "shell", "warm")
     files += [Path(__file__).parent / f"{name}.py" for name in own]
     digest = hashlib.sha256()
     for file in files:
@@ -140,23 +139,6 @@ def run_all(
             results.save(result)
             outcome = "equal" if result.is_good else f"FAILED: {result.problems}"
             print(f"[{number}/{len(chains)}] {result.chain}: {outcome}", flush=True)
-    for shell in people:
-        shell.close()
-
-
-def print_table(results: Iterable[Result]) -> None:
-    """Print one line per chain."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for column in ("case", "done", "equal", "seconds"):
-        table.add_column(column, justify="left" if column in ("case", "equal") else "right")
-    for result in results:
-        done = f"{sum(result.done.values())}/{sum(result.planned.values())}"
-        equal = "yes" if result.is_equal else "NO"
-        table.add_row(result.chain, done, equal, f"{result.seconds:.1f}")
-    Console().print(table)
 
 
 def figures_of(results: list[Result]) -> list[Figure]:

@@ -1,31 +1,36 @@
 """A `python` executable whose commands are forks of a process that has imported everything.
 
-Tests and tested programs can use it wherever they start an interpreter: torchrun, sweeps, shells,
-other namespaces. A small proxy process represents each command: it has the command's arguments and
-parent, forwards signals, and ends with the command's exit code.
+Tests and tested programs can use it wherever they start an interpreter: supervised ranks, torchrun,
+sweeps, shells, other namespaces. A small proxy process represents each command: it has the
+command's arguments and parent, forwards signals, and ends with the command's exit code.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
-import json
 import os
-import select
+import shutil
 import signal
-import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from app.process.launch import PARENT_VARIABLE
+from app.process.launch import PARENT_VARIABLE, RANK_VARIABLES
+from common.installation import ROOT
 
-MOST_BYTES = 1 << 18
-"""limit of a command's arguments and environment, in bytes"""
-MOST_DESCRIPTORS = 64
+WARM_VARIABLE = "LOFT_WARM_PYTHON"
+"""variable with the file of the interpreter that all processes of a test session share"""
+RECORD_VARIABLE = "LOFT_RECORD"
+"""variable with the folder in which commands record what they do"""
+SESSIONS = "sessions"
+"""file in that folder: the session of each command"""
 FIRST_AWAY = 256
 NAMESPACES = ("net", "uts", "mnt")
 
@@ -54,7 +59,7 @@ def pass_on(number, _):
     except OSError:  # the command has ended
         pass
 ignored = []
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+for number in map(signal.Signals, (1, 2, 6, 10, 12, 15)):
     if signal.getsignal(number) == signal.SIG_IGN:
         ignored.append(number)
     else:
@@ -78,37 +83,40 @@ os._exit(code)
 """
 
 
+def start_warm() -> str:
+    """Start the warm process; return the file of its interpreter, written once it is ready.
+
+    It ends with this process; the kernel ends it with the thread that started it.
+    """
+    maker = os.getpid()
+    folder = tempfile.mkdtemp(prefix="loft")  # a short name, since it is part of a socket's path
+    kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.reliability.warm", f"{folder}/python"],
+        cwd=ROOT,
+        # Prints stacks if a command takes too long.
+        env=kept | {PARENT_VARIABLE: str(maker), "PYTHONFAULTHANDLER": "1"},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+    def end() -> None:
+        if os.getpid() == maker:  # not a fork
+            server.kill()
+            server.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return f"{folder}/python"
+
+
 def write_python(file: Path, address: str) -> None:
     """Write the executable that connects to the warm process at `address`."""
     text = PROGRAM.format(python=sys.executable, address=address, parent=PARENT_VARIABLE)
-    file.write_text(text)
-    file.chmod(0o755)
-
-
-def attend(connection: socket.socket, run_module: Callable[[str, list[str]], NoReturn]) -> None:
-    """Fork the command and forward signals of its proxy; only the command itself returns."""
-    text, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, MOST_DESCRIPTORS)
-    if not text:
-        os._exit(0)
-    command = json.loads(text)
-    child = os.fork()
-    if child == 0:
-        connection.close()
-        return become_command(command, descriptors, run_module)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    ended = os.pidfd_open(child)
-    while True:
-        ready, _, _ = select.select([connection, ended], [], [])
-        if ended in ready:
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            connection.send(str(code).encode())
-            os._exit(0)
-        received = connection.recv(1)
-        signal.pidfd_send_signal(ended, received[0] if received else signal.SIGKILL)
-        if not received:  # the proxy has ended
-            os.waitpid(child, 0)
-            os._exit(0)
+    unfinished = file.with_name("unfinished")
+    unfinished.write_text(text)
+    unfinished.chmod(0o755)
+    unfinished.rename(file)
 
 
 def become_command(
@@ -118,6 +126,9 @@ def become_command(
 ) -> NoReturn:
     """Turn this fork into the process that `command` would have started."""
     os.setsid()
+    if record := command["environment"].get(RECORD_VARIABLE):
+        with (Path(record) / SESSIONS).open("a") as sessions:
+            sessions.write(f"{os.getpid()}\n")
     take_descriptors(descriptors, command["descriptors"])
     _enter(command["pid"])
     os.chdir(command["folder"])

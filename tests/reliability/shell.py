@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +18,7 @@ from typing import Any
 from app.process.launch import PARENT_VARIABLE
 from tests.conftest import ROOT
 from tests.processes import GONE_WITHIN, LONGEST, user_environment
+from tests.reliability.python import RECORD_VARIABLE, SESSIONS, WARM_VARIABLE, start_warm
 
 LOG = "log.txt"
 """file next to a run's folder: the output of all its processes"""
@@ -41,34 +39,15 @@ class ExitStatus:
 
 
 class Shell:
-    """Runs the commands of a user, one at a time."""
+    """Runs the commands of a user."""
 
-    def __init__(self, cache: Path, *, root: Path = ROOT) -> None:
-        """Start the warm process; `cache`: folder of tokenized data, `root`: of the program."""
-        self.environment = {
-            "OMP_NUM_THREADS": "1",
-            "LOFT_DATA_CACHE": str(cache),
-            "GOMP_SPINCOUNT": "1000",
-            "PYTHONFAULTHANDLER": "1",  # prints stacks if a command takes too long
-        }
-        # A short name, since it is part of a socket's path.
-        self._python = Path(tempfile.mkdtemp(prefix="loft")) / "python"
-        # Start it in the thread that lives longest: it is killed when that thread ends.
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.reliability.warm", str(self._python)],
-            cwd=root,
-            env=self._environment() | {PARENT_VARIABLE: str(os.getpid())},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._is_ready = False
+    def __init__(self, cache: Path) -> None:
+        """Wait for the warm process; `cache` is the folder of tokenized data."""
+        self.environment = {"LOFT_DATA_CACHE": str(cache), "PYTHONFAULTHANDLER": "1"}
+        self.python = warm_python()
+        """an interpreter whose commands are forks of the warm process, also below torchrun"""
         # CUDA libraries start threads on import, which a fork would not have.
         self._can_fork = not Path("/dev/nvidiactl").exists()
-
-    def _environment(self) -> dict[str, str]:
-        return user_environment() | self.environment
 
     def type_train(
         self,
@@ -85,28 +64,37 @@ class Shell:
 
         `lines` are its standard input. `meanwhile` is called with its process id once it runs.
         """
-        log = folder / LOG
+        log, sessions = folder / LOG, folder / SESSIONS
         begins = log.stat().st_size if log.exists() else 0
+        sessions.unlink(missing_ok=True)
         (folder / LINES).write_text(lines)
-        start = self._start_warm if is_warm and self._can_fork else self._start_cold
-        pid, wait = start(module, words, folder, environment or {})
-        too_long = threading.Timer(LONGEST, end_session, (pid, signal.SIGABRT))
+        python = self.python if is_warm and self._can_fork else sys.executable
+        own = {RECORD_VARIABLE: str(folder), PARENT_VARIABLE: str(os.getpid())}
+        with log.open("ab") as output, (folder / LINES).open() as typed:
+            process = subprocess.Popen(
+                [python, "-m", module, *words],
+                cwd=ROOT,
+                env=user_environment() | self.environment | dict(environment or {}) | own,
+                stdin=typed,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        with sessions.open("a") as file:  # to which the command adds its own
+            file.write(f"{process.pid}\n")
+        too_long = threading.Timer(LONGEST, end_command, (folder, signal.SIGABRT))
         too_long.start()
         try:
-            try:
-                if meanwhile is not None:
-                    meanwhile(pid)
-            except BaseException:
-                end_session(pid)
-                wait()  # otherwise the next command would receive this one's exit code
-                raise
-            code = wait()
-            seconds = _wait_until_gone(pid)
+            if meanwhile is not None:
+                meanwhile(process.pid)
+            code = process.wait()
+            seconds = _wait_until_gone(folder)
         finally:
             too_long.cancel()
-            end_session(pid)
-        output = log.read_bytes()[begins:].decode(errors="replace")
-        return ExitStatus(code=code, output=output, seconds_until_gone=seconds)
+            end_command(folder)
+            process.wait()
+        printed = log.read_bytes()[begins:].decode(errors="replace")
+        return ExitStatus(code=code, output=printed, seconds_until_gone=seconds)
 
     def train_into(self, run: Path, *words: str, code: int = 0, **options: Any) -> str:
         """Train into the folder `run`; check the exit code `code`, return the output."""
@@ -114,87 +102,27 @@ class Shell:
         assert ending.code == code, ending.output
         return ending.output
 
-    def _start_cold(
-        self, module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str]
-    ) -> tuple[int, Callable[[], int]]:
-        with (folder / LOG).open("ab") as log, (folder / LINES).open() as lines:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, *words],
-                cwd=ROOT,
-                env=self._environment() | dict(environment),
-                stdin=lines,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        return process.pid, process.wait
 
-    def _start_warm(
-        self, module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str]
-    ) -> tuple[int, Callable[[], int]]:
-        self._wait_until_ready()
-        request = {
-            "module": module,
-            "words": list(words),
-            "stdin": str(folder / LINES),
-            "log": str(folder / LOG),
-            "record": str(folder),
-            "num_processes": _num_processes_of_ranks(words),
-            "environment": dict(environment),
-        }
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return self._answer()["pid"], lambda: self._answer()["code"]
-
-    @property
-    def python(self) -> str:
-        """An interpreter whose commands are forks of the warm process, also below torchrun."""
-        self._wait_until_ready()
-        return str(self._python)
-
-    def _wait_until_ready(self) -> None:
-        if not self._is_ready:
-            self._is_ready = bool(self._answer())
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._server.stdout is not None
-        line = self._server.stdout.readline()
-        if not line:
-            raise RuntimeError("the warm process has ended")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End the warm process."""
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        if not self._is_ready:  # still importing
-            self._server.terminate()
-        try:
-            self._server.wait(5)
-        except subprocess.TimeoutExpired:
-            # A leftover data loader worker of a test also holds the other end of the pipe.
-            self._server.terminate()
-            self._server.wait(LONGEST)
-        shutil.rmtree(self._python.parent, ignore_errors=True)
+@functools.cache
+def warm_python() -> str:
+    """Return the interpreter of the session's warm process, or of one of this process."""
+    file = Path(os.environ.get(WARM_VARIABLE) or start_warm())
+    until = time.monotonic() + LONGEST
+    while not file.exists():
+        assert time.monotonic() < until, "the warm process has not started"
+        time.sleep(0.02)
+    return str(file)
 
 
 @functools.cache
 def shared_shell() -> Shell:
-    """Return the shell of all tests of this process, which conftest.py closes."""
+    """Return the shell of all tests of this process."""
     return Shell(Path(os.environ["LOFT_DATA_CACHE"]))
 
 
-def _num_processes_of_ranks(words: Sequence[str]) -> int:
-    """Return how many rank processes a command may start, 0 if it is the only process."""
-    chosen = dict(word.partition("=")[::2] for word in words)
-    ranks = int(chosen.get("trainer.devices", 1))
-    starts = 1 + int(chosen.get("supervise.max_restarts", 0))
-    return ranks * starts if max(ranks, starts) > 1 else 0
-
-
-def processes_of_session(session: int) -> list[int]:
-    """Return the processes of a command: its own, its ranks and their data loader workers."""
+def processes_of_command(folder: Path) -> list[int]:
+    """Return the running processes of a command that logs to `folder`, with all it has started."""
+    sessions = set((folder / SESSIONS).read_text().split())
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -203,20 +131,20 @@ def processes_of_session(session: int) -> list[int]:
             state, *numbers = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if int(numbers[2]) == session and state not in "ZX":
+        if numbers[2] in sessions and state not in "ZX":
             found.append(int(entry.name))
     return found
 
 
-def _wait_until_gone(session: int) -> float:
+def _wait_until_gone(folder: Path) -> float:
     began = time.monotonic()
-    while processes_of_session(session) and time.monotonic() - began < GONE_WITHIN:
+    while processes_of_command(folder) and time.monotonic() - began < GONE_WITHIN:
         time.sleep(0.02)
     return time.monotonic() - began
 
 
-def end_session(session: int, signum: int = signal.SIGKILL) -> None:
+def end_command(folder: Path, signum: int = signal.SIGKILL) -> None:
     """Kill the remaining processes of a command."""
-    for pid in processes_of_session(session):
+    for pid in processes_of_command(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)

@@ -1,15 +1,13 @@
-"""A process that has imported everything, and forks a child for each requested command.
+"""A process that has imported everything, and forks a child for each command of a `python`.
 
 Imports take most of the time of a small run. Forks are made before any thread is started or random
-number drawn; a child runs `app/train.py` or another module as `python -m` does. The ranks of a run
-are forked as early, and wait until its supervisor starts them.
-
-On request, children record the hash of each batch by optimizer step and each disk operation of a
-save.
+number drawn; a child runs `app/train.py` or another module as `python -m` does. If RECORD_VARIABLE
+is set, children record the hash of each batch by optimizer step and each disk operation of a save.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import importlib
@@ -19,22 +17,20 @@ import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 
-from app.process.launch import PARENT_VARIABLE, exit_with_parent
-from common.installation import CHILD
-from tests.reliability.python import attend, take_descriptors, write_python
+from app.process.launch import exit_with_parent
+from tests.reliability.python import RECORD_VARIABLE, become_command, write_python
 
-MOST_BYTES = 1 << 16
-"""limit of a rank's arguments and environment, in bytes"""
+MOST_BYTES = 1 << 18
+"""limit of a command's arguments and environment, in bytes"""
+MOST_DESCRIPTORS = 64
 IMPORTED_LATE = (
     "multiprocessing.popen_fork",
     "numpy.ctypeslib",
@@ -59,11 +55,11 @@ COMPOSED = (
 """overrides of most test runs, whose compositions are cached"""
 
 
-def serve(file: str) -> None:
-    """Run requested commands in forks until stdin is closed.
+def serve(file: str) -> NoReturn:
+    """Fork a child for each command of the interpreter that is written to `file`.
 
-    Each line of stdin is a request; the replies are its process id, and later its exit code.
-    Commands of the interpreter that is written to `file` arrive through a socket.
+    Connections are kept as descriptors, since a socket object in a later fork could close an
+    unrelated file.
     """
     exit_with_parent()
     import_all()
@@ -71,39 +67,50 @@ def serve(file: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(address)
         listening.listen()
-        listener = os.dup(listening.fileno())  # a descriptor: see WaitingRank
+        listener = os.dup(listening.fileno())
+    gc.freeze()  # children do not have to collect these objects, in particular at exit
     write_python(Path(file), address)
     sys.executable = file  # children use it to start processes
-    gc.freeze()  # children do not have to collect these objects, in particular at exit
-    print(json.dumps({"ready": os.getpid()}), flush=True)
-    running: dict[int, int] = {}
-    requested = 0
+    proxies: dict[int, int] = {}  # descriptor of a command's process -> connection of its proxy
     while True:
-        ready, _, _ = select.select([sys.stdin, listener, *running], [], [])
-        for ended in set(ready) & running.keys():
-            child = running.pop(ended)
-            os.close(ended)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if child == requested:
-                print(json.dumps({"code": code}), flush=True)
-        if listener in ready:
-            with socket.socket(fileno=os.dup(listener)) as listening:
-                connection, _ = listening.accept()
-            child = os.fork()
-            if child == 0:
-                return attend(connection, run_module)
-            connection.close()
-            running[os.pidfd_open(child)] = child
-        if sys.stdin in ready:
-            line = sys.stdin.readline()
-            if not line:
-                return
-            request = json.loads(line)
-            requested = child = os.fork()
-            if child == 0:
-                return become_request(request)
-            print(json.dumps({"pid": child}), flush=True)
-            running[os.pidfd_open(child)] = child
+        ready, _, _ = select.select([listener, *proxies, *proxies.values()], [], [])
+        for command, proxy in list(proxies.items()):
+            if command in ready:
+                del proxies[command]
+                _report_end(command, proxy)
+            elif proxy in ready:
+                received = os.read(proxy, 1)  # nothing if the proxy has ended
+                signal.pidfd_send_signal(command, received[0] if received else signal.SIGKILL)
+        if listener in ready and (started := _fork_command(listener)) is not None:
+            proxies.update([started])
+
+
+def _fork_command(listener: int) -> tuple[int, int] | None:
+    """Fork the command of the next proxy; return descriptors of its process and of the proxy."""
+    with socket.socket(fileno=os.dup(listener)) as listening:
+        connection, _ = listening.accept()
+    text, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, MOST_DESCRIPTORS)
+    proxy = connection.detach()
+    if not text:  # the proxy has ended
+        os.close(proxy)
+        return None
+    child = os.fork()
+    if child == 0:
+        become_command(json.loads(text), descriptors, run_module)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return os.pidfd_open(child), proxy
+
+
+def _report_end(command: int, proxy: int) -> None:
+    """Send the exit code of a command, negative for a signal, to its proxy."""
+    ended = os.waitid(os.P_PIDFD, command, os.WEXITED)
+    assert ended is not None
+    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    with contextlib.suppress(OSError):  # the proxy has ended
+        os.write(proxy, str(code).encode())
+    os.close(command)
+    os.close(proxy)
 
 
 def import_all() -> None:
@@ -167,105 +174,17 @@ def read_once() -> None:
         compose("train", words)
 
 
-def become_request(request: Mapping[str, Any]) -> NoReturn:
-    """Turn this fork into the process that `request` would have started."""
-    os.environ.update(request["environment"])
-    os.environ[PARENT_VARIABLE] = str(os.getppid())  # this child must not outlive it
-    os.setsid()
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    stdin = os.open(request["stdin"], os.O_RDONLY)
-    for descriptor, source in enumerate((stdin, log, log)):
-        os.dup2(source, descriptor)
-    os.closerange(3, 256)
-    sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.orig_argv = [sys.executable, "-m", request["module"], *request["words"]]
-    record = Path(request["record"])
-    if request["num_processes"]:
-        from app.process import supervisor as starter
-
-        waiting = [WaitingRank(record) for _ in range(request["num_processes"])]
-        starter.subprocess = SimpleNamespace(  # type: ignore[assignment]
-            PIPE=subprocess.PIPE,
-            Popen=lambda *args, **options: waiting.pop(0).start(*args, **options),
-        )
-    run_module(request["module"], request["words"], record)
-
-
-def run_module(name: str, words: Sequence[str], record: Path | None = None) -> NoReturn:
+def run_module(name: str, words: Sequence[str]) -> NoReturn:
     """Run a verb or another module as `python -m` would, and end this process."""
     from app.process.launch import read_launch
 
     read_launch.cache_clear()  # the environment has changed
-    if record is not None:
-        record_into(record)
+    if record := os.environ.get(RECORD_VARIABLE):
+        record_into(Path(record))
     sys.argv = [f"{name.replace('.', '/')}.py", *words]
     sys.modules.pop(name, None)  # it becomes __main__
     runpy.run_module(name, run_name="__main__", alter_sys=True)
     sys.exit(0)
-
-
-class WaitingRank:
-    """A forked rank process that waits for its start; replaces Popen in the supervisor."""
-
-    def __init__(self, record: Path) -> None:
-        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Descriptors, since a socket object in a later fork could close an unrelated file.
-        self._sender, receiver = (end.detach() for end in pair)
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self._sender)
-            _wait_to_be_rank(receiver, record)
-        os.close(receiver)
-        self.stderr: Any = None
-        self.returncode: int | None = None
-
-    def start(
-        self, command: Sequence[str], *, env: Mapping[str, str], stderr: int, pass_fds: list[int]
-    ) -> WaitingRank:
-        """Start the rank, as `subprocess.Popen` would."""
-        assert command[1:3] == [CHILD, "-m"] and stderr == subprocess.PIPE
-        reader, writer = os.pipe()
-        message = {"module": command[3], "words": list(command[4:])}
-        message |= {"environment": dict(env), "descriptors": pass_fds}
-        with socket.socket(fileno=self._sender) as starter:
-            socket.send_fds(starter, [json.dumps(message).encode()], [writer, *pass_fds])
-        os.close(writer)
-        self.stderr = os.fdopen(reader, "rb", buffering=0)
-        return self
-
-    def poll(self) -> int | None:
-        return self._wait(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        return self._wait(0)
-
-    def _wait(self, options: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def send_signal(self, signum: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signum)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def _wait_to_be_rank(receiver: int, record: Path) -> NoReturn:
-    with socket.socket(fileno=receiver) as starter:
-        text, descriptors, _, _ = socket.recv_fds(starter, MOST_BYTES, 8)
-    if not text:  # the run ended before it started this rank
-        os._exit(0)
-    start = json.loads(text)
-    take_descriptors([0, 1, *descriptors], [0, 1, 2, *start["descriptors"]])
-    os.environ.clear()
-    os.environ.update(start["environment"])
-    run_module(start["module"], start["words"], record)
 
 
 def record_into(folder: Path) -> None:

@@ -18,7 +18,7 @@ from app.strategy.rendezvous import listen
 from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig, build_strategy
 from tests.processes import LONGEST, TWO_RANKS
 from tests.ranks import on_ranks, prepare_strategy
-from tests.reliability.shell import LOG, Shell, end_session, processes_of_session
+from tests.reliability.shell import LOG, Shell, end_command, processes_of_command
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.slow
@@ -92,13 +92,13 @@ def test_a_run_of_two_ranks_listens_on_loopback_only(shell: Shell, tmp_path: Pat
     seen: list[str] = []
     (tmp_path / LOG).touch()
 
-    def record_addresses(pid: int) -> None:
+    def record_addresses(_: int) -> None:
         until = time.monotonic() + LONGEST
         while "\nstep " not in (tmp_path / LOG).read_text() and time.monotonic() < until:
             time.sleep(0.05)
-        for process in processes_of_session(pid):
+        for process in processes_of_command(tmp_path):
             seen.extend(listening(process))
-        end_session(pid)
+        end_command(tmp_path)
 
     words = small_run(*TWO_RANKS, "trainer.max_steps=400", "logger=csv")
     shell.train_into(tmp_path / "run", *words, code=-signal.SIGKILL, meanwhile=record_addresses)
