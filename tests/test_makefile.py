@@ -85,12 +85,6 @@ def test_what_a_gpu_needs_is_installed_where_it_is(
     assert program.endswith("--editable .[dev,gpu]" if gpu else "--editable .[dev]")
 
 
-def test_pairs_are_trained_on_by_a_target_of_their_own(clone: Path) -> None:
-    make(clone, "install")
-    (call,) = make(clone, "train-dpo", "ARGS=trainer.max_steps=2")
-    assert call == "-m app.train +experiment=dpo_quickstart trainer.max_steps=2"
-
-
 def test_eval_trains_first_where_no_training_has_finished(clone: Path) -> None:
     make(clone, "install")
     run = clone / "outputs" / "name" / "time"
@@ -105,62 +99,39 @@ def test_eval_trains_first_where_no_training_has_finished(clone: Path) -> None:
     assert not any("app.train" in call for call in make(clone, "eval"))
 
 
-def test_eval_compare_and_eval_mt_bench_take_data_of_ones_own(clone: Path) -> None:
+JUDGED = (
+    "evaluation=mt_bench evaluation.judge.questions=folder evaluation.judge.url=https://host/v1"
+)
+GATED = "data.datasets=[{path: a.jsonl}] data.test_datasets=[] data.val_set_size=0.99"
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node="
+PYTEST = "--dist loadfile --no-loadscope-reorder --max-worker-restart 1 -m"
+CALLS = {
+    "train-dpo ARGS=seed=2": "-m app.train +experiment=dpo_quickstart seed=2",
+    "eval-compare RUN=there": "-m app.evaluate run=there evaluation.max_regression=0",
+    "eval-compare RUN=there DATA=a.jsonl MAX_REGRESSION=0.02": "-m app.evaluate run=there"
+    f" evaluation.max_regression=0.02 {GATED} evaluation.exact_match=true",
+    "eval-mt-bench RUN=there": "-m tools.sample_judge .venv/bin/python -m app.evaluate run=there"
+    " evaluation=mt_bench",
+    "eval-mt-bench RUN=there DATA=folder JUDGE_URL=https://host/v1 JUDGE=name": "-m app.evaluate"
+    f" run=there {JUDGED} evaluation.judge.model=name",
+    "eval-mmlu RUN=run": "-m app.evaluate run=run evaluation=mmlu",
+    "eval-gsm8k RUN=run DATA=there": "-m app.evaluate run=run evaluation=gsm8k"
+    " evaluation.task_dir=there",
+    "eval-harness RUN=run TASKS=arc_easy,boolq": "-m app.evaluate run=run"
+    " evaluation.harness=[arc_easy,boolq]",
+    "bandwidth RANKS=4 ARGS=seconds=5": f"{TORCHRUN}4 -m app.doctor seconds=5",
+    "bandwidth GPUS=": f"{TORCHRUN}2 -m app.doctor",
+    "test ARGS=tests/config": f"-m pytest -n 2 {PYTEST} not slow tests/config",
+    "test-slow": f"-m pytest -n 3 {PYTEST} slow and not versions",
+    "test-both WORKERS=4": f"-m pytest -n 4 {PYTEST} not versions",
+}
+"""what a person types after `make` -> arguments of the last call of Python"""
+
+
+def test_targets_call_python_with_what_was_typed(clone: Path) -> None:
     make(clone, "install")
-    (gate,) = make(clone, "eval-compare", "RUN=there", "DATA=a.jsonl", "MAX_REGRESSION=0.02")
-    assert gate.startswith("-m app.evaluate run=there evaluation.max_regression=0.02 ")
-    assert "data.datasets=[{path: a.jsonl}] data.test_datasets=[]" in gate
-    (gate,) = make(clone, "eval-compare", "RUN=there")
-    assert gate.split() == ["-m", "app.evaluate", "run=there", "evaluation.max_regression=0"]
-    (offline,) = make(clone, "eval-mt-bench", "RUN=there")
-    assert offline.startswith("-m tools.sample_judge .venv/bin/python -m app.evaluate run=there ")
-    url = ("JUDGE_URL=https://host/v1", "JUDGE=name")
-    (judged,) = make(clone, "eval-mt-bench", "RUN=there", "DATA=folder", *url)
-    assert judged.split() == [
-        "-m",
-        "app.evaluate",
-        "run=there",
-        "evaluation=mt_bench",
-        "evaluation.judge.questions=folder",
-        "evaluation.judge.url=https://host/v1",
-        "evaluation.judge.model=name",
-    ]
-
-
-def test_tasks_are_evaluated_on_data_of_ones_own_or_on_the_samples(clone: Path) -> None:
-    make(clone, "install")
-    for task in ("mmlu", "gsm8k"):
-        for words, ending in (((), ""), (("DATA=there",), " evaluation.task_dir=there")):
-            (call,) = make(clone, f"eval-{task}", "RUN=run", *words)
-            assert call.rstrip() == f"-m app.evaluate run=run evaluation={task}{ending}"
-    *_, call = make(clone, "eval-harness", "RUN=run", "TASKS=arc_easy,boolq")
-    assert call.rstrip() == "-m app.evaluate run=run evaluation.harness=[arc_easy,boolq]"
-    *_, call = make(clone, "eval-harness", "RUN=run")
-    name, folder, allowed = (word.partition("=")[2] for word in call.split()[3:])
-    assert (ROOT / folder / f"{name[1:-1]}.yaml").is_file() and allowed == "true"
-
-
-def test_bandwidth_starts_ranks_by_torchrun(clone: Path) -> None:
-    make(clone, "install")
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node="
-    (call,) = make(clone, "bandwidth", "RANKS=4", "ARGS=strategy=fsdp seconds=5")
-    assert call == f"{torchrun}4 -m app.doctor strategy=fsdp seconds=5"
-    (call,) = make(clone, "bandwidth", "GPUS=/dev/nvidia0 /dev/nvidia1 /dev/nvidia2")
-    assert call.rstrip() == f"{torchrun}3 -m app.doctor"
-    (call,) = make(clone, "bandwidth", "GPUS=")
-    assert call.rstrip() == f"{torchrun}2 -m app.doctor"
-
-
-def test_tests_run_in_two_processes_of_whole_files(clone: Path) -> None:
-    make(clone, "install")
-    (everyday,) = make(clone, "test", "ARGS=tests/config/test_help.py")
-    assert everyday.startswith("-m pytest -n 2 --dist loadfile ")
-    assert everyday.endswith("-m not slow tests/config/test_help.py")
-    both, versions, record = make(clone, "test-all", "WORKERS=4")
-    assert both.startswith("-m pytest -n 4 ") and both.rstrip().endswith("-m not versions")
-    assert versions.rstrip().endswith("-m versions") and record.endswith("tested_versions record")
-    (slow,) = make(clone, "test-slow")
-    assert slow.startswith("-m pytest -n 3 ") and slow.rstrip().endswith("slow and not versions")
+    called = {typed: make(clone, *typed.split(" "))[-1].rstrip() for typed in CALLS}
+    assert called == CALLS
 
 
 def test_the_files_that_are_run_first_are_there() -> None:
