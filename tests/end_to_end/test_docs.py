@@ -1,103 +1,154 @@
-"""Pages of docs/ are correct: answers to questions, runnable Python, choices that compose."""
+"""Commands in the README and docs/ exist and compose, links lead somewhere, and their blocks run.
+
+A word after `bash` states that a block takes minutes or needs something that this machine may not
+have (`needs-hub`, `needs-gpu`, ...).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
-import venv
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import app
 from app import python
 from app.config import compose, load_config
+from app.config.dispatch import VERBS
 from app.process import launch
-from app.strategy.settings import FAMILIES
 from common.errors import UserError
 from tests.conftest import ROOT
-from tests.tiny import small_run
+from tests.processes import LONGEST, user_environment
+from tests.reliability.shell import Shell
 
-PAGES = {page.name: page.read_text() for page in (ROOT / "docs").rglob("*.md")}
-QUESTIONS = re.findall(r"^- \*\*(.+?)\*\*(.+?)(?=^- |^#|\Z)", PAGES["questions.md"], re.M | re.S)
+README = ROOT / "README.md"
+PAGES = {page: page.read_text() for page in (README, *sorted((ROOT / "docs").rglob("*.md")))}
+FENCE = re.compile(r"^```(\w*) ?([\w-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+VERB = re.compile(r"(?:^|\s)(?:-m app\.|loft )(\w+)(.*)")
+PLAIN = {"init", "push", "report", "status"}
+"""verbs without Hydra"""
+ASSIGNED = re.compile(r'\b([A-Z_]+)=("[^"]*"|\S+)')
+BASE = "model.path=data_modules/samples/tiny_base"
+OTHERS = {"source", "seq", "hf", "export", "printf", "echo", "read", "for", "pip", "ollama"}
+"""other programs that occur in blocks"""
+SCHEDULERS = {"kubectl"}
+"""programs that are called with a file of docs/clusters"""
+LARGE = "+experiment=llama8b"
+
+
+class Block(NamedTuple):
+    language: str
+    needs: str
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        joined = re.sub(r" \\\n +", " ", self.text)
+        values = {name: value.strip('"') for name, value in ASSIGNED.findall(joined)}
+        lines = [line for line in joined.splitlines() if line.strip() and line[0] != "#"]
+        return [re.sub(r"\$([A-Z_]+)", lambda at: values.get(at[1], at[0]), line) for line in lines]
+
+
+def blocks_of(page: Path, language: str = "bash") -> list[Block]:
+    blocks = [Block(*found) for found in FENCE.findall(PAGES[page])]
+    return [block for block in blocks if block.language == language]
+
+
+def first_values(word: str) -> str:
+    """Return the override of a sweep's first trial."""
+    word = re.sub(r"(?:choice|interval)\(([^,]+),.*\)", r"\1", word)
+    return word if re.search(r"[\[{]", word) else word.partition(",")[0]
+
+
+def check_verb(verb: str, words: list[str]) -> None:
+    assert find_spec(f"app.{verb}") is not None, verb
+    if verb in PLAIN:
+        files = [*(ROOT / "app").glob(f"{verb}.py"), *(ROOT / "app" / verb).glob("*.py")]
+        source = "".join(file.read_text() for file in files)
+        assert all(re.search(rf"\b{word.split('=')[0]}\b", source) for word in words if "=" in word)
+        return
+    if verb == "doctor":
+        load_config("plan", [word for word in words if not word.startswith(("-", "hub=", "sec"))])
+        return
+    assert verb in VERBS
+    of_a_run = [word for word in words if word.startswith(("run=", "resume=outputs/"))]
+    words = [BASE] * bool(of_a_run) + [word for word in words if word not in of_a_run]
+    if "-m" in words:
+        left_out = ("-m", "+sweep=find_lr")  # conf/sweep is composed in tests/sweep
+        words = [first_values(word) for word in words if word not in left_out]
+    left_out = ["+experiment=mine.yaml"]
+    if any("=s3://" in word for word in words):
+        left_out.append("resume=auto")  # asks the object store for the run's settings
+    load_config(verb, [word for word in words if word not in left_out])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_exist_and_compose(page: Path) -> None:
+    """Only blocks of bash are checked, so other text must not contain commands."""
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for block in blocks_of(page):
+        assert block.needs == "" or block.needs.startswith("needs-"), block.needs
+        subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+        for command in block.commands:
+            first = command.split()[0]
+            if (typed := VERB.search(command)) is not None:
+                check_verb(typed[1], shlex.split(typed[2], comments=True))
+            elif first == "make":
+                assert command.split()[1] in targets, command
+            elif first in SCHEDULERS:
+                files = [word for word in command.split() if word.startswith("docs/")]
+                assert files or command.startswith("kubectl create secret"), command
+                assert all((ROOT / file).is_file() for file in files), command
+            else:
+                assert "=" in first or Path(first).name in OTHERS, command
+    others = [block.text for block in map(Block._make, FENCE.findall(PAGES[page]))]
+    others = [text for text in others if text not in {each.text for each in blocks_of(page)}]
+    prose = FENCE.sub("", PAGES[page])
+    assert not re.search(r"^(python -m|make|torchrun) ", "".join(others), re.MULTILINE)
+    assert not re.search(r"^    (?:python|make|torchrun|loft) ", prose, re.MULTILINE)
+    assert set(re.findall(r"`make ([a-z-]+)", prose)) <= set(targets)
+
+
 ON_A_RUN = ("resume=", "adapter.path=", "+experiment=mine", "-m ", "merge.", "serve.")
 """what needs a finished run, a file, or another verb to compose"""
 
 
-def settings_in(answer: str) -> list[list[str]]:
-    """Return the settings that an answer says to type, as words of a command."""
-    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", answer)]
+def test_what_answers_and_choices_say_to_type_composes() -> None:
+    questions, choosing = (PAGES[ROOT / "docs" / name] for name in ("questions.md", "choosing.md"))
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", questions)]
     settings = [span for span in spans if re.match(r"'?[a-z_.]+=.", span)]
-    return [shlex.split(span) for span in settings if not span.lstrip("'").startswith(ON_A_RUN)]
+    typed = [shlex.split(each) for each in settings if not each.lstrip("'").startswith(ON_A_RUN)]
+    assert len(typed) > 60
+    for words in typed:
+        compose("plan" if words[0].startswith("hardware=") else "train", [LARGE, *words])
+    choices = re.findall(r"`([a-z_.]+=[^`]+)`", "".join(re.findall(r"^\| .*", choosing, re.M)))
+    assert len(choices) > 30
+    for words in choices:
+        load_config("train", [LARGE, *words.split()])
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=[question for question, _ in QUESTIONS])
-def test_what_an_answer_says_to_type_composes(question: tuple[str, str]) -> None:
-    answer = question[1]
-    assert "`" in answer
-    for words in settings_in(answer):
-        verb = "plan" if words[0].startswith("hardware=") else "train"
-        compose(verb, ["+experiment=llama8b", *words])
-
-
-def test_forty_questions_are_answered_and_their_links_lead_somewhere() -> None:
-    assert len(QUESTIONS) >= 50
-    for link in re.findall(r"\]\((\w+\.md)\)", PAGES["questions.md"]):
-        assert link in PAGES
-
-
-GREPPED = {
-    "csv": "data.datasets=mine.jsonl", "columns": "columns: {instruction", "mask": "roles_to_train",
-    "template": "data.chat_template=chatml", "128k": "data.sequence_len=131072",
-    "disk": "data.streaming=true", "streaming": "data.streaming=true", "mix": "mixture.weights",
-    "how much data": "early_stopping_patience", "early stopping": "early_stopping_patience",
-    "overfit": "early_stopping_patience", "validation": "data.val_set_size", "rank": "adapter.r=16",
-    "which lr": "optimizer.lr=", "learning rate": "+sweep=find_lr",
-    "batch size": "trainer.micro_batch_size=auto",
-    "qlora": "quantization=nf4", "full fine-tuning": "adapter=full", "freeze": "adapter=freeze",
-    "classif": "objective=classify", "reward": "objective=reward", "dpo": "objective=dpo",
-    "distill": "objective.teacher=", "new tokens": "model.added_tokens", "will it fit": "app.plan",
-    "out of memory": "recompute=full", "oom": "recompute=full", "slower": "app.doctor",
-    "deepspeed": "strategy=", "4 gpus": "trainer.devices=4", "t4": "trainer.precision=fp16",
-    "colab": "quantization=nf4", "kaggle": "trainer.devices=2", "macos": "trainer.accelerator=cpu",
-    "wsl": "trainer.devices=1", "rocm": "attention=sdpa", "amd": "attention=sdpa",
-    "docker": "--shm-size", "continue": "resume=outputs/mine", "spot": "resume=auto",
-    "preempt": "resume=auto", "checkpoint": "checkpoint.every_steps", "multi-node": "num_nodes=2",
-    "slurm": "trainer.num_nodes=2", "offline": "HF_HUB_OFFLINE=1", "gated": "hf auth login",
-    "wandb": "logger=wandb", "hyperparameter": "adapter.r=8,16", "notebook": "from app import",
-    "loss is 0": "app.preview", "loss is nan": "trainer.precision=bf16",
-    "forgot": "evaluation=mmlu", "never stops": "model.stop_tokens", "reproduc": "seed=7",
-    "gguf": "merge.gguf", "ollama": "merge.gguf",
-    "vllm": "serve.engine=vllm", "several adapters": "merge.adapters", "upload": "app.push",
-    "mmlu": "evaluation=mmlu", "pipx": "loft train", "wheel": "pip install loft",
-}  # fmt: skip
-"""words of a question, as a person searches them -> what its answer says to type"""
-
-
-@pytest.mark.parametrize("words", GREPPED)
-def test_a_search_for_the_words_of_a_question_finds_its_answer(words: str) -> None:
-    """`grep -i`: among at most five answers, on lines that may be broken between the words."""
-    found = [" ".join(f"{question}{answer}".split()) for question, answer in QUESTIONS]
-    found = [text for text in found if re.search(rf"\b{words}", text, re.IGNORECASE)]
-    assert len(found) <= 5 and any(GREPPED[words] in text for text in found), found
-
-
-def python_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGES["python.md"], re.DOTALL)
-
-
-def short(blocks: list[str]) -> list[str]:
-    """Return the blocks with fewer steps and answers."""
-    words = '"trainer": {"max_steps": 20}'
-    assert words in blocks[0] and len(blocks) == 6
-    less = '"trainer": {"max_steps": 2}, "evaluation": {"max_rows": 4}'
-    return [block.replace(words, less) for block in blocks]
+def test_links_of_pages_and_files_of_the_tree_exist() -> None:
+    for page, text in PAGES.items():
+        for link in re.findall(r"\]\(([\w./-]+)[)#]", text):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+    tree = PAGES[README].split("## The tree")[1].split("```")[1]
+    folder, seen = "", 0
+    for indent, name in re.findall(r"^( {0}| {2})(?! )(\S+)", tree.partition("\n")[2], re.M):
+        path = folder + name if indent else name
+        folder = folder if indent else name
+        assert (ROOT / path).exists(), path
+        seen += 1
+    assert seen > 30
 
 
 def test_importing_app_does_not_import_torch_or_hydra() -> None:
@@ -109,31 +160,26 @@ def test_importing_app_does_not_import_torch_or_hydra() -> None:
 
 
 @pytest.mark.slow
-def test_train_does_not_change_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from app.train import train
-
-    for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
-        monkeypatch.delenv(name, raising=False)
-    words = small_run("trainer.max_steps=1", "logger=csv", f"output.dir={tmp_path / 'run'}")
-    config = load_config("train", words)
-    before = copy.deepcopy(config)
-    train(config)
-    assert config == before
-    for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
-        os.environ.pop(name, None)
-
-
-@pytest.mark.slow
 def test_the_blocks_of_the_python_page_run_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In an event loop and without a real standard output, as in a notebook."""
     monkeypatch.setitem(vars(app), "train", python.train)  # as `from app import train` in a script
     monkeypatch.setattr(launch, "_own_run_dir", None)
     monkeypatch.setenv("LOFT_RUN_DIR", "")
     monkeypatch.chdir(tmp_path)
+    first, *others = (block.text for block in blocks_of(ROOT / "docs" / "python.md", "python"))
     names: dict[str, Any] = {}
-    for block in short(python_blocks()):
-        exec(block, names)  # noqa: S102
+    exec(first, names)  # noqa: S102
+    names["config"].trainer.max_steps, names["config"].evaluation.max_rows = 2, 4
+    config, handler = copy.deepcopy(names["config"]), signal.getsignal(signal.SIGINT)
+
+    async def run_the_others() -> None:
+        for block in others:
+            exec(block, names)  # noqa: S102
+
+    asyncio.run(run_the_others())
+    assert names["config"] == config and signal.getsignal(signal.SIGINT) is handler
     run = names["run"]
     assert run.folder == tmp_path / "outputs/from_python" and names["steps"].seen == 2
     assert [row["step"] for row in run.rows if "val/loss" in row] == [0, 1, 2]
@@ -143,68 +189,72 @@ def test_the_blocks_of_the_python_page_run_in_order(
     assert "verdict" in json.loads((run.folder / "verdict.json").read_text())
     with pytest.raises(UserError, match="max_rows"):
         run.evaluate({"output": {"dir": "x"}, "evaluation.max_row": 3})
+    with pytest.raises(ValueError, match="no such option"):  # as a notebook catches it
+        names["load_config"]("train", ["+experiment=no"])
+
+
+class Folder(NamedTuple):
+    """A folder in which a person follows the README."""
+
+    path: Path
+    python: Path
+
+    def start(self, text: str) -> subprocess.Popen[str]:
+        """Run a block in a shell whose working directory is the folder."""
+        others = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return subprocess.Popen(
+            ["bash", "-e", "-c", text],
+            cwd=self.path,
+            env=user_environment() | {"PATH": f"{self.python.parent}:{others}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def paste(self, text: str) -> str:
+        process = self.start(text)
+        output, _ = process.communicate(timeout=LONGEST)
+        assert process.returncode == 0, text + output
+        return output
 
 
 @pytest.mark.slow
-def test_a_notebook_trains_and_uses_the_adapter(tmp_path: Path) -> None:
-    """In a separate environment with jupyter, which uses the packages of this one."""
-    folder = tmp_path / "venv"
-    venv.create(folder, with_pip=False)
-    python = str(folder / "bin" / "python")
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-    install += ["nbclient", "nbformat", "ipykernel"]
-    if subprocess.run(install, check=False).returncode:
-        pytest.skip("no network to install jupyter from")
-    site = next(folder.glob("lib/python*/site-packages"))
-    shared = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "shared.pth").write_text("\n".join([*shared, str(ROOT)]))
-    empty = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
-    codes = ["import signal; before = signal.getsignal(signal.SIGINT)", *short(python_blocks())[:4]]
-    codes.append("assert signal.getsignal(signal.SIGINT) is before")
-    codes.append(
-        'try:\n    load_config("train", ["+experiment=no"])\nexcept ValueError as e: print(e)'
-    )
-    cells = [{**empty, "source": code} for code in codes]
-    file = tmp_path / "train.ipynb"
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    file.write_text(
-        json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 4})
-    )
-    run = (
-        "import jupyter_client, nbformat, nbclient, sys; book = nbformat.read(sys.argv[1], 4); "
-        # By files, since another test may take a port that was free.
-        "manager = jupyter_client.AsyncKernelManager(transport='ipc', ip='kernel'); "
-        "nbclient.NotebookClient(book, km=manager, timeout=900).execute(); "
-        "nbformat.write(book, sys.argv[1])"
-    )
-    done = subprocess.run(
-        [python, "-c", run, str(file)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "outputs/from_python/adapter/adapter_config.json").exists()
-    cells_text = json.dumps(json.loads(file.read_text())["cells"])
-    assert "validation loss" in cells_text and "no such option" in cells_text
-
-
-CHOICES = [
-    words
-    for line in PAGES["choosing.md"].splitlines()
-    if line.startswith("| ")
-    for words in re.findall(r"`([a-z_.]+=[^`]+)`", line)
-]
-
-
-@pytest.mark.parametrize("words", CHOICES)
-def test_overrides_in_choosing_md_compose(words: str) -> None:
-    load_config("train", ["+experiment=llama8b", *words.split()])
-
-
-def test_choosing_md_has_overrides_and_all_strategies() -> None:
-    page = PAGES["choosing.md"]
-    rows = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
-    for row in rows:
-        is_head = row.startswith(("| case", "| if", "| rule", "| not supported"))
-        assert is_head or re.search(r"`[\w.]+(=[^`]+)?`", row), row
-    left_out = {"auto", "zero2_offload", "zero3_nvme", "tp"}
-    for strategy in set(FAMILIES) - left_out:
-        assert f"strategy={strategy}`" in page or f"strategy={strategy} " in page, strategy
+def test_the_first_hour(
+    shell: Shell,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With a CSV file and the tiny base: train, stop, resume, learn, inspect, use, merge."""
+    folder = Folder(tmp_path, Path(shell.python))
+    (tmp_path / "data_modules").mkdir()
+    (tmp_path / "data_modules" / "samples").symlink_to(ROOT / "data_modules" / "samples")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()  # the shell's Python is found already
+    runnable = [block.text for block in blocks_of(README) if not block.needs]
+    mine = next(text for text in runnable if "MODEL=" in text)
+    resume = next(text for text in runnable if "resume=" in text)
+    stopped = folder.start(mine)
+    assert stopped.stdout is not None
+    output = ""
+    for line in stopped.stdout:
+        output += line
+        if re.match(r"step 1/", line):
+            os.killpg(stopped.pid, signal.SIGINT)
+            break
+    output += stopped.stdout.read()
+    assert stopped.wait(LONGEST) == 130 and "to resume: " in output, output
+    assert "step 40/40" in folder.paste(resume)
+    figures = json.loads((tmp_path / "outputs/mine/metrics.json").read_text())
+    assert figures["base/exact_match/mine"] == 0 and figures["tuned/exact_match/mine"] > 0.8
+    for text in runnable:
+        if text not in (mine, resume):
+            folder.paste(text)
+    (uses,) = blocks_of(README, "python")
+    monkeypatch.chdir(tmp_path)
+    exec(uses.text, {})  # noqa: S102
+    assert "assistant\n4 0 6" in capsys.readouterr().out
+    for name in ("mine/adapter", "mine/report.html", "mine/metrics.json", "merged/config.json"):
+        assert (tmp_path / "outputs" / name).exists(), name

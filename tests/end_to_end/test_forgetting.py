@@ -44,10 +44,3 @@ def test_forgetting_is_reported_and_ends_with_exit_code_4(
     metrics = json.loads((tmp_path / "gate" / "metrics.json").read_text())
     assert metrics["change/val/loss/text/low"] > 0.1
     assert metrics["change/val/loss/lists/high"] < 0
-
-
-def test_a_run_without_effect_reports_no_difference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train_into(tmp_path / "run", "optimizer.lr=1e-12", "evaluation.exact_match=true")
-    assert "verdict: no difference\n" in capsys.readouterr().out

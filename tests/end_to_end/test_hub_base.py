@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from huggingface_hub import constants
 
-from tests.conftest import ROOT
 from tests.local_server import Handler, local_server
-from tests.processes import user_environment
-from tests.tiny import TINY_BASE
+from tests.tiny import TINY_BASE, train_into
 
 FIRST, SECOND = "a1" * 20, "b2" * 20
 
@@ -56,45 +52,38 @@ class Hub(Handler):
 
 
 @pytest.fixture
-def hub() -> Iterator[str]:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The cache of the hub's library, which asks the local server."""
     with local_server(Hub) as address:
-        yield address
+        for name, value in (("HF_ENDPOINT", address), ("HF_HOME", str(tmp_path))):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        for name in ("HF_HUB_CACHE", "HF_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        url = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield tmp_path / "hub"
 
 
 @pytest.mark.slow
-def test_the_commit_of_a_hub_base_is_pinned_for_resuming(hub: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    local = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"}
-    environment = user_environment() | local
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
-        environment.pop(name, None)
-
-    def train(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "app.train", *words],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
-
-    words = ["model.path=org/base", f"data.datasets={ROOT}/data_modules/samples/lists.json"]
-    words += ["logger=csv", "evaluation.max_rows=2", "trainer.checkpoint.every_steps=2"]
-    words += ["resume=auto", f"output.dir={folder}"]
-    printed = train(*words, "trainer.max_steps=2")
-    assert "downloading org/base" in printed
-    base = json.loads((folder / "manifest.json").read_text())["base"]
+def test_the_commit_of_a_hub_base_is_pinned_for_resuming(
+    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = ("model.path=org/base", "trainer.checkpoint.every_steps=2", "resume=auto")
+    train_into(run, *words, "trainer.max_steps=2")
+    assert "downloading org/base" in "".join(capfd.readouterr())
+    base = json.loads((run / "manifest.json").read_text())["base"]
     assert (base["path"], base["revision"]) == ("org/base", FIRST)
-    assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["revision"] == FIRST
-    assert FIRST in (folder / "adapter" / "README.md").read_text()
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["revision"] == FIRST
+    assert FIRST in (run / "adapter" / "README.md").read_text()
     Hub.main = SECOND
     Hub.requests.clear()
-    printed = train(*words, "trainer.max_steps=4", "resume_allow=[epochs]")
-    assert json.loads((folder / "manifest.json").read_text())["base"]["revision"] == FIRST
-    assert "step 4/4" in printed
+    train_into(run, *words, "trainer.max_steps=4", "resume_allow=[epochs]")
+    assert json.loads((run / "manifest.json").read_text())["base"]["revision"] == FIRST
+    assert "step 4/4" in "".join(capfd.readouterr())
     assert not any(f"/{SECOND}/" in path or "/main/" in path for _, path in Hub.requests)
-    assert os.path.isdir(tmp_path / "home" / "hub" / "models--org--base" / "snapshots" / FIRST)
+    assert (cache / "models--org--base" / "snapshots" / FIRST).is_dir()

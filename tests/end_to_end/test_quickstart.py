@@ -50,24 +50,3 @@ def test_evaluate_repeats_the_closing_table(
         for run in (folder, default_run)
     )
     assert len(answers) == 10 * len(TASKS) and all(answer in at_the_end for answer in answers)
-
-
-@pytest.mark.slow
-def test_real_data_lowers_the_loss_of_every_data_set(
-    stories: Path, shell: Shell, tmp_path: Path
-) -> None:
-    data = stories.parent.parent
-    files = ("instruct/gsm8k_alpaca.json", "instruct/dolly_hhrlhf.jsonl")
-    files += ("chat/sharegpt_dummy_conversation.json",)
-    datasets = ", ".join(f"{{path: {data / file}}}" for file in files)
-    shell.train_into(
-        tmp_path / "run",
-        f"model.path={stories}",
-        f"data.datasets=[{datasets}]",
-        "trainer.max_steps=15",
-        "trainer.validate_every_steps=15",
-    )
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    names = [Path(file).stem for file in files]
-    for name in names:
-        assert metrics[f"tuned/val/loss/{name}"] < metrics[f"base/val/loss/{name}"] - 0.1

@@ -9,11 +9,9 @@ import pytest
 
 from app.process.logs import LOG_FILE
 from tests.conftest import SCREEN
-from tests.processes import run_verb
 from tests.reliability.shell import Shell
 from tests.terminal import CTRL_C, type_in_terminal
 
-SHORT = ("trainer.max_steps=8", "evaluation.max_rows=4", "evaluation.max_new_tokens=4")
 MOST_LINES = 14
 """limit of the lines before the first step"""
 PROGRESS = re.compile(r"(train|validate|done|stopped|step) .*\d+/\d+ ")
@@ -26,9 +24,9 @@ def lines_before_the_first_step(lines: list[str]) -> list[str]:
     return [line for line in lines[:first] if line]
 
 
-def check_end(lines: list[str], folder: Path, *, third: str) -> None:
+def check_end(lines: list[str], folder: Path) -> None:
     end = "".join(lines[lines.index("next:") :])  # a narrow terminal wraps the paths
-    assert re.findall(r" -m ([\w.]+)", end) == ["app.evaluate", "app.chat", third]
+    assert re.findall(r" -m ([\w.]+)", end) == ["app.evaluate", "app.chat", "tensorboard.main"]
     assert end.endswith(f"run: {folder}")
     assert any("base vs tuned" in line for line in lines)
 
@@ -36,7 +34,8 @@ def check_end(lines: list[str], folder: Path, *, third: str) -> None:
 @pytest.mark.slow
 def test_the_first_run_in_a_terminal(shell: Shell, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    words = ["+experiment=quickstart", *SHORT, f"output.dir={folder}"]
+    words = ["+experiment=quickstart", "trainer.max_steps=8", f"output.dir={folder}"]
+    words += ["evaluation.max_rows=4", "evaluation.max_new_tokens=4"]
     screen = type_in_terminal(shell.python, 80, "app.train", *words)
     assert screen.code == 0, screen.lines
     assert screen.lines[0] == "loading libraries ..."
@@ -45,21 +44,20 @@ def test_the_first_run_in_a_terminal(shell: Shell, tmp_path: Path) -> None:
     (bar,) = (line for line in screen.lines if PROGRESS.match(line))
     assert re.match(r"done ━+ 8/8 loss [\d.]+  val [\d.]+  [\d,]+ tok/s", bar)
     assert len(bar) <= 80
-    check_end(screen.lines, folder, third="tensorboard.main")
+    check_end(screen.lines, folder)
     details = (folder / LOG_FILE).read_text()
     assert "parameter groups of AdamW" in details and "chat template:" in details
 
 
 @pytest.mark.slow
-def test_the_first_run_through_a_pipe(shell: Shell, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    words = ["+experiment=quickstart", *SHORT, "logger=csv", f"output.dir={folder}"]
-    lines = run_verb("train", *words, python=shell.python).splitlines()
+def test_the_quickstart_through_a_pipe(default_run: Path) -> None:
+    output, log = (default_run.parent / SCREEN).read_text(), (default_run / LOG_FILE).read_text()
+    lines = output.splitlines()
     before = lines_before_the_first_step(lines)
     assert before[0] == "loading libraries ..." and len(before) <= MOST_LINES
-    assert "\x1b" not in "".join(lines)
-    assert sum(line.startswith("step ") for line in lines) > 2
-    check_end(lines, folder, third="app.merge")
+    assert "\x1b" not in output and sum(line.startswith("step ") for line in lines) > 2
+    check_end(lines, default_run)
+    assert " WARNING " not in log and "warning" not in output + log
 
 
 @pytest.mark.slow
@@ -74,22 +72,3 @@ def test_the_bar_shows_stopped_after_ctrl_c(shell: Shell, tmp_path: Path) -> Non
     assert bar.startswith("stopped ") and "/300 " in bar
     end = [line for line in screen.lines[screen.lines.index(bar) + 1 :] if line]
     assert end[0].startswith("stopped by SIGINT: step ") and end[1].startswith("to resume: ")
-
-
-@pytest.mark.slow
-def test_bars_of_answers_and_validation_are_erased(
-    shell: Shell, tmp_path: Path, default_run: Path
-) -> None:
-    words = [f"run={default_run}", f"output.dir={tmp_path / 'evaluation'}"]
-    words.append(
-        f"data.cache_dir={tmp_path}"
-    )  # the run's settings may name the cache of another test worker
-    screen = type_in_terminal(shell.python, 80, "app.evaluate", *words, "evaluation.max_rows=8")
-    assert screen.code == 0 and not any("-answers-" in line for line in screen.lines)
-    assert screen.lines[0] == "loading libraries ..."
-
-
-@pytest.mark.slow
-def test_the_quickstart_logs_no_warnings(default_run: Path) -> None:
-    output, log = (default_run.parent / SCREEN).read_text(), (default_run / LOG_FILE).read_text()
-    assert " WARNING " not in log and "warning" not in output + log
