@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -63,6 +62,16 @@ MODELS = {
 }
 
 
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= bound * tensor.norm(), name
+
+
 def losses_of(model: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Return sum, losses and gradients of trainable parameters, from `head_loss`."""
     ids, weights = random_ids(2), torch.rand(2, 16, generator=torch.Generator().manual_seed(2))
@@ -71,8 +80,7 @@ def losses_of(model: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     model.zero_grad()
     total, losses = head_loss(model, {"input_ids": ids, "use_cache": False}, labels, weights)
     total.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return total.detach(), losses, labels, grads
+    return total.detach(), losses, labels, gradients_of(model)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -85,9 +93,7 @@ def test_loss_and_gradients_equal_those_of_the_logits(kind: str) -> None:
     total, losses, _, grads = losses_of(model)
     assert total.item() == pytest.approx(plain_total.item(), rel=1e-6)
     assert torch.allclose(losses, plain_losses, rtol=1e-5, atol=1e-6)
-    assert grads.keys() == plain_grads.keys()
-    for name, grad in grads.items():
-        assert (grad - plain_grads[name]).norm() <= 1e-5 * plain_grads[name].norm(), name
+    assert_near(grads, plain_grads, 1e-5)
 
 
 @pytest.mark.parametrize("kind", [*MODELS, "t5"])
@@ -108,11 +114,8 @@ def test_log_probabilities_and_gradients_equal_those_of_the_logits(kind: str) ->
         assert log_probs.shape == labels.shape
         chosen, rejected = log_probs.sum(1)
         (-torch.nn.functional.logsigmoid((chosen - rejected) / 100)).backward()
-        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        found.append({"log_probs": log_probs.detach(), **grads})
-    assert found[0].keys() == found[1].keys()
-    for name, plain in found[0].items():
-        assert (found[1][name] - plain).norm() <= 1e-5 * plain.norm(), name
+        found.append({"log_probs": log_probs.detach(), **gradients_of(model)})
+    assert_near(found[1], found[0], 1e-5)
 
 
 def test_a_fused_head_keeps_logits_and_parameter_names() -> None:
@@ -133,11 +136,7 @@ def test_a_head_with_an_adapter_returns_logits() -> None:
     assert total.isfinite()
 
 
-@pytest.mark.parametrize("factor", [2.0, 1.001])
-def test_modified_logits_are_detected_and_logged(
-    factor: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = tiny_llama()
+def modify_logits(model: Any, factor: float) -> None:
     forward = model.forward
 
     def changed(*args: Any, **kwargs: Any) -> Any:
@@ -146,6 +145,14 @@ def test_modified_logits_are_detected_and_logged(
         return output
 
     model.forward = changed
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.001])
+def test_modified_logits_are_detected_and_logged(
+    factor: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_llama()
+    modify_logits(model, factor)
     fuse_head(model)
     with caplog.at_level(logging.INFO):
         check_head_loss(model, "eager")
@@ -225,15 +232,9 @@ def test_a_class_that_fsdp_derived_from_a_head_is_kept() -> None:
 
     model = tiny_llama()
     fuse_head(model)
-    head, forward = model.get_output_embeddings(), model.forward
+    head = model.get_output_embeddings()
     head.__class__ = type("UnitLossHead", (Unit, LossHead), {})
-
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        output.logits = output.logits * 2.0
-        return output
-
-    model.forward = changed
+    modify_logits(model, 2.0)
     check_head_loss(model, "eager")
     assert isinstance(head, Unit) and not isinstance(head, LossHead)
     assert head(torch.ones(1, 1, head.in_features)).shape == (1, 1, head.out_features)
@@ -268,16 +269,6 @@ def plain(
     return (losses * loss_weights).sum(), losses
 
 
-def gradients(function: Any, tensors: list[Tensor], **more: Any) -> list[Tensor]:
-    leaves = [tensor.clone().requires_grad_() for tensor in tensors[:2]]
-    bias = more.pop("bias", None)
-    leaves += [bias.clone().requires_grad_()] if bias is not None else []
-    options = {"bias": leaves[2]} if bias is not None else {}
-    total, _ = function(*leaves[:2], *tensors[2:], **options, **more)
-    (total * 0.25).backward()
-    return [leaf.grad for leaf in leaves]
-
-
 def by_torch(
     logits: Tensor, labels: Tensor, losses: Tensor, softcap: float | None, *, writes_gradient: bool
 ) -> None:
@@ -301,26 +292,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("chunk", "has_bias", "softcap", "kernel"), CASES)
-def test_it_equals_the_plain_loss_and_its_gradients(
-    chunk: int, has_bias: bool, softcap: float | None, kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recompute, "LOGITS_PER_CHUNK", chunk * VOCABULARY)
-    tensors = case(23)
-    more: dict[str, Any] = {"softcap": softcap}
-    more |= {"bias": torch.randn(VOCABULARY)} if has_bias else {}
-    fused = partial(linear_cross_entropy, kernel=kernel)
-    ours, theirs = fused(*tensors, **more), plain(*tensors, **more)
-    assert ours[0].item() == pytest.approx(theirs[0].item(), rel=1e-6)
-    assert torch.allclose(ours[1].double(), theirs[1], rtol=1e-5, atol=1e-6)
-    for one, other in zip(
-        gradients(fused, tensors, **more),
-        gradients(plain, tensors, **more),
-        strict=True,
-    ):
-        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
-
-
 def preference(log_probs: Tensor) -> Tensor:
     """A loss of two halves, in which no position's weight is known before all are."""
     half = len(log_probs) // 2
@@ -328,27 +299,33 @@ def preference(log_probs: Tensor) -> Tensor:
     return -torch.nn.functional.logsigmoid(margin - margin.detach() + 0.3)
 
 
+@pytest.mark.parametrize("of_log_probs", [False, True])
 @pytest.mark.parametrize(("chunk", "has_bias", "softcap", "kernel"), CASES)
-def test_log_probabilities_and_gradients_of_a_loss_of_all_of_them(
-    chunk: int, has_bias: bool, softcap: float | None, kernel: Any, monkeypatch: pytest.MonkeyPatch
+def test_values_and_gradients_equal_those_of_the_whole_logits(
+    chunk: int,
+    has_bias: bool,
+    softcap: float | None,
+    kernel: Any,
+    of_log_probs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recompute, "LOGITS_PER_CHUNK", chunk * VOCABULARY)
-    hidden, weight, labels, _ = case(23)
-    ones = torch.ones(23)
-    bias = torch.randn(VOCABULARY) if has_bias else None
+    hidden, weight, labels, weights = case(23)
+    own = [hidden, weight, *([torch.randn(VOCABULARY)] if has_bias else [])]
     found = []
     for is_plain in (False, True):
-        leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
-        leaves += [bias.clone().requires_grad_()] if bias is not None else []
-        own_bias = leaves[2] if has_bias else None
-        if is_plain:
-            log_probs = -plain(*leaves[:2], labels, ones, own_bias, softcap)[1]
+        leaves = [each.clone().requires_grad_() for each in own]
+        given = {"bias": leaves[2] if has_bias else None, "softcap": softcap}
+        given |= {} if is_plain else {"kernel": kernel}
+        if of_log_probs and not is_plain:
+            values = linear_log_probs(*leaves[:2], labels, **given)
         else:
-            log_probs = linear_log_probs(
-                *leaves[:2], labels, bias=own_bias, softcap=softcap, kernel=kernel
-            )
-        preference(log_probs).backward()
-        found.append((log_probs.detach().double(), *(leaf.grad for leaf in leaves)))
+            one = plain if is_plain else linear_cross_entropy
+            total, values = one(*leaves[:2], labels, weights, **given)
+            values = -values if of_log_probs else values
+        loss = preference(values) if of_log_probs else total * 0.25
+        loss.backward()
+        found.append((loss.double(), values.detach().double(), *(leaf.grad for leaf in leaves)))
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
     assert all(each.abs().max() > 0.01 for each in found[0])
@@ -414,10 +391,11 @@ def test_weight_gradients_do_not_lose_small_parts_in_half_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recompute, "LOGITS_PER_CHUNK", VOCABULARY)  # one position a chunk
-    tensors = case(600, dtype=torch.bfloat16)
-    ours = gradients(linear_cross_entropy, tensors)[1].float()
-    exact = gradients(plain, [tensor.float() for tensor in tensors[:2]] + tensors[2:])[1]
-    assert (ours - exact).norm() / exact.norm() < 1e-2
+    hidden, weight, *rest = case(600, dtype=torch.bfloat16)
+    exact = weight.float().requires_grad_()
+    linear_cross_entropy(hidden, weight.requires_grad_(), *rest)[0].backward()
+    plain(hidden.float(), exact, *rest)[0].backward()
+    assert (weight.grad.float() - exact.grad).norm() / exact.grad.norm() < 1e-2
 
 
 @pytest.mark.gpu

@@ -34,8 +34,8 @@ from app.model.kernels import (
 )
 from app.model.recompute import RecomputeConfig, apply_recompute
 from tests.families import tiny_family
+from tests.model.test_head import assert_near, causal, gradients_of, losses_of
 from tests.model.test_head import by_torch as cross_entropy_by_torch
-from tests.model.test_head import causal, losses_of
 from tests.operators import Operators
 from tests.tiny import move, random_ids, tiny_llama
 
@@ -165,22 +165,24 @@ def test_fused_layers_are_equal_and_can_be_restored(
         model.get_submodule(name).training = True
     fused_total, _, _, fused_grads = losses_of(model)
     assert fused_total.item() == pytest.approx(total.item(), rel=1e-6)
-    assert grads.keys() == fused_grads.keys()
-    for name, grad in fused_grads.items():
-        assert (grad - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
+    assert_near(fused_grads, grads, 1e-5)
     unfuse_layers(model)
     assert fused_of(model) == []
     assert losses_of(model)[0].item() == total.item()
 
 
-def packed_losses(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and gradients of a row of two documents, in training mode."""
+def trained(model: Any, ids: Tensor, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss and gradients of rows."""
     model.zero_grad()
-    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
-    ids = random_ids(1, 12)
-    loss = model(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss
+    loss = model(input_ids=ids, labels=ids, use_cache=False, **inputs).loss
     loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+    return loss.detach(), gradients_of(model)
+
+
+def packed_losses(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss and gradients of a row of two documents."""
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    return trained(model, random_ids(1, 12), position_ids=positions)
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("qwen3", "selective"), ("gemma3_text", "none")])
@@ -199,8 +201,7 @@ def test_rope_is_replaced_by_one_kernel(
     assert "rope, proven equal" in caplog.text
     turned, turned_grads = packed_losses(model)
     assert turned.item() == pytest.approx(loss.item(), rel=1e-6)
-    for name, grad in turned_grads.items():
-        assert (grad - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
+    assert_near(turned_grads, grads, 1e-5)
     with torch.no_grad():
         assert torch.equal(vars(home)[ROPE](*angles())[0], own(*angles())[0])  # evaluated
     with without_dropout(model):  # compared with a training step
@@ -305,7 +306,7 @@ def test_products_add_the_gradients_of_later_micro_batches(
             for tokens in (12, 16, 20):
                 model(input_ids=random_ids(2, tokens)).logits.square().mean().backward()
         counted.append((operators.counts["aten::add_.Tensor"], operators.counts["aten::addmm_"]))
-        return {name: weight.grad for name, weight in model.named_parameters()}
+        return gradients_of(model)
 
     counted: list[tuple[int, int]] = []
     exact = gradients()
@@ -313,8 +314,7 @@ def test_products_add_the_gradients_of_later_micro_batches(
     if mode == "chunks":
         chunk_feed_forwards(model)
     assert len([m for m in model.modules() if is_accumulated(m)]) == 15
-    for name, grad in gradients().items():
-        assert (grad - exact[name]).norm() <= 1e-6 * exact[name].norm(), name
+    assert_near(gradients(), exact, 1e-6)
     # Both later micro-batches, and the head; a feed-forward in chunks sums their gradients first.
     (plain_adds, no_products), (adds, products) = counted
     assert (no_products, products) == (0, 2 * (9 if mode == "chunks" else 15))
@@ -390,25 +390,16 @@ def test_norms_are_fused_on_a_cpu(kind: str, dtype: torch.dtype) -> None:
     fused_total, _, _, fused_grads = losses_of(model)
     bound = 1e-5 if dtype == torch.float32 else 0.05
     assert fused_total.item() == pytest.approx(total.item(), rel=bound)
-    for name, grad in fused_grads.items():
-        assert (grad - grads[name]).norm() <= bound * grads[name].norm(), name
+    assert_near(fused_grads, grads, bound)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("llama", 16), ("qwen2", 64)])
 def test_trainable_linear_layers_are_fused_on_a_cpu(kind: str, tokens: int) -> None:
-    model = causal(kind)
-    ids = torch.randint(0, 32, (1, tokens), generator=torch.Generator().manual_seed(0))
-
-    def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters()}
-
-    own = gradients()
+    model, ids = causal(kind).train(), random_ids(1, tokens)
+    _, own = trained(model, ids)
     fuse_layers(model)
     assert sum("proj" in name for name in fused_of(model)) == 7 * len(model.model.layers)
-    for name, grad in gradients().items():
-        assert (grad - own[name]).norm() <= 1e-5 * own[name].norm(), name
+    assert_near(trained(model, ids)[1], own, 5e-5)
 
 
 @pytest.mark.parametrize(
@@ -420,22 +411,12 @@ def test_losses_and_gradients_of_every_architecture_are_equal(
 ) -> None:
     if on_gpu:
         install()
-    model = tiny_family(family).train()
-    ids = random_ids(2, 64)
-
-    def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    own = gradients()
+    model, ids = tiny_family(family).train(), random_ids(2, 64)
+    _, own = trained(model, ids)
     with caplog.at_level(logging.INFO):
         fuse_layers(model)
     assert fused_of(model) and "broken" not in caplog.text
-    fused = gradients()
-    assert own.keys() == fused.keys()
-    for name, grad in fused.items():
-        assert (grad - own[name]).norm() <= 1e-4 * own[name].norm(), name
+    assert_near(trained(model, ids)[1], own, 1e-4)
 
 
 class Limited(LlamaMLP):
@@ -505,17 +486,7 @@ def test_liger_kernels_are_used_and_equal_in_training(dtype: torch.dtype, adapte
     if adapter == "lora":
         model = apply_adapter(model, LoraConfig(r=4, dropout=0.0), half_precision=True)
     ids = random_ids(2, 64).cuda()
-
-    def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    own = gradients()
+    _, own = trained(model, ids)
     fuse_layers(model)
     assert len(fused_of(model)) == 13
-    fused = gradients()
-    assert own.keys() == fused.keys()
-    bound = 20 * torch.finfo(dtype).eps
-    for name, grad in fused.items():
-        assert (grad - own[name]).norm() <= bound * own[name].norm(), name
+    assert_near(trained(model, ids)[1], own, 20 * torch.finfo(dtype).eps)

@@ -65,14 +65,23 @@ def num_fused(model: Any) -> int:
     return sum(isinstance(module, kinds) for module in model.modules())
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("architecture", ["llama", "t5"])
-def test_values_and_gradients_equal_peft(architecture: str, dropout: float) -> None:
-    plain, fused = pair(TINY[architecture](), dropout=dropout)
-    assert num_fused(fused) == sum(".lora_A." in name for name, _ in fused.named_parameters())
+def check_against_peft(plain: Any, fused: Any, bound: float = 1e-5) -> None:
     (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
     assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
-    assert distance(grads, truths) < 1e-5
+    assert distance(grads, truths) < bound
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["llama", "t5", "4 bits"])
+def test_values_and_gradients_equal_peft(
+    kind: str, dropout: float, request: pytest.FixtureRequest
+) -> None:
+    if kind == "4 bits":
+        request.getfixturevalue("on_a_gpu")
+    plain, fused = pair(in_4_bits() if kind == "4 bits" else TINY[kind](), dropout=dropout)
+    assert num_fused(fused) == sum(".lora_A." in name for name, _ in fused.named_parameters())
+    assert num_fused(plain) == 0
+    check_against_peft(plain, fused)
 
 
 @pytest.mark.parametrize(
@@ -180,17 +189,6 @@ def test_casts_that_are_left_out_change_no_bit(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_values_and_gradients_on_a_4_bit_base_equal_peft(dropout: float) -> None:
-    plain, fused = pair(in_4_bits(), dropout=dropout)
-    assert num_fused(fused) == 14
-    assert num_fused(plain) == 0
-    (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
-    assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
-    assert distance(grads, truths) < 1e-5
-
-
-@pytest.mark.usefixtures("on_a_gpu")
 def test_autocast_gradients_on_a_4_bit_base_are_as_exact_as_those_of_peft() -> None:
     plain, fused = pair(in_4_bits(torch.bfloat16))
     exact, _ = pair(in_4_bits())
@@ -265,9 +263,7 @@ def test_layers_with_one_input_are_grouped_and_give_the_same_results(make: Any, 
     apply_recompute(base, RecomputeConfig(mode=mode))
     plain, fused = pair(base, rank_pattern={"k_proj": 2}, alpha_pattern={"k_proj": 16.0})
     assert grouped(fused) == 4  # q, k, v and gate, up of two layers
-    (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
-    assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
-    assert distance(grads, truths) < 1e-5
+    check_against_peft(plain, fused)
     layer = fused.base_model.model.model.layers[1]
     members = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
     assert members[0].group.layers == members
@@ -291,9 +287,7 @@ def test_only_compatible_layers_are_grouped(
 ) -> None:
     plain, fused = pair(TINY[architecture](), **settings)
     assert grouped(fused) == count
-    (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
-    assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
-    assert distance(grads, truths) < 3e-5
+    check_against_peft(plain, fused, 3e-5)
 
 
 def test_a_grouped_layer_with_another_input_computes_alone() -> None:

@@ -30,7 +30,7 @@ from app.model.layers import (
     layer_numbers,
 )
 from common.errors import UserError
-from tests.families import on_meta, tiny_family
+from tests.families import tiny_family
 from tests.tiny import move, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 TIED, UNTIED = describe_model(tiny_llama()), describe_model(tiny_llama(tie_word_embeddings=False))
@@ -176,12 +176,7 @@ def test_a_saved_adapter_on_an_uncalled_module_is_not_continued(tmp_path: Path) 
 
 def test_bypassed_linears_by_model_type() -> None:
     assert find_bypassed_linears("longcat_flash") == ("classifier",)  # its router
-    assert (
-        find_bypassed_linears("llama")
-        == find_bypassed_linears("new")
-        == find_bypassed_linears(None)
-        == ()
-    )
+    assert not any(map(find_bypassed_linears, ("llama", "new", None)))
 
 
 def test_unknown_properties_of_a_base_are_not_checked() -> None:
@@ -209,20 +204,6 @@ def test_a_catastrophic_expression_is_refused_in_time(monkeypatch: pytest.Monkey
     assert " is a regular expression that takes more than 1 s" in problem
 
 
-@pytest.mark.parametrize(
-    ("kind", "prefix"),
-    [
-        ("llama", "model.layers"),
-        ("gpt2", "transformer.h"),
-        ("falcon", "transformer.h"),
-    ],
-)
-def test_the_layers_of_causal_models(kind: str, prefix: str) -> None:
-    assert decoder_layers(on_meta(kind, num_hidden_layers=3)) == [
-        f"{prefix}.{number}" for number in range(3)
-    ]
-
-
 def test_encoder_layers_come_before_decoder_layers() -> None:
     t5 = decoder_layers(tiny_t5(num_decoder_layers=3))
     assert t5 == [
@@ -237,7 +218,6 @@ def test_layers_are_found_below_an_adapter() -> None:
     adapted = apply_adapter(tiny_gpt2(), LoraConfig(r=2), half_precision=False)
     names = decoder_layers(adapted)
     assert names == [f"base_model.model.transformer.h.{number}" for number in range(2)]
-    assert [type(adapted.get_submodule(name)).__name__ for name in names] == ["GPT2Block"] * 2
 
 
 @pytest.mark.parametrize(
