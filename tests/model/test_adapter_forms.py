@@ -88,10 +88,14 @@ def test_each_form_is_used_as_peft_does_or_refused(
         with pytest.raises(UserError, match=why):
             load_adapter(base(is_tied=is_tied), tmp_path, trainable=True)
         return
-    continued = load_adapter(base(is_tied=is_tied), tmp_path, trainable=True)
+    check_continued(tmp_path, is_tied=is_tied)
+
+
+def check_continued(folder: Path, *, is_tied: bool) -> None:
+    continued = load_adapter(base(is_tied=is_tied), folder, trainable=True)
     move(continued)
-    save_adapter(continued, tmp_path / "saved")
-    assert verify_adapter(continued, tmp_path / "saved", {"input_ids": IDS}) < 1e-5
+    save_adapter(continued, folder / "saved")
+    assert verify_adapter(continued, folder / "saved", {"input_ids": IDS}) < 1e-5
 
 
 @pytest.mark.parametrize("what", ["other values", "more rows"])
@@ -193,10 +197,7 @@ def test_settings_of_ia3_are_used_as_peft_does(settings: dict[str, Any], tmp_pat
     logits = make_ia3(tmp_path, **settings)
     loaded = load_adapter(base(is_tied=False), tmp_path)
     torch.testing.assert_close(loaded(IDS).logits, logits)
-    continued = load_adapter(base(is_tied=False), tmp_path, trainable=True)
-    move(continued)
-    save_adapter(continued, tmp_path / "saved")
-    assert verify_adapter(continued, tmp_path / "saved", {"input_ids": IDS}) < 1e-5
+    check_continued(tmp_path, is_tied=False)
 
 
 def test_settings_of_ia3_that_are_refused(tmp_path: Path) -> None:

@@ -19,11 +19,7 @@ from transformers.masking_utils import (
 )
 
 from app.model.attention import attend, attention_implementation, generation_attention
-from app.model.attention.attend import (
-    MaskRule,
-    attend_by_document,
-    build_mask_rule,
-)
+from app.model.attention.attend import MaskRule, attend_by_document, build_mask_rule
 from app.model.attention.documents import group_documents
 from app.model.attention.inputs import _dense_mask, has_attention
 from app.model.attention.varlen import VarlenKernel, attend_by_boundaries

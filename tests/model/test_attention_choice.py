@@ -24,11 +24,7 @@ from transformers import (
 )
 
 from app.model.architecture import model_class
-from app.model.attention import (
-    AttentionConfig,
-    backends,
-    choose_backend,
-)
+from app.model.attention import AttentionConfig, backends, choose_backend
 from common.errors import ENVIRONMENT_ERROR, USER_ERROR, exit_code
 from tests.model.test_attention_varlen import varlen_2_10, varlen_2_13
 from tests.tiny import tiny_llama, tiny_t5
@@ -147,20 +143,14 @@ def test_auto_chooses_a_backend_that_supports_the_model(
     assert choose(model=model).backend == with_flash
 
 
-@pytest.mark.parametrize(
-    ("kind", "version", "backend"),
-    [
-        ("umt5", "5.17.0", "eager"),
-        ("umt5", "5.18.0", "sdpa"),
-    ],
-)
 def test_encoder_decoder_models_of_older_transformers_run_eager(
-    kind: str, version: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The first import of a model's code replaces the module `transformers`.
-    importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-    assert choose(model=AutoConfig.for_model(kind)).backend == backend
+    importlib.import_module("transformers.models.umt5.modeling_umt5")
+    for version, backend in (("5.17.0", "eager"), ("5.18.0", "sdpa")):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+        assert choose(model=AutoConfig.for_model("umt5")).backend == backend
 
 
 def test_a_window_needs_a_pytorch_with_windows(

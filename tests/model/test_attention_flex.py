@@ -14,9 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import Gemma2Config, Gemma2ForCausalLM
 from transformers.integrations import flex_attention
 
-from app.model.attention import (
-    attention_implementation,
-)
+from app.model.attention import attention_implementation
 from app.model.attention.inputs import FLEX_BLOCK, block_mask
 from tests.model.test_attention_varlen import assert_same, mistral, run
 from tests.tiny import probe, tiny_llama

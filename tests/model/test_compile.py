@@ -19,10 +19,7 @@ from app.model.attention import attention_implementation
 from app.model.head import fuse_head
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.training import compilation as compiling
-from app.training.compilation import (
-    CompiledLayers,
-    num_compiled_graphs,
-)
+from app.training.compilation import CompiledLayers, num_compiled_graphs
 from app.training.objective.objective import DatasetSums, Sft, batch_loss
 from common.errors import Origin, UserError
 from data_modules.collator import Batch, Collator

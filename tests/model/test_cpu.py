@@ -8,10 +8,7 @@ from torch import Tensor
 
 from app.model import cpu
 from app.model.attention import attend
-from app.model.attention.documents import (
-    DocumentSpan,
-    group_documents,
-)
+from app.model.attention.documents import DocumentSpan, group_documents
 
 
 def parts(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:

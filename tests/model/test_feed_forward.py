@@ -11,12 +11,7 @@ from torch import Tensor
 from app.model import kernels
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
-from app.model.kernels import (
-    FusedGate,
-    chunk_feed_forwards,
-    unfuse_layers,
-    without_dropout,
-)
+from app.model.kernels import FusedGate, chunk_feed_forwards, unfuse_layers, without_dropout
 from app.model.layers import repeated_layers
 from tests.strategy.context_training import LLAMA
 from tests.tiny import built

@@ -42,19 +42,13 @@ def test_files_are_read_to_the_device(device_maps: list[Any]) -> None:
     build(device=DEVICE, on_host=True)
     build(device=torch.device("cpu"))
     build()
-    assert device_maps == [{"": DEVICE}, {"": "cpu"}, None, None]
-
-
-def test_a_quantized_model_for_the_cpu_is_never_read_to_a_gpu(device_maps: list[Any]) -> None:
-    """Without a device map, transformers would read it to a GPU if there is one."""
-    build(method="nf4", device=torch.device("cpu"))
-    assert device_maps == [{"": torch.device("cpu")}]
-
-
-def test_a_strategy_that_shards_nothing_asks_for_its_device(device_maps: list[Any]) -> None:
     SingleDevice(DEVICE).build_model(build)
     SingleDevice("cpu").build_model(build)
-    assert device_maps == [{"": DEVICE}, None]
+    # Without a device map, transformers would read a quantized one to a GPU if there is one.
+    build(method="nf4", device=torch.device("cpu"))
+    by_strategy = [{"": DEVICE}, None]
+    host = {"": torch.device("cpu")}
+    assert device_maps == [{"": DEVICE}, {"": "cpu"}, None, None, *by_strategy, host]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,7 @@ import pytest
 import torch
 from transformers import T5ForConditionalGeneration
 
-from app.model.adapter import (
-    LoraConfig,
-    apply_adapter,
-    find_targets,
-    probe_logits,
-    save_adapter,
-)
+from app.model.adapter import LoraConfig, apply_adapter, find_targets, probe_logits, save_adapter
 from app.model.description import describe_model
 from app.model.recompute import RecomputeConfig, apply_recompute
 from tests.families import on_meta, tiny_family

@@ -15,7 +15,15 @@ from app.model import fp8, kernels
 from app.model.adapter import gated, hold_transposed
 from app.model.adapter.gated import by_operators
 from app.model.recompute import RecomputeConfig, apply_recompute
-from tests.model.test_lora_fused import distance, grouped, in_4_bits, inputs_of, outcome, pair
+from tests.model.test_lora_fused import (
+    check_against_peft,
+    distance,
+    grouped,
+    in_4_bits,
+    inputs_of,
+    outcome,
+    pair,
+)
 from tests.tiny import tiny_llama
 
 CPU = torch.device("cpu")
@@ -89,9 +97,7 @@ def test_values_and_gradients_equal_peft(make: Any, mode: str) -> None:
     apply_recompute(base, RecomputeConfig(mode=mode))
     plain, fused = pair(base, alpha=12.0, alpha_pattern={"down_proj": 2.0})
     assert joined(fused) == 2
-    (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
-    assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
-    assert distance(grads, truths) < 1e-5
+    check_against_peft(plain, fused)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -163,26 +169,18 @@ def test_a_resumed_run_takes_the_kernel_that_its_checkpoint_names(
 
 @pytest.mark.parametrize("is_gelu", [False, True])
 def test_kernels_that_compute_something_else_are_found(is_gelu: bool) -> None:
-    assert gated._are_equal(STANDIN, CPU, is_gelu)
-    for number in range(4):
+    checks: list[Any] = [gated._are_equal] * 4 + [gated._quantizes_equally] * 2
+    for number, is_right in enumerate(checks):
 
         def wrong(*given: Any, is_gelu: bool, number: int = number) -> tuple[Tensor, ...]:
             found = list(_backward(*given, is_gelu=is_gelu))
-            found[number] = 1.05 * found[number]
+            wrong = slice(number, number + 1 if number < 4 else None)
+            found[wrong] = [(1.05 * each.float()).to(each) for each in found[wrong]]
             return tuple(found)
 
+        assert is_right(STANDIN, CPU, is_gelu)
         differing = SimpleNamespace(**vars(STANDIN) | {"backward": wrong})
-        assert not gated._are_equal(differing, CPU, is_gelu)  # type: ignore[arg-type]
-    assert gated._quantizes_equally(STANDIN, CPU, is_gelu)
-    for number in range(4, 6):
-
-        def coarse(*given: Any, is_gelu: bool, number: int = number) -> tuple[Tensor, ...]:
-            found = list(_backward(*given, is_gelu=is_gelu))
-            found[number:] = [(1.05 * each.float()).to(each) for each in found[number:]]
-            return tuple(found)
-
-        differing = SimpleNamespace(**vars(STANDIN) | {"backward": coarse})
-        assert not gated._quantizes_equally(differing, CPU, is_gelu)  # type: ignore[arg-type]
+        assert not is_right(differing, CPU, is_gelu)
     other = SimpleNamespace(
         **vars(STANDIN)
         | {"forward": lambda *given, is_gelu: by_operators(*given, is_gelu=not is_gelu)}

@@ -42,15 +42,7 @@ from tests.families import tiny_family
 from tests.model.test_experts import tiny_mixture
 from tests.multimodal import tiny_multimodal
 from tests.processes import LONGEST
-from tests.tiny import (
-    move,
-    probe,
-    probe_of,
-    save_with_tokenizer,
-    tiny_gpt2,
-    tiny_llama,
-    tiny_t5,
-)
+from tests.tiny import move, probe, probe_of, save_with_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
 
 Model = Any
 
@@ -72,6 +64,19 @@ def make_adapter(
     move(adapted, seed=seed)
     save_adapter(adapted, folder)
     return adapted.eval()
+
+
+def by_peft(
+    base: Path, folder: Path, targets: list[str], experts: list[str] | None = None, **how: Any
+) -> Model:
+    """Save an adapter that stock peft has made; return base + adapter."""
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=targets, target_parameters=experts)
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    move(adapted)
+    adapted.save_pretrained(folder, **how)
+    return adapted
 
 
 def merged(
@@ -146,14 +151,10 @@ def test_a_merge_in_bf16_is_within_its_bound(name: str, tmp_path: Path) -> None:
 
 
 def test_a_head_that_only_the_adapter_changed_is_untied(tmp_path: Path) -> None:
-    import peft
-
     base = tmp_path / "base"
     tiny_llama().save_pretrained(base)
-    config = peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"])
-    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    move(adapted)
-    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    targets = ["embed_tokens", "q_proj"]
+    adapted = by_peft(base, tmp_path / "adapter", targets, save_embedding_layers=False)
     read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged", torch.float32)
     assert not read.config.tie_word_embeddings
     assert difference(adapted.eval(), read).is_within(BOUNDS["float32"])
@@ -162,13 +163,8 @@ def test_a_head_that_only_the_adapter_changed_is_untied(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_equal", [True, False])
 def test_a_head_is_tied_as_the_files_say(is_equal: bool, tmp_path: Path) -> None:
     """config.json says tied; the files hold a head of their own, or a copy of the embedding."""
-    import peft
-
     base, adapter = with_head(tiny_llama(tie_word_embeddings=True), tmp_path, is_equal=is_equal)
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj"])
-    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
-    move(adapted)
-    adapted.save_pretrained(adapter)
+    adapted = by_peft(base, adapter, ["q_proj"])
     read = merged(base, [(adapter, 1.0)], tmp_path / "merged", torch.float32)
     assert read.config.tie_word_embeddings == is_equal
     assert difference(adapted.eval(), read).is_within(BOUNDS["float32"])
@@ -203,21 +199,13 @@ def test_a_shared_weight_with_different_changes_is_refused(tmp_path: Path) -> No
 
 
 def test_experts_saved_by_stock_peft_are_merged_into_files_per_expert(tmp_path: Path) -> None:
-    import peft
-
     base = tmp_path / "base"
     torch.manual_seed(0)
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
     Mixtral(MixtralConfig(**shape, **heads, num_local_experts=4)).eval().save_pretrained(base)
-    config = peft.LoraConfig(
-        r=4,
-        target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    )
-    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    move(adapted)
-    adapted.save_pretrained(tmp_path / "adapter")
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = by_peft(base, tmp_path / "adapter", ["q_proj"], experts)
     expected = probe_logits(adapted.eval(), probe_of(adapted.get_base_model()))
     read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged", torch.float32)
     found = measure_difference([expected], [probe_logits(read, probe_of(read))])

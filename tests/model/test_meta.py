@@ -13,14 +13,7 @@ from safetensors.torch import load_file, save_file
 from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
 from app.model.base import ModelConfig
 from common.errors import UserError
-from tests.tiny import (
-    TINY_BASE,
-    built,
-    save_with_tokenizer,
-    tiny_bart,
-    tiny_gpt2,
-    tiny_t5,
-)
+from tests.tiny import TINY_BASE, built, save_with_tokenizer, tiny_bart, tiny_gpt2, tiny_t5
 
 LORA = LoraConfig(r=4)
 

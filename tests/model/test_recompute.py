@@ -18,11 +18,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from app.model import activation_checkpointing as activations
 from app.model import cpu
-from app.model.activation_checkpointing import (
-    LayerInput,
-    run_recomputed,
-    selective_contexts,
-)
+from app.model.activation_checkpointing import LayerInput, run_recomputed, selective_contexts
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,

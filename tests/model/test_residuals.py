@@ -17,7 +17,8 @@ from app.model.kernels import NORMED, fuse_layers, unfuse_layers
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.model.residuals import FusedLayer, fuse_sums
 from tests.families import tiny_family
-from tests.model.test_kernels import add_rms_norm, install, packed_losses
+from tests.model.test_head import assert_near
+from tests.model.test_kernels import add_rms_norm, install, packed_losses, trained
 from tests.tiny import random_ids, tiny_llama
 
 __all__ = ["install"]
@@ -42,8 +43,7 @@ def test_values_and_gradients_are_the_same(install: Callable[..., None], family:
     assert [each.following is None for each in fused] == [False] * (len(fused) - 1) + [True]
     loss, grads = packed_losses(model)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for name, grad in truths.items():
-        assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+    assert_near(grads, truths, 1e-5)
     unfuse_layers(model)
     assert packed_losses(model)[0].item() == expected.item()
 
@@ -116,14 +116,7 @@ def test_sums_are_equal_on_a_gpu() -> None:
     pytest.importorskip("liger_kernel")
     model: Any = tiny_llama(hidden_size=256, intermediate_size=512).to("cuda", torch.bfloat16)
     ids = random_ids(2, 64).cuda()
-
-    def gradients() -> dict[str, Tensor]:
-        model.train().zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return {name: weight.grad.clone() for name, weight in model.named_parameters()}
-
-    own = gradients()
+    _, own = trained(model.train(), ids)
     assert len(with_sums(model)) == 2
-    for name, grad in gradients().items():
-        assert (grad - own[name]).norm() <= 0.15 * own[name].norm(), name
+    assert_near(trained(model.train(), ids)[1], own, 0.15)
     unfuse_layers(model)

@@ -19,11 +19,7 @@ from app.model.architecture import context_len, model_class
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.probes import check_isolation, check_padded_rows
 from app.model.description import BaseDescription
-from app.model.rope import (
-    SCALINGS,
-    extend_context,
-    fix_rope_factors,
-)
+from app.model.rope import SCALINGS, extend_context, fix_rope_factors
 from common.errors import UserError
 from tests.families import tiny_family
 from tests.parity.every_family import registry, tiny_config

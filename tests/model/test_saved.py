@@ -63,7 +63,7 @@ def base(dtype: torch.dtype = FP32) -> Any:
     return tiny_llama(tie_word_embeddings=False).to(dtype)
 
 
-def rewrite(folder: Path, change: Callable[[Tensors], None]) -> None:
+def rewrite(folder: Path, change: Callable[[Tensors], Any]) -> None:
     tensors = load_file(folder / ADAPTER_FILE)
     change(tensors)
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
@@ -129,52 +129,32 @@ def test_a_continued_adapter_has_the_same_trainable_parameters(
     assert set(before.values()) == {BF16 if half else FP32}
 
 
-def drop_one(tensors: Tensors) -> None:
-    del tensors[max(tensors)]
-
-
-def add_one(tensors: Tensors) -> None:
-    tensors["base_model.model.model.layers.9.mlp.up_proj.weight"] = torch.ones(4, 32)
-
-
-def empty_one(tensors: Tensors) -> None:
-    tensors[max(tensors)] = torch.ones(0)
-
-
-def cut_one(tensors: Tensors) -> None:
-    tensors[max(tensors)] = torch.cat([tensors[max(tensors)]] * 2)
-
-
-def poison_one(tensors: Tensors) -> None:
-    tensors[max(tensors)].view(-1)[0] = float("nan")
-
-
-def zero_all(tensors: Tensors) -> None:
-    for name in tensors:
-        tensors[name].zero_()
-
-
-DAMAGES: dict[Callable[[Tensors], None], str] = {
-    drop_one: r"\b1 of \d+ adapter tensors are missing",
-    add_one: "1 are unknown",
-    empty_one: "is empty",
-    cut_one: "has shape .* this base needs",
-    poison_one: "holds NaN or infinity",
-    zero_all: "is zero: nothing was learned",
+EXTRA = "base_model.model.model.layers.9.mlp.up_proj.weight"
+DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "dropped": (lambda kept: kept.pop(max(kept)), r"\b1 of \d+ adapter tensors are missing"),
+    "added": (lambda kept: kept.update({EXTRA: torch.ones(4, 32)}), "1 are unknown"),
+    "empty": (lambda kept: kept.update({max(kept): torch.ones(0)}), "is empty"),
+    "longer": (
+        lambda kept: kept.update({max(kept): torch.cat([kept[max(kept)]] * 2)}),
+        "has shape .* this base needs",
+    ),
+    "NaN": (lambda kept: kept[max(kept)].view(-1)[0].fill_(torch.nan), "holds NaN or infinity"),
+    "zeros": (
+        lambda kept: [each.zero_() for each in kept.values()],
+        "is zero: nothing was learned",
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "damage"),
-    [*(("lora", damage) for damage in DAMAGES), ("ia3", zero_all), ("tokens", drop_one)],
+    [*(("lora", damage) for damage in DAMAGES), ("ia3", "zeros"), ("tokens", "dropped")],
 )
-def test_a_damaged_file_of_any_kind_is_refused(
-    kind: str, damage: Callable[[Tensors], None], tmp_path: Path
-) -> None:
-    model, message = adapted(kind), DAMAGES[damage]
+def test_a_damaged_file_of_any_kind_is_refused(kind: str, damage: str, tmp_path: Path) -> None:
+    model, (change, message) = adapted(kind), DAMAGES[damage]
     save_adapter(model, tmp_path)
     check_adapter_file(model, tmp_path)
-    rewrite(tmp_path, damage)
+    rewrite(tmp_path, change)
     expected = in_eval(model)
     with pytest.raises(ValueError, match=message):
         check_adapter_file(model, tmp_path)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from app.assembly.base import open_base
 from app.config import load_config
@@ -17,6 +16,7 @@ from app.model.base import ModelConfig
 from app.model.build import load_tuned
 from app.model.streaming import LayerStream
 from common.errors import UserError
+from tests.model.test_experts import tiny_mixture
 from tests.model.test_quantization import save_quantized
 from tests.processes import RUN
 from tests.runs import check_same_run
@@ -129,20 +129,8 @@ def test_other_layers_and_encoder_decoders(tmp_path: Path, make: Any) -> None:
 
 
 def test_experts(tmp_path: Path) -> None:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        head_dim=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-    )
-    torch.manual_seed(0)
-    transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    model = tiny_mixture("qwen3_moe", num_hidden_layers=3, head_dim=16)
+    model.bfloat16().save_pretrained(tmp_path)
     check_same(*(gradients(build(tmp_path, stream)) for stream in ("host", None)))
     with pytest.raises(UserError, match=r"type model\.stream=host"):  # fused from several tensors
         build(tmp_path, "disk")

@@ -38,17 +38,25 @@ def _merges(start: str, seen: set[str]) -> list[tuple[str, str]]:
     return merges
 
 
-def byte_level() -> Tokenizer:
-    vocabulary = {each: i for i, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = _merges("\u0120", set(vocabulary))
+def _bpe(letters: list[str], start: str, **settings: Any) -> Tokenizer:
+    vocabulary = {each: i for i, each in enumerate(letters)}
+    merges = _merges(start, set(vocabulary))
     for pair in merges:
         vocabulary.setdefault("".join(pair), len(vocabulary))
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    return Tokenizer(models.BPE(vocabulary, merges, **settings))
+
+
+def _split(tokenizer: Tokenizer, words: Any, decoder: Any) -> Tokenizer:
     digits = pre_tokenizers.Digits(individual_digits=True)
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    tokenizer.decoder = decoder
     return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = _bpe(sorted(pre_tokenizers.ByteLevel.alphabet()), "\u0120")
+    return _split(tokenizer, level, decoders.ByteLevel())
 
 
 def _letters() -> list[str]:
@@ -57,16 +65,9 @@ def _letters() -> list[str]:
 
 
 def metaspace() -> Tokenizer:
-    vocabulary = {each: i for i, each in enumerate(_letters())}
-    merges = _merges("\u2581", set(vocabulary))
-    for pair in merges:
-        vocabulary.setdefault("".join(pair), len(vocabulary))
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
+    tokenizer = _bpe(_letters(), "\u2581", unk_token="<unk>", fuse_unk=True)
     tokenizer.normalizer = normalizers.NFKC()
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.Metaspace()])
-    tokenizer.decoder = decoders.Metaspace()
-    return tokenizer
+    return _split(tokenizer, pre_tokenizers.Metaspace(), decoders.Metaspace())
 
 
 def unigram() -> Tokenizer:
@@ -74,26 +75,11 @@ def unigram() -> Tokenizer:
     scores = [(each, -len(PIECES[0]) - i / 10) for i, each in enumerate(dict.fromkeys(pieces))]
     tokenizer = Tokenizer(models.Unigram(scores, unk_id=0))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace("!", "?")])
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.Metaspace()])
-    tokenizer.decoder = decoders.Metaspace()
-    return tokenizer
-
-
-def wordpiece() -> Tokenizer:
-    pieces = [*_letters(), *PIECES]
-    vocabulary = {each: i for i, each in enumerate(dict.fromkeys(pieces))}
-    for letter in pieces:
-        vocabulary.setdefault(f"##{letter}", len(vocabulary))
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.WhitespaceSplit()])
-    tokenizer.decoder = decoders.WordPiece()
-    return tokenizer
+    return _split(tokenizer, pre_tokenizers.Metaspace(), decoders.Metaspace())
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
-    each.__name__: each for each in (byte_level, metaspace, unigram, wordpiece)
+    each.__name__: each for each in (byte_level, metaspace, unigram)
 }
 
 
