@@ -205,7 +205,9 @@ class OffloadedInputs:
         """
         hidden, *others = args
         if is_on_host(hidden):
-            self._log_no_offload()
+            if not self._is_logged:
+                self._is_logged = True
+                log.info("recompute: offload has no effect on the CPU, and runs as full")
             return run_recomputed(layer, *args, **kwargs)
         if self._stream is None:
             self._stream = torch.cuda.Stream(hidden.device)
@@ -222,11 +224,6 @@ class OffloadedInputs:
             layer_input.start_offload()
             self._newest = weakref.ref(layer_input)
         return output
-
-    def _log_no_offload(self) -> None:
-        if not self._is_logged:
-            self._is_logged = True
-            log.info("recompute: offload has no effect on the CPU, and runs as full")
 
 
 def is_on_host(hidden: Tensor) -> bool:

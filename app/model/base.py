@@ -146,8 +146,10 @@ def load_base(
     transformers_logging.disable_progress_bar()  # it shows one bar per file
     if not config.from_scratch and not on_meta:
         _log_download(config)
+    quantization = quantization or QuantizationConfig()
     with reading_base(config):
         architecture = load_architecture(config)
+        how = config, architecture, implementation, dtype, quantization, new_ids
         if config.from_scratch:
             model = model_class(architecture).from_config(
                 architecture, attn_implementation=implementation, dtype=dtype
@@ -157,20 +159,10 @@ def load_base(
             if is_classifier(model):
                 init_head(model)
         elif on_meta:
-            model = _build_on_meta(
-                config, architecture, implementation, dtype, quantization, new_ids
-            )
+            model = _build_on_meta(*how)
         else:
-            model = _read_weights(
-                config,
-                architecture,
-                implementation,
-                dtype,
-                quantization or QuantizationConfig(),
-                new_ids,
-                on_host=on_host or config.stream is not None,
-                device=device,
-            )
+            on_host = on_host or config.stream is not None
+            model = _read_weights(*how, on_host=on_host, device=device)
         fix_rope_factors(model, config.rope_len)
         if not is_classifier(model):
             fuse_head(model)
@@ -313,7 +305,7 @@ def _build_on_meta(
     architecture: PretrainedConfig,
     implementation: str,
     dtype: torch.dtype,
-    quantization: QuantizationConfig | None,
+    quantization: QuantizationConfig,
     new_ids: Sequence[int],
 ) -> PreTrainedModel:
     """Build the same model as `from_pretrained`, without reading weights."""
@@ -338,7 +330,7 @@ def _build_on_meta(
         head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     _untie_in_config(model)
     resize_embeddings(model, new_ids)
-    if quantization is not None and quantization.method != "none":
+    if quantization.method != "none":
         quantize_on_meta(model, quantization, dtype)
         prepare_quantized(model, quantization, dtype)
     return model

@@ -24,14 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from app.model.layers import (
-    find_bypassed_linears,
-    is_inside,
-    num_layers_in_fp8,
-    repeated_layers,
-)
+from app.model.layers import find_bypassed_linears, is_inside, num_layers_in_fp8, repeated_layers
 from common.errors import UserError
-from common.text import percent
+from common.text import percent, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -301,7 +296,7 @@ def _proven_kernels(device: torch.device) -> ModuleType | None:
         are_equal = [(one - two).norm() < 0.005 * two.norm() for one, two in dequantized]
         reason = "" if all(are_equal) else "they differ"
     except Exception as error:  # noqa: BLE001  kernel compilers raise any type
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = reason_of(error)
     if reason:
         log.warning("fp8: quantized by PyTorch's operators, not by kernels of its own (%s)", reason)
         return None

@@ -123,12 +123,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         loss_weights: Tensor,
-        softcap: float | None,
-        kernel: LossKernel | None,
-        shard: VocabularyShard | None,
-        chunk_loss: ChunkLoss | None,
+        *options: Any,
     ) -> tuple[Tensor, Tensor]:
-        arguments = hidden, weight, bias, labels, loss_weights, softcap, kernel, shard, chunk_loss
+        arguments = hidden, weight, bias, labels, loss_weights, *options
         losses, ctx.grads = _losses_by_chunk(*arguments, needs_grad=ctx.needs_input_grad[:3])
         ctx.mark_non_differentiable(losses)
         return (losses * loss_weights).sum(), losses
@@ -137,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients by the gradient of the sum."""
         scaled = (None if grad is None else grad * outer[0] for grad in ctx.grads)
-        return (*scaled, None, None, None, None, None, None)
+        return (*scaled, *[None] * 6)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -150,14 +147,12 @@ class _LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        softcap: float | None,
-        kernel: LossKernel | None,
-        shard: VocabularyShard | None,
+        *options: Any,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.options = softcap, kernel, shard
+        ctx.options = options
         none = torch.zeros_like(labels, dtype=torch.float32)
-        arguments = hidden, weight.to(hidden.dtype), bias, labels, none, softcap, kernel, shard
+        arguments = hidden, weight.to(hidden.dtype), bias, labels, none, *options
         losses, _ = _losses_by_chunk(*arguments, needs_grad=(False, False, False))
         return -losses
 

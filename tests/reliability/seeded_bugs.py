@@ -467,7 +467,7 @@ BUGS = [
         right="bias, labels, -outer[0], *ctx.options",
         wrong="bias, labels, outer[0], *ctx.options",
         test="tests/model/test_head.py"
-        "::test_log_probabilities_and_gradients_of_a_loss_of_all_of_them",
+        "::test_values_and_gradients_equal_those_of_the_whole_logits",
     ),
     Bug(
         name="log-probabilities keep a copy of the head",

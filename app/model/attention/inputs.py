@@ -143,28 +143,21 @@ def _config_values(config: PretrainedConfig) -> dict[str, Any]:
     return parts | {"model_type": config.model_type}
 
 
-def _all_ones_mask(ids: torch.Tensor) -> torch.Tensor:
-    """Return a mask [rows, tokens] of ones: our attention handles documents and padding itself.
-
-    Without a mask, transformers would search the positions for documents, and wait for the device.
-    """
-    return torch.ones_like(ids)
-
-
 def _placeholder_mask(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Return a mask of ones for our attention, which ignores it.
 
+    Without a mask, transformers would search the positions for documents, and wait for the device.
     [rows, tokens], or [rows, 1, tokens] for a model with recurrent layers, for which transformers
     would test whether all entries are ones, and wait for the device. It expects padding only in
     masks of two dimensions.
     """
-    mask = _all_ones_mask(ids)
+    mask = torch.ones_like(ids)
     return mask.unsqueeze(1) if masks_recurrent_layers(model) else mask
 
 
 def _dense_masks(model: PreTrainedModel, document_lengths: Lengths, ids: torch.Tensor) -> Any:
     if all(len(lengths) == 1 for lengths in document_lengths):
-        return _all_ones_mask(ids)  # causal attention never sees the padding at a row's end
+        return torch.ones_like(ids)  # causal attention never sees the padding at a row's end
     build = partial(_dense_mask, document_lengths, _shape(ids), ids.device, model.dtype)
     return _by_layer(model, "eager", build)
 
@@ -233,22 +226,18 @@ def pair_inputs(
             f"attention={backend} gives encoder and cross-attention one mask, which cannot keep "
             "packed documents apart: type packing=none"
         )
-    device = source_ids.device
+    device, (_, tokens) = source_ids.device, _shape(source_ids)
     if backend == "sdpa":
         shapes = _shape(source_ids), _shape(target_ids)
         groups = group_pairs(source_lengths, target_lengths, *shapes, device)
         return {"attention_mask": None, "documents": groups}
-    return {"attention_mask": _padding_mask(source_lengths, _shape(source_ids), device)}
+    # 1 at tokens, 0 at padding; all 1 in a row without documents.
+    ends = torch.tensor([sum(row) or tokens for row in source_lengths]).unsqueeze(1)
+    return {"attention_mask": (torch.arange(tokens).unsqueeze(0) < ends).long().to(device)}
 
 
 def _shape(ids: torch.Tensor) -> tuple[int, int]:
     return ids.shape[0], ids.shape[1]
-
-
-def _padding_mask(lengths: Lengths, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Return a mask [rows, tokens]: 1 at tokens, 0 at padding; all 1 in a row without documents."""
-    ends = torch.tensor([sum(row) or shape[1] for row in lengths]).unsqueeze(1)
-    return (torch.arange(shape[1]).unsqueeze(0) < ends).long().to(device)
 
 
 def attend_by_blocks(

@@ -22,6 +22,7 @@ import torch
 from app.model.activation_checkpointing import attend_once
 from app.model.attention.attend import MaskRule, attend_to_documents, cast_to_one_dtype
 from common.errors import UserError
+from common.text import reason_of
 
 log = logging.getLogger(__name__)
 
@@ -154,17 +155,14 @@ def attend_by_boundaries(
     if has_equal_lengths and is_plain and not torch.compiler.is_compiling():
         output = _attend_to_batch(query, key, value, num_documents, scaling)
     else:
-        output = kernel(
-            query,
-            key,
-            value,
-            cu_seq_lens_q,
-            max_length_q,
-            is_causal=is_causal,
-            window=sliding_window if has_window else None,
-            scaling=scaling,
-            sinks=s_aux,
-        )
+        window = sliding_window if has_window else None
+        how: dict[str, Any] = {
+            "is_causal": is_causal,
+            "window": window,
+            "scaling": scaling,
+            "sinks": s_aux,
+        }
+        output = kernel(query, key, value, cu_seq_lens_q, max_length_q, **how)
     return output[..., :value_dim].unflatten(0, (rows, tokens)), None
 
 
@@ -242,7 +240,7 @@ def activate_flash4(
         is_equal = all(bool((a - b).norm() <= TOLERANCE * b.norm()) for a, b in pairs)
         reason = "" if is_equal else "its results differ"
     except Exception as error:  # noqa: BLE001  kernel compilers may raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = reason_of(error)
     if reason:
         restore_flash2()
         log.warning("attention: varlen runs FlashAttention 2 instead of 4 (%s)", reason)
@@ -284,17 +282,13 @@ def _run_kernel(
                 for heads in (num_heads, _PROBE_KEY_HEADS, _PROBE_KEY_HEADS)
             )
             with torch.enable_grad():
-                output = kernel(
-                    query,
-                    key,
-                    value,
-                    boundaries,
-                    longest,
-                    is_causal=True,
-                    window=window,
-                    scaling=None,
-                    sinks=sinks,
-                )
+                how: dict[str, Any] = {
+                    "is_causal": True,
+                    "window": window,
+                    "scaling": None,
+                    "sinks": sinks,
+                }
+                output = kernel(query, key, value, boundaries, longest, **how)
                 grad_output = torch.linspace(-1, 1, output.numel(), device=device).to(output)
                 grads = torch.autograd.grad(
                     output, (query, key, value), grad_output.view_as(output)
