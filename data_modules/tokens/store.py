@@ -1,4 +1,4 @@
-"""Documents fitted to length, stored in one Arrow file and read through a memory map.
+"""Documents fitted to length, stored as raw numbers and read through memory maps.
 
 Decides what of a row fits and how documents are stored. Never decides which documents are trained
 on, or when.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     from data_modules.template import ChatTemplate
     from data_modules.tokens.encode import Counts
 
-_TOKENS_FILE = "tokens.arrow"
-_COLUMNS = (
-    *("rows", "lines", "trained", "label_weights", "digests", "ends_in_stop", "double_bos"),
-    "rejected_starts",
-    "row_labels",
-)
+_NAMES_FILE, _DOCUMENTS_FILE = "files.json", "documents"
+_TOKEN_FILES = {"input_ids": "int32", "weights": "float32", "target_ids": "int32"}
+"""file with the tokens or labels of all documents -> type of its numbers"""
+_RECORD = [
+    ("file", "int64"),  # its number in `files.json`
+    *((name, "int64") for name in ("lengths", "target_lengths", "rows", "lines", "trained")),
+    *(("label_weights", "float64"), ("digests", "uint64"), ("ends_in_stop", "bool")),
+    *(("double_bos", "bool"), ("rejected_starts", "int64"), ("row_labels", "float64")),
+]
+"""what the file of documents holds of each"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,58 +125,57 @@ class StoreWriter:
     """Write chunks of documents into `folder`, one at a time, in bounded memory."""
 
     def __init__(self, folder: Path) -> None:
-        import pyarrow
-
-        self._sink = pyarrow.OSFile(str(folder / _TOKENS_FILE), "wb")
-        self._writer: Any = None
+        self._folder = folder
+        self._names: list[str] = []
 
     def add(self, documents: Documents) -> None:
         """Append the documents of a chunk."""
-        import pyarrow
+        import numpy as np
 
-        if not len(documents):
-            return
-        columns: dict[str, Any] = {"input_ids": _list_array(documents.input_ids, documents.lengths)}
-        labels = documents.lengths
-        if documents.target_ids is not None and documents.target_lengths is not None:
-            labels = documents.target_lengths
-            columns["target_ids"] = _list_array(documents.target_ids, labels)
-        columns["weights"] = _list_array(documents.weights, labels)
-        columns |= {name: _to_arrow(getattr(documents, name)) for name in _COLUMNS}
-        batch = pyarrow.RecordBatch.from_pydict(columns)
-        if self._writer is None:
-            self._writer = pyarrow.ipc.new_file(self._sink, batch.schema)
-        self._writer.write_batch(batch, custom_metadata={"file": documents.file})
+        if self._names[-1:] != [documents.file]:
+            self._names.append(documents.file)
+        records = np.zeros(len(documents), _RECORD)
+        records["file"] = len(self._names) - 1
+        for name, _ in _RECORD[1:]:
+            if (column := getattr(documents, name)) is not None:
+                records[name] = column
+        self._append(_DOCUMENTS_FILE, records)
+        for name, kind in _TOKEN_FILES.items():
+            if (values := getattr(documents, name)) is not None:
+                self._append(name, values.astype(kind, copy=False))
 
     def close(self) -> None:
-        """Finish the file."""
-        if self._writer is not None:
-            self._writer.close()
-        self._sink.close()
+        """Write the names of the files that the documents are of."""
+        (self._folder / _NAMES_FILE).write_text(json.dumps(self._names))
+
+    def _append(self, name: str, values: npt.NDArray[Any]) -> None:
+        with (self._folder / name).open("ab") as stream:
+            stream.write(values.tobytes())
 
 
 class TokenStore:
-    """One tokenized data set, memory-mapped; token ids are read when they are used."""
+    """One tokenized data set, memory-mapped; token ids are read when they are used.
+
+    Raises ValueError if its files are not of the same documents.
+    """
 
     def __init__(self, folder: Path) -> None:
         import numpy as np
-        import pyarrow
 
         self._folder = folder
-        source = pyarrow.memory_map(str(folder / _TOKENS_FILE))
-        reader = pyarrow.ipc.open_file(source)
-        numbers = range(reader.num_record_batches)
-        named = [reader.get_batch_with_custom_metadata(number) for number in numbers]
-        batches = [batch for batch, _ in named]
-        for batch in batches:
-            batch.validate()  # a damaged file may claim sizes beyond its end
-        self._parts = [_Part(batch, metadata[b"file"].decode()) for batch, metadata in named]
-        sizes = [batch.num_rows for batch in batches]
-        self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        self._names = json.loads((folder / _NAMES_FILE).read_text())
+        records = np.fromfile(folder / _DOCUMENTS_FILE, _RECORD)
 
         def column(name: str) -> Any:
-            return np.concatenate([_to_numpy(batch[name]) for batch in batches])
+            return np.ascontiguousarray(records[name])
 
+        def mapped(name: str) -> Any:
+            return np.asarray(np.memmap(folder / name, _TOKEN_FILES[name], "r"))
+
+        def borders(name: str) -> Any:
+            return np.concatenate([[0], np.cumsum(records[name])])
+
+        self._files = column("file")
         self.rows = column("rows")
         self.lines = column("lines")
         self.trained = column("trained")
@@ -182,87 +185,54 @@ class TokenStore:
         self.double_bos = column("double_bos")
         self.rejected_starts = column("rejected_starts")
         self.row_labels = column("row_labels")
-        self.lengths = np.concatenate([part.lengths for part in self._parts])
+        self.lengths = np.maximum(records["lengths"], records["target_lengths"])
         """tokens that a document takes in a pack: the longer of input and target"""
+        has_targets = (folder / "target_ids").exists()
+        self._input_ids, self._weights = mapped("input_ids"), mapped("weights")
+        self._target_ids = mapped("target_ids") if has_targets else None
+        self._borders = borders("lengths")
+        self._label_borders = borders("target_lengths") if has_targets else self._borders
+        ends = self._borders[-1], self._label_borders[-1]
+        if ends != (len(self._input_ids), len(self._weights)):
+            raise ValueError("tokens and documents do not belong together")
 
     # A memory map cannot be pickled; the workers of a loader open the file again.
     def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
         return TokenStore, (self._folder,)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self.rows)
 
     def origin(self, index: int) -> Origin:
         """Return the file and line of document `index`."""
-        part, _ = self._locate(index)
-        return Origin(part.file, int(self.lines[index]))
+        return Origin(self._names[self._files[index]], int(self.lines[index]))
 
     def example(self, index: int, dataset: int) -> Example:
         """Return document `index` as an example of data set number `dataset`."""
-        part, place = self._locate(index)
+        tokens = slice(*self._borders[index : index + 2])
+        labels = slice(*self._label_borders[index : index + 2])
         label = float(self.row_labels[index])
         return Example(
-            input_ids=part.input_ids[place],
-            weights=part.weights[place],
+            input_ids=self._input_ids[tokens],
+            weights=self._weights[labels],
             dataset=dataset,
-            origin=Origin(part.file, int(self.lines[index])),
-            target_ids=None if part.target_ids is None else part.target_ids[place],
+            origin=self.origin(index),
+            target_ids=None if self._target_ids is None else self._target_ids[labels],
             rejected_start=int(self.rejected_starts[index]),
             label=None if math.isnan(label) else label,
         )
 
     def token_ids(
         self, indices: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Yield the concatenated ids of documents and the length of each, chunk by chunk."""
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Return the concatenated ids of the documents at `indices`, and the length of each."""
         import numpy as np
 
-        parts = np.searchsorted(self._starts, indices, side="right") - 1
-        for run in np.split(np.arange(len(indices)), np.flatnonzero(np.diff(parts)) + 1):
-            if len(run):
-                number = int(parts[run[0]])
-                yield self._parts[number].input_ids.gather(indices[run] - self._starts[number])
-
-    def _locate(self, index: int) -> tuple[_Part, int]:
-        number = bisect_right(self._starts, index) - 1
-        return self._parts[number], int(index - self._starts[number])
-
-
-class _ListColumn:
-    """The lists of an Arrow column as NumPy arrays, without copying."""
-
-    def __init__(self, column: Any) -> None:
-        self._values = _to_numpy(column.values)
-        self.offsets = _to_numpy(column.offsets)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._values[self.offsets[index] : self.offsets[index + 1]]
-
-    def gather(self, places: npt.NDArray[np.int64]) -> tuple[Any, npt.NDArray[np.int64]]:
-        """Return the concatenated lists at `places`, and their lengths."""
-        import numpy as np
-
-        starts = self.offsets[places].astype(np.int64)
-        lengths = self.offsets[places + 1] - starts
+        starts = self._borders[indices]
+        lengths = self._borders[indices + 1] - starts
         ends = np.cumsum(lengths)
-        where = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
-        return self._values[where], lengths
-
-
-class _Part:
-    """One record batch: the documents of one chunk of one file."""
-
-    def __init__(self, batch: Any, file: str) -> None:
-        import numpy as np
-
-        self.file = file
-        self.input_ids = _ListColumn(batch["input_ids"])
-        self.weights = _ListColumn(batch["weights"])
-        has_targets = "target_ids" in batch.schema.names
-        self.target_ids = _ListColumn(batch["target_ids"]) if has_targets else None
-        self.lengths = np.diff(self.input_ids.offsets).astype(np.int64)
-        if self.target_ids is not None:
-            self.lengths = np.maximum(self.lengths, np.diff(self.target_ids.offsets))
+        where = np.repeat(starts - (ends - lengths), lengths) + np.arange(lengths.sum())
+        return self._input_ids[where], lengths
 
 
 class TokenValues:
@@ -368,44 +338,14 @@ class Examples:
         for run in np.split(indices, np.flatnonzero(np.diff(datasets)) + 1):
             if len(run):
                 store = self._stores[int(self.datasets[run[0]])]
-                for own_ids, own_sizes in store.token_ids(self._places[run]):
-                    ids.append(own_ids)
-                    sizes.append(own_sizes)
+                own_ids, own_sizes = store.token_ids(self._places[run])
+                ids.append(own_ids)
+                sizes.append(own_sizes)
         return np.concatenate(ids), np.concatenate(sizes)
 
     def origin(self, index: int) -> Origin:
         """Return the file and line of example `index`."""
         return self._stores[int(self.datasets[index])].origin(int(self._places[index]))
-
-
-def _list_array(values: Any, lengths: Any) -> Any:
-    import numpy as np
-    import pyarrow
-
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pyarrow.ListArray.from_arrays(_to_arrow(offsets), _to_arrow(values))
-
-
-# Through buffers: `pyarrow.array` and `to_numpy` import pandas (pyarrow 26), which takes a second.
-def _to_arrow(values: Any) -> Any:
-    import numpy as np
-    import pyarrow
-
-    kind = pyarrow.from_numpy_dtype(values.dtype)
-    bits = np.packbits(values, bitorder="little") if values.dtype == bool else values
-    return pyarrow.Array.from_buffers(kind, len(values), [None, pyarrow.py_buffer(bits)])
-
-
-def _to_numpy(column: Any) -> Any:
-    """Return an Arrow column without nulls as a NumPy array; numbers are not copied."""
-    import numpy as np
-
-    name, data = str(column.type), column.buffers()[1]
-    if name == "bool":
-        values = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(bool)
-    else:
-        values = np.frombuffer(data, {"float": "float32", "double": "float64"}.get(name, name))
-    return values[column.offset : column.offset + len(column)]
 
 
 class DocumentBuilder:
