@@ -80,6 +80,26 @@ class MissingColumnError(RowError):
         self.columns = tuple(columns)
 
 
+class Columns(dict[str, Any]):
+    """The columns of a row; `read` gets the names of those that are asked for by [] or get()."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def peek(self, name: str) -> Any:
+        """Return a value, None without one, that is read only if it is of the right kind."""
+        return super().get(name)
+
+
 def nearest_hint(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """Return "; did you mean 'x'?" for the name in `known` nearest to `name`, or `otherwise`."""
     close = difflib.get_close_matches(name, list(dict.fromkeys(known)), 1, 0.6)
@@ -351,7 +371,7 @@ def is_flag(value: Any) -> bool:
     return isinstance(value, bool) or (isinstance(value, str) and value.lower() in _WORDS)
 
 
-def row_weight(values: Mapping[str, Any]) -> float:
+def row_weight(values: Columns) -> float:
     """Return the product of the columns that weigh the whole row; they may be text, as in csv.
 
     A number in a column of FLAGS is not read: it may be anything, such as a measured loss.
@@ -364,11 +384,11 @@ def row_weight(values: Mapping[str, Any]) -> float:
         if name in values and values[name] not in (None, "")
     )
     for name in FLAGS:
-        if name in values and is_flag(values[name]):
+        if is_flag(values.peek(name)):
             weight *= float(_from_text(values[name]))
-    scale = values.get("loss_scale")
+    scale = values.peek("loss_scale")
     if scale not in (None, "") and not isinstance(scale, list):
-        weight *= _read_flag(_from_text(scale), "loss_scale", "loss_scale")
+        weight *= _read_flag(_from_text(values["loss_scale"]), "loss_scale", "loss_scale")
     return float(weight)
 
 
@@ -461,7 +481,7 @@ def _read_flag(value: Any, where: str, key: str = "train") -> float:
     return float(value)
 
 
-def apply_turn_masks(turns: Sequence[Turn], values: Mapping[str, Any], name: str) -> list[Turn]:
+def apply_turn_masks(turns: Sequence[Turn], values: Columns, name: str) -> list[Turn]:
     """Return the turns of the column `name`, weighed by the columns that list a value a turn.
 
     Raises RowError if a list has another length.
@@ -470,8 +490,7 @@ def apply_turn_masks(turns: Sequence[Turn], values: Mapping[str, Any], name: str
     if _TURN_COLUMNS.isdisjoint(values):
         return masked
     for column in TURN_MASKS:
-        mask = values.get(column)
-        if not isinstance(mask, list) or not mask:
+        if not isinstance(values.peek(column), list) or not (mask := values[column]):
             continue
         if len(mask) != len(masked):
             raise RowError(
@@ -519,7 +538,7 @@ def check_whole(item: Mapping[str, Any], where: str) -> None:
             )
 
 
-def read_tokens(values: Mapping[str, Any], origin: Origin) -> list[Item]:
+def read_tokens(values: Columns, origin: Origin) -> list[Item]:
     """Return the ids and weights of each document; the weights of all masks are multiplied.
 
     Tokens masked by `attention_mask` are padding at either end, which is removed. Labels are not

@@ -21,21 +21,19 @@ from common.errors import DataError, Origin
 from common.text import listed
 from data_modules.format.fields import (
     DOCUMENT_IDS,
-    FLAGS,
     MASK_KEYS,
     MASKS,
     PACKED,
     TOKEN_MASKS,
     TURN_MASKS,
     UNREAD,
-    WEIGHT_KEYS,
+    Columns,
     MissingColumnError,
     RowError,
     apply_turn_masks,
     check_no_details,
     check_no_token_mask,
     is_filled,
-    is_flag,
     is_turns,
     nearest_hint,
     note_unread,
@@ -67,7 +65,6 @@ from data_modules.format.meaning import (
     read_verdict,
     suggest_pair,
     suggest_settings,
-    unused_prompts,
     with_verdict,
 )
 from data_modules.format.turns import (
@@ -102,7 +99,7 @@ class Format:
     name: str
     required: tuple[tuple[str, ...], ...]
     optional: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], Origin], list[Item]]
+    read: Callable[[Columns, Origin], list[Item]]
     guessed_by: tuple[str, ...] = ()
     is_guessed: bool = True
     """whether rows may be found to be of it; not where only an objective says how they are meant"""
@@ -214,22 +211,26 @@ def convert_row(
     for names in form.required:
         if values.keys().isdisjoint(names):
             raise _missing(names, row.values, form)
-    token = UNREAD.set(unread)
+    tracked, token = Columns(values), UNREAD.set(unread)
     try:
-        items = form.read(values, row.origin)
+        items = form.read(tracked, row.origin)
     except RowError as error:
         raise (_table_error(form, values) or error) from error
     finally:
         UNREAD.reset(token)
     if form.name != "pretokenized" and not _OF_OTHER_ROWS.isdisjoint(values):
         _check_text_row(form, values, items[0])
-    if _KWARGS in values and (kwargs := read_template_kwargs(values[_KWARGS], _KWARGS)):
-        items = [
-            replace(item, template_kwargs=kwargs) if isinstance(item, Conversation) else item
-            for item in items
-        ]
+    if _KWARGS in values:
+        kwargs = read_template_kwargs(values[_KWARGS], _KWARGS) or None
+        for number, item in enumerate(items):
+            if isinstance(item, Conversation):
+                tracked.read.add(_KWARGS)
+                items[number] = replace(item, template_kwargs=kwargs)
     if unread is not None:
-        unread |= _filled_unread(row.values, values, columns, form, items[0])
+        unread |= {name for name in values.keys() - tracked.read if is_filled(values[name])}
+        hidden = row.values.keys() - (values.keys() - columns.keys())
+        unread |= {name for name in hidden if is_filled(row.values[name])}
+        unread -= {*columns.values(), *(path.split(".", 1)[0] for path in columns.values())}
     return items
 
 
@@ -267,59 +268,6 @@ def _answered_by(columns: Iterable[str]) -> str | None:
     """Return the format of the prompt and the answer beside a verdict."""
     rest = [column for column in columns if column not in VERDICTS]
     return next((name for name in _ANSWERED if FORMATS[name].fits(rest)), None)
-
-
-def _filled_unread(
-    row: Mapping[str, Any],
-    values: Mapping[str, Any],
-    columns: Mapping[str, str],
-    form: Format,
-    item: Item,
-) -> set[str]:
-    """Return the names of a row's columns that hold a value and that nothing reads.
-
-    `row` is as in its file, `values` the same after `columns` is applied. Columns of FLAGS are read
-    in any format if they hold a truth value, or one for each turn.
-    """
-    has_turns = _has_turns(form, values, item)
-    others = _unread_columns(form.name, tuple(values), isinstance(item, Document), has_turns)
-    unread = {name for name in others if is_filled(values[name])}
-    if columns:
-        hidden = {name for name in row if name in columns or name not in values}
-        unread |= {name for name in hidden if is_filled(row[name])}
-        unread -= {*columns.values(), *(path.split(".", 1)[0] for path in columns.values())}
-    for name in unread.intersection(FLAGS):
-        if is_flag(values.get(name)) or (has_turns and isinstance(values.get(name), list)):
-            unread.discard(name)
-    return unread
-
-
-@functools.lru_cache(maxsize=1024)
-def _unread_columns(
-    name: str, present: tuple[str, ...], is_text: bool, has_turns: bool
-) -> frozenset[str]:
-    """Return which of the columns that are present a format does not read."""
-    if name == KTO:
-        verdicts = [column for column in VERDICTS if column in present]
-        rest = tuple(column for column in present if column not in VERDICTS)
-        others = _unread_columns(_answered_by(rest) or "", rest, is_text, has_turns)
-        return others.union(verdicts[1:])
-    form = FORMATS[name]
-    read = {*WEIGHT_KEYS, "loss_scale"}
-    for names in form.required:
-        used = [field for field in _by_precedence(names) if field in present]
-        read.update(used if name == "pretokenized" else used[:1])
-    # The tools of a conversation are not written into plain text.
-    read.update({"prompt"}.intersection(form.optional) if is_text else form.optional)
-    if name == CLASSIFICATION:
-        read -= {*_CLASSIFIED, *CLASS_COLUMNS}
-        for names in (_CLASSIFIED, CLASS_COLUMNS):
-            read.update([each for each in names if each in present][:1])
-    if name == PREFERENCE:
-        read -= unused_prompts(present)
-    if has_turns:
-        read.add("loss_mask")
-    return frozenset(present) - read
 
 
 def _apply_columns(values: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
@@ -379,16 +327,11 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     return nearest_hint(name, known, otherwise=f"; use one of {', '.join(known)}")
 
 
-def _by_precedence(names: Iterable[str]) -> list[str]:
-    """Return the aliases of a field in the order in which they are looked for."""
-    return sorted(names, key=lambda name: name != "segments")
-
-
 def _first_present(values: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any]:
     return next((name, values[name]) for name in names if name in values)
 
 
-def _read_alpaca(values: Mapping[str, Any], origin: Origin) -> list[Item]:
+def _read_alpaca(values: Columns, origin: Origin) -> list[Item]:
     name, question = _first_present(values, _ALPACA_QUESTIONS)
     question, input_start = parse_text(question, name), 0
     extras = (read_optional_text(values, field).strip() for field in ("input", "context"))
@@ -423,7 +366,7 @@ def _read_history(history: Any) -> list[Turn]:
 
 
 def _read_conversation(
-    values: Mapping[str, Any], origin: Origin, names: Sequence[str] = _SHAREGPT
+    values: Columns, origin: Origin, names: Sequence[str] = _SHAREGPT
 ) -> list[Item]:
     name, items = _first_present(values, names)
     turns = apply_turn_masks(read_turns(items, name), values, name)
@@ -431,7 +374,7 @@ def _read_conversation(
     return [Conversation(joined, origin, read_tools(values), row_weight(values))]
 
 
-def _read_prompt_completion(values: Mapping[str, Any], origin: Origin) -> list[Item]:
+def _read_prompt_completion(values: Columns, origin: Origin) -> list[Item]:
     prompt = values["prompt"]
     name, answer = _first_present(values, _COMPLETIONS)
     if is_turns(prompt) or is_turns(answer):
@@ -441,7 +384,7 @@ def _read_prompt_completion(values: Mapping[str, Any], origin: Origin) -> list[I
 
 
 def _read_prompt_turns(
-    prompt: Any, answer: Any, name: str, values: Mapping[str, Any], origin: Origin
+    prompt: Any, answer: Any, name: str, values: Columns, origin: Origin
 ) -> Conversation:
     """Return a conversation of prompt and completion; answers in the prompt are masked."""
     if isinstance(answer, dict) and is_turns([answer]):
@@ -462,8 +405,8 @@ def _read_prompt_turns(
     return Conversation(turns, origin, read_tools(values), row_weight(values))
 
 
-def _read_completion(values: Mapping[str, Any], origin: Origin) -> list[Item]:
-    name, value = _first_present(values, _by_precedence(_TEXT_COLUMNS))
+def _read_completion(values: Columns, origin: Origin) -> list[Item]:
+    name, value = _first_present(values, ("segments", *_TEXT_COLUMNS))
     weight = row_weight(values)
     if name != "segments":
         return [Document((Segment(parse_text(value, name), weight),), origin)]
@@ -487,13 +430,13 @@ def _read_segment(item: Any, index: int, row_weight: float) -> Segment:
     return Segment(parse_text(item["text"], f"{where}.text"), weight)
 
 
-def _read_oasst(values: Mapping[str, Any], origin: Origin) -> list[Item]:
+def _read_oasst(values: Columns, origin: Origin) -> list[Item]:
     return [*read_tree(values["prompt"], origin, row_weight(values))]
 
 
-def _read_kto(values: Mapping[str, Any], origin: Origin) -> list[Item]:
+def _read_kto(values: Columns, origin: Origin) -> list[Item]:
     verdict = read_verdict(values)
-    row = {name: value for name, value in values.items() if name not in VERDICTS}
+    row = Columns({name: value for name, value in values.items() if name not in VERDICTS})
     name = _answered_by(row)
     if name is None:
         raise RowError(
@@ -501,10 +444,11 @@ def _read_kto(values: Mapping[str, Any], origin: Origin) -> list[Item]:
             "columns in data.datasets[].columns, as in {prompt: question, completion: answer}"
         )
     (item,) = FORMATS[name].read(row, origin)
+    values.read.update(row.read)
     return [with_verdict(item, verdict, only_last=name != "prompt_completion")]
 
 
-def _read_classification(values: Mapping[str, Any], origin: Origin) -> list[Item]:
+def _read_classification(values: Columns, origin: Origin) -> list[Item]:
     label, weight = read_class(values), row_weight(values)
     name = next((each for each in _CLASSIFIED if each in values), None)
     if name is None:

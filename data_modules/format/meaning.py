@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from data_modules.format.fields import (
     MASK_KEYS,
     MASKS,
     PACKED,
+    Columns,
     RowError,
     is_filled,
     is_flag,
@@ -391,13 +392,7 @@ def _answered(item: Item, other: Item) -> Item:
     raise TypeError(f"{type(item).__name__} and {type(other).__name__} have no answers")
 
 
-def unused_prompts(columns: Iterable[str]) -> set[str]:
-    """Return the columns that could hold a prompt, or more of it, beside the one that is read."""
-    found = [name for name in PROMPTS if name in columns]
-    return {*found[1:], *(() if found[:1] == ["instruction"] else ("input",))}
-
-
-def read_pair(values: Mapping[str, Any], origin: Origin) -> list[Item]:
+def read_pair(values: Columns, origin: Origin) -> list[Item]:
     """Return the conversations or documents of the chosen and of the rejected answer."""
     name = next((name for name in PROMPTS if values.get(name) is not None), None)
     prompt = None if name is None else values[name]
