@@ -128,6 +128,7 @@ def build_trainer(
         total_steps=data.total_steps,
         loggers=loggers,
         callbacks=[
+            progress := ProgressBar(),
             *_build_monitors(config, run, env, facts, estimate),
             build_saver(
                 config.trainer,
@@ -138,7 +139,7 @@ def build_trainer(
                 loss_names=[f"val/loss/{name}" for name in data.dataset_names],
             ),
             WriteMetadata(run, identity, facts, data),
-            StatusFile(run.folder, data.plan.epoch_at, checkpoints.store),
+            StatusFile(run.folder, data.plan.epoch_at, checkpoints.store, progress),
             LivePage(run),
         ],
         folder=run.folder,
@@ -156,8 +157,8 @@ def _build_monitors(
     facts: Mapping[str, Any],
     estimate: Estimate | None,
 ) -> list[L.Callback]:
-    """Build the callbacks that show progress and check a run; they precede the saver."""
-    monitors: list[L.Callback] = [ProgressBar()]
+    """Build the callbacks that check and measure a run; they precede the saver."""
+    monitors: list[L.Callback] = []
     if env.num_ranks > 1:  # hashing the program reads all of it
         values = rank_invariant_values(config, facts)
         monitors.append(SameOnAllRanks(values, program_values(installed_versions())))

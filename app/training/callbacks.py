@@ -50,7 +50,7 @@ _PER_PROCESS = ("output", "supervise", "resume", "resume_allow", "faults")
 """settings of a single process or start of the run, which may differ"""
 _LOCATIONS = ("path", "tokenizer_path", "chat_template", "cache_dir")
 """settings that may differ between machines: files are compared by content, not by path"""
-PACKAGES = ("app", "common", "data_modules", "conf")
+_SOURCES = ("app", "common", "data_modules", "conf")
 """source folders of this program"""
 _LINES_PER_RUN = 10
 _BAR_FIGURES = {
@@ -75,7 +75,7 @@ _STATUS_FIGURES = {
 def program_values(versions: Mapping[str, str]) -> dict[str, Any]:
     """Return code and versions by the names that an error shows; `versions`: of libraries."""
     digest = hashlib.sha256()
-    for package in PACKAGES:
+    for package in _SOURCES:
         for file in sorted((ROOT / package).rglob("*")):
             if file.suffix in (".py", ".yaml"):
                 digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
@@ -139,7 +139,8 @@ class SameOnAllRanks(L.Callback):
                         for rank, names in different.items()
                     ]
                 )
-        gpu = _gpu_of(trainer.strategy.root_device)
+        device = trainer.strategy.root_device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         ranks = ", ".join(map(str, _different(trainer, {"GPU": gpu})))
         if ranks and trainer.is_global_zero:
             log.warning(
@@ -147,10 +148,6 @@ class SameOnAllRanks(L.Callback):
                 "memory, limit all",
                 *(ranks, gpu),
             )
-
-
-def _gpu_of(device: torch.device) -> str | None:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def _different(trainer: L.Trainer, values: Mapping[str, Any]) -> dict[int, list[str]]:
@@ -257,13 +254,18 @@ class ProgressBar(L.Callback):
         self.console = Console(file=sys.stdout)
         self.progress: Progress | None = None
         self.task = TaskID(0)
-        self.started = 0.0
+        self.started: float | None = None
         self.first_step = 0
         self.next_line = 0.0
         self.unshown = ""  # the last validation, until a line shows it
 
+    def seconds_per_step(self, step: int) -> float | None:
+        """Return the time that a step takes; earlier steps of a resumed run do not count."""
+        if self.started is None or step <= self.first_step:
+            return None
+        return (time.monotonic() - self.started) / (step - self.first_step)
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.started = time.monotonic()
         if not trainer.is_global_zero or not self.console.is_terminal:
             return
         self.progress = Progress(
@@ -280,14 +282,11 @@ class ProgressBar(L.Callback):
         self.progress.start()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Start at the step of a resumed run: earlier steps do not count for the time left."""
-        self.first_step = trainer.global_step
+        self.started, self.first_step = time.monotonic(), trainer.global_step
         if self.progress is not None:
             self.progress.update(self.task, completed=self.first_step)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
         if not trainer.is_global_zero:
             return
         step, total = trainer.global_step, trainer.max_steps
@@ -296,7 +295,7 @@ class ProgressBar(L.Callback):
             self.progress.update(self.task, completed=step, what="train", figures=shown)
         if pl_module.metrics.latest_step == step and self.next_line <= step < total:
             self.next_line = step + total / _LINES_PER_RUN
-            seconds = (time.monotonic() - self.started) / max(1, step - self.first_step)
+            seconds = self.seconds_per_step(step) or 0.0
             left = f"{duration(seconds * (total - step))} left"
             self._write(f"step {step}/{total}  {figures(pl_module.metrics)}  {left}")
             self.unshown = ""
@@ -359,21 +358,18 @@ class StatusFile(L.Callback):
     """
 
     def __init__(
-        self, folder: Path, epoch_at: Callable[[int], float | None], store: CheckpointStore
+        self,
+        folder: Path,
+        epoch_at: Callable[[int], float | None],
+        store: CheckpointStore,
+        progress: ProgressBar,
     ) -> None:
+        """`progress`: knows how long a step takes."""
         self.folder, self.epoch_at, self.store = folder, epoch_at, store
-        self.started = self.written = 0.0
-        self.first_step = 0
+        self.progress, self.written = progress, 0.0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Start the clock: earlier steps of a resumed run do not count for the time left."""
-        self.started, self.first_step = time.monotonic(), trainer.global_step
-        self._write(trainer, pl_module, TRAINING)
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        is_first = trainer.global_step <= self.first_step + 1
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        is_first = trainer.global_step <= self.progress.first_step + 1
         if is_first or time.monotonic() - self.written >= _MIN_SECONDS:
             self._write(trainer, pl_module, TRAINING)
 
@@ -386,8 +382,10 @@ class StatusFile(L.Callback):
         if time.monotonic() - self.written >= _MIN_SECONDS:
             self._write(trainer, pl_module, EVALUATING)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._write(trainer, pl_module, TRAINING)
+
+    on_validation_end = on_train_start
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Write how the run ends, and what it has saved: the process may not report it.
@@ -401,10 +399,9 @@ class StatusFile(L.Callback):
     def _write(self, trainer: L.Trainer, module: Any, state: str, **ending: Any) -> None:
         if not trainer.is_global_zero:
             return
-        now, step, steps = time.monotonic(), trainer.global_step, trainer.max_steps
-        self.written = now
-        done, newest = step - self.first_step, self.store.newest_step()
-        seconds = (now - self.started) / done if done > 0 and self.started else None
+        self.written, newest = time.monotonic(), self.store.newest_step()
+        step, steps = trainer.global_step, trainer.max_steps
+        seconds = self.progress.seconds_per_step(step)
         update_status(
             self.folder,
             state=state,

@@ -172,14 +172,7 @@ class Compilation(L.Callback):
 
     on_sanity_check_start = on_train_start
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Restore the layers if compiling failed; warn once if later steps compile again."""
         if self.layers is None:
             return

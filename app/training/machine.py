@@ -39,7 +39,7 @@ CONTAINERS = (
 )
 """for cgroup v2 and v1: the files with a container's memory limit, usage and statistics, and the
 name of the statistic that counts reclaimable file cache"""
-NAMES = (
+MACHINE_METRICS = (
     "speed/data_wait",
     "machine/host_memory_gib",
     "machine/host_left_gib",
@@ -70,7 +70,7 @@ class MachineStats:
         """
         self.folder, self.total_wait, self.gpu = folder, total_wait, gpu
         self.peak_tokens_per_second = peak_tokens_per_second
-        self.names = [*NAMES, *(_GPU_NAMES if gpu is not None else ())]
+        self.names = [*MACHINE_METRICS, *(_GPU_NAMES if gpu is not None else ())]
         self.names += [MFU] if peak_tokens_per_second is not None else []
         self._wait_before = 0.0
         self._num_blocks = 0

@@ -407,7 +407,7 @@ class Metrics:
         ]
 
 
-def check_finite(step: int, *parts: Mapping[str, Tensor]) -> None:
+def check_finite_state(step: int, *parts: Mapping[str, Tensor]) -> None:
     """Raise TrainingFault if a tensor of the checkpoint of `step` is not finite.
 
     One number is read per device.

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from app.model.adapter.wrap import TrainableReport
     from app.training.module import FinetuneModule
     from data_modules import Batch
 
@@ -63,9 +62,8 @@ _MIN_TOKENS = 4096
 """tokens from which on the limits decide: the errors of single tokens average out over many"""
 _SPARE, _FULL = 0.1, 0.9
 """shares: of a GPU, left free beside copies of weights; of a full micro-batch, to tell its peak"""
-MAX_ROWS = 20
-MAX_BRIEF_ROWS = 5
-_MAX_SHAPES = 4
+_MAX_ROWS, _MAX_SHAPES = 5, 4
+_SETTINGS = ("dtype", "lr", "decay")
 _SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -295,10 +293,8 @@ class TrainedPattern:
 
     pattern: str
     """module names with `*` for layer numbers"""
-    dtype: str
-    lr: float
-    """peak learning rate"""
-    weight_decay: float
+    settings: tuple[str, str, str]
+    """dtype, peak learning rate and weight decay, as text"""
     num_weights: int = 0
     kinds: dict[str, None] = field(default_factory=dict)
     """trainable parts of the module, in the model's order: weight, bias, lora A, ..."""
@@ -321,11 +317,10 @@ def trained_patterns(
     patterns: dict[Any, TrainedPattern] = {}
     for weight in trainable_weights(model):
         group = group_of[id(weight.parameter)]
+        dtype = str(weight.parameter.dtype).removeprefix("torch.")
         key = (
             ".".join("*" if part.isdigit() else part for part in weight.module.split(".")),
-            str(weight.parameter.dtype).removeprefix("torch."),
-            float(group["lr"]),
-            float(group["weight_decay"]),
+            (dtype, format_lr(group["lr"]), f"{group['weight_decay']:g}"),
         )
         pattern = patterns.setdefault(key, TrainedPattern(*key))
         pattern.num_weights += weight.parameter.numel()
@@ -335,49 +330,39 @@ def trained_patterns(
     return list(patterns.values())
 
 
-def trainable_table(patterns: list[TrainedPattern], *, is_brief: bool = False) -> Table:
-    """Build a table of the largest patterns, in the model's order; the last row sums up the others.
+def trainable_table(patterns: list[TrainedPattern]) -> Table:
+    """Build a table of the largest parts, in the model's order; the last row sums up the others.
 
-    Settings that all rows share (dtype, learning rate, decay) are in the title. `is_brief`: without
-    title and shapes, with a row for each parent module, to fit into 80 columns:
-    `self_attn: q_proj, k_proj` are these modules in every layer.
+    It fits 80 columns: a row has the modules of one parent in all layers, and settings that all
+    rows share are left out.
     """
-    from rich.box import SIMPLE_HEAD
-
     by_row: dict[Any, list[TrainedPattern]] = {}
     for each in patterns:
-        settings = each.dtype, each.lr, each.weight_decay
-        key = (each.place[0], *each.kinds, *settings) if is_brief else id(each)
-        by_row.setdefault(key, []).append(each)
+        by_row.setdefault((each.place[0], *each.kinds, each.settings), []).append(each)
     rows, others = list(by_row.values()), []
-    most = MAX_BRIEF_ROWS if is_brief else MAX_ROWS
-    if len(rows) > most:
-        largest = sorted(rows, key=_num_weights, reverse=True)[: most - 1]
+    if len(rows) > _MAX_ROWS:
+        largest = sorted(rows, key=_num_weights, reverse=True)[: _MAX_ROWS - 1]
         others = [pattern for row in rows if row not in largest for pattern in row]
         rows = [*(row for row in rows if row in largest), others]
-    shared, total = shared_settings(patterns), _num_weights(patterns)
-    own = [name for name in _settings(patterns) if name not in shared]
-    shapes = [] if is_brief else ["shapes"]
-    cells = [["module", "part", "modules", *shapes, "params", "share", *own]]
+    own = [index for index, name in enumerate(_SETTINGS) if name not in shared_settings(patterns)]
+    cells = [["module", "part", "modules", "params", "share", *(_SETTINGS[index] for index in own)]]
     for row in rows:
-        first, kinds = row[0], ", ".join(row[0].kinds)
-        names = [first.pattern, kinds]
-        if row is others:
-            names = [f"{len(others):,} smaller ones", ""]
-        elif is_brief:
-            joined = ", ".join(dict.fromkeys(each.place[1] for each in row))
-            parent = f"{first.place[0]}: " if first.place[0] else ""
-            names = [f"{parent}{joined}", kinds.replace(", lora ", ", ")]
+        kinds = ", ".join(row[0].kinds).replace(", lora ", ", ")
+        joined = ", ".join(dict.fromkeys(each.place[1] for each in row))
+        parent = f"{row[0].place[0]}: " if row[0].place[0] else ""
+        names = [f"{len(others):,} smaller ones", ""] if row is others else [parent + joined, kinds]
         number = sum(len(pattern.modules) for pattern in row)
-        own_shapes = "" if row is others else _at_most(_MAX_SHAPES, first.shapes)
-        texts_of = _settings(row)
-        row_cells = [*names, f"{number:,}", *([own_shapes] * len(shapes))]
-        cells.append([*row_cells, *_size(_num_weights(row), total), *(texts_of[n] for n in own)])
-    texts = ("part", "shapes")
-    if is_brief:
-        return text_table(cells, texts=texts, box=None, pad_edge=False)
-    title = ["trainable parameters", *(f"{name} {text}" for name, text in shared.items())]
-    return text_table(cells, ", ".join(title), texts, box=SIMPLE_HEAD)
+        texts = [_at_most(2, (each.settings[index] for each in row)) for index in own]
+        size = _size(_num_weights(row), _num_weights(patterns))
+        cells.append([*names, f"{number:,}", *size, *texts])
+    return text_table(cells, texts=("part",), box=None, pad_edge=False)
+
+
+def shared_settings(patterns: list[TrainedPattern]) -> dict[str, str]:
+    """Return the settings (dtype, learning rate, decay) that all patterns share, as text."""
+    texts = zip(*(pattern.settings for pattern in patterns), strict=True)
+    named = zip(_SETTINGS, map(set, texts), strict=True)
+    return {name: values.pop() for name, values in named if len(values) == 1}
 
 
 def _num_weights(patterns: Iterable[TrainedPattern]) -> int:
@@ -388,63 +373,46 @@ def _size(num_weights: int, total: int) -> tuple[str, str]:
     return f"{num_weights:,}", percent(num_weights / total)
 
 
-def _settings(patterns: list[TrainedPattern]) -> dict[str, str]:
-    texts = {
-        "dtype": [pattern.dtype for pattern in patterns],
-        "lr": [format_lr(pattern.lr) for pattern in patterns],
-        "decay": [f"{pattern.weight_decay:g}" for pattern in patterns],
-    }
-    return {name: _at_most(2, dict.fromkeys(values)) for name, values in texts.items()}
-
-
 def _at_most(count: int, words: Iterable[str]) -> str:
-    words = list(words)
-    return ", ".join(words[:count] + ["..."] * (len(words) > count))
+    different = list(dict.fromkeys(words))
+    return ", ".join(different[:count] + ["..."] * (len(different) > count))
 
 
-def shared_settings(patterns: list[TrainedPattern]) -> dict[str, str]:
-    """Return the settings (dtype, learning rate, decay) that all patterns share, as text."""
-    first, *others = (_settings([pattern]) for pattern in patterns)
-    return {name: text for name, text in first.items() if all(o[name] == text for o in others)}
-
-
-def _groups_table(optimizer: torch.optim.Optimizer) -> Table:
+def _tables_of_log(patterns: list[TrainedPattern], optimizer: torch.optim.Optimizer) -> list[Table]:
+    """Build a table of every pattern with its shapes, and one of the optimizer's groups."""
     from rich.box import SIMPLE_HEAD
 
-    cells = [["group", "tensors", "params", "share", "lr", "decay"]]
-    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
-    for group, num_weights in zip(optimizer.param_groups, sizes, strict=True):
-        size = _size(num_weights, sum(sizes))
+    total = _num_weights(patterns)
+    cells = [["module", "part", "modules", "shapes", "params", "share", *_SETTINGS]]
+    for each in patterns:
+        words = [each.pattern, ", ".join(each.kinds), f"{len(each.modules):,}"]
+        words.append(_at_most(_MAX_SHAPES, each.shapes))
+        cells.append([*words, *_size(each.num_weights, total), *each.settings])
+    of_groups = [["group", "tensors", "params", "share", "lr", "decay"]]
+    for group in optimizer.param_groups:
+        size = _size(sum(weight.numel() for weight in group["params"]), total)
         settings = format_lr(group["lr"]), f"{group['weight_decay']:g}"
-        cells.append([group["name"], f"{len(group['params']):,}", *size, *settings])
+        of_groups.append([group["name"], f"{len(group['params']):,}", *size, *settings])
     title = f"parameter groups of {type(optimizer).__name__}"
-    return text_table(cells, title, box=SIMPLE_HEAD)
-
-
-def describe_parameters(report: TrainableReport) -> list[str]:
-    """Return a line about the trainable parameters, and one about the memory of all weights."""
-    share = percent(report.num_trainable / report.num_total, 2)
-    counts = {_SHORT_DTYPES.get(name, name): n for name, n in sorted(report.dtypes.items())}
-    dtypes = ", ".join(f"{n:,} {name}" for name, n in counts.items())
-    if len(counts) == 1:
-        dtypes = next(iter(counts))
     return [
-        f"trainable params: {report.num_trainable:,} / {report.num_total:,} ({share})",
-        f"model weights: {dtypes}, {format_bytes(report.num_bytes)}",
+        text_table(cells, "trainable parameters", ("part", "shapes"), box=SIMPLE_HEAD),
+        text_table(of_groups, title, box=SIMPLE_HEAD),
     ]
 
 
 def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Print the trainable parameters, and log every pattern, shape and group of the optimizer."""
-    patterns = trained_patterns(model, optimizer)
-    for table in (trainable_table(patterns), _groups_table(optimizer)):
+    patterns, report = trained_patterns(model, optimizer), report_trainable(model)
+    for table in _tables_of_log(patterns, optimizer):
         log.debug("%s", laid_out(table))
-    trainable, memory = describe_parameters(report_trainable(model))
-    shared = shared_settings(patterns)
     texts = [
         _SHORT_DTYPES.get(text, text) if name == "dtype" else f"{name} {text}"
-        for name, text in shared.items()
+        for name, text in shared_settings(patterns).items()
     ]
-    log.info("%s", ", ".join([trainable, *texts]))
-    log.info("%s", memory)
-    show(trainable_table(patterns, is_brief=True))
+    share = percent(report.num_trainable / report.num_total, 2)
+    numbers = f"{report.num_trainable:,} / {report.num_total:,} ({share})"
+    log.info("%s", ", ".join([f"trainable params: {numbers}", *texts]))
+    counts = {_SHORT_DTYPES.get(name, name): n for name, n in sorted(report.dtypes.items())}
+    dtypes = ", ".join(f"{n:,} {name}" if len(counts) > 1 else name for name, n in counts.items())
+    log.info("model weights: %s, %s", dtypes, format_bytes(report.num_bytes))
+    show(trainable_table(patterns))

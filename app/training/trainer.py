@@ -397,17 +397,17 @@ def build_lightning_trainer(
     )
 
 
-KINDS = ("tensorboard", "csv", "wandb", "mlflow")
+LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 _TRACKERS = ("wandb", "mlflow")
 
 
 @dataclass(kw_only=True, slots=True)
 class LoggerConfig:
-    name: str = setting("tensorboard", choices=KINDS)
+    name: str = setting("tensorboard", choices=LOGGERS)
     """logger in addition to metrics.csv, which is always written: tensorboard (event files), wandb
     or mlflow (a tracker, offline unless WANDB_API_KEY or MLFLOW_TRACKING_URI is set), or csv for
     none; for several type a list: logger=[tensorboard,wandb]"""
-    also: list[str] = setting(default_factory=list, choices=KINDS)
+    also: list[str] = setting(default_factory=list, choices=LOGGERS)
     """further loggers, next to the one of `name`"""
     details: bool = False
     """also log the shares and tokens of each data set and the expert load, which metrics.csv

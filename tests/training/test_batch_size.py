@@ -153,15 +153,6 @@ def test_all_ranks_use_the_size_that_fits_on_every_rank() -> None:
     assert trainer.datamodule.batching.micro_batch_size == 3
 
 
-def test_auto_keeps_the_packs_of_a_resumed_run_on_other_ranks() -> None:
-    before = {"packs": 2, "micro_batch_size": 1, "gradient_accumulation_steps": 2, "num_ranks": 1}
-    longer = TrainerConfig(max_steps=30)
-    assert describe_global_batch(longer, 1, before) == before
-    assert describe_global_batch(longer, 2, before)["packs"] == 2
-    typed = TrainerConfig(gradient_accumulation_steps=8)
-    assert describe_global_batch(typed, 1, before)["packs"] == 8
-
-
 AUTO = (
     "trainer.gradient_accumulation_steps=auto",
     "trainer.max_steps=null",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import errno
 import functools
-import http.server
 import json
 import logging
 import os
@@ -23,7 +22,6 @@ from tensorboard.summary.writer.event_file_writer import AtomicCounter
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from app.config import load_config
-from app.preflight import check_compatibility
 from app.training import loggers
 from app.training.checkpoint.disk import SaveError
 from app.training.loggers import CsvLogger, RunSummary, TensorBoardLogger, Tracker
@@ -44,34 +42,22 @@ def write_steps(logger: CsvLogger, *steps: int) -> None:
         logger.log_metrics({"train/loss": step / 2}, step=step)
 
 
-@pytest.mark.parametrize("step", [0, 1, 9, 10, 11, 99, 100, 120])
-def test_rows_up_to_the_step_stay(tmp_path: Path, step: int) -> None:
+def test_rows_up_to_the_step_stay_and_what_was_cut_off_goes(tmp_path: Path) -> None:
     written = [*range(13), 12, 100, 100, 101]
     logger = CsvLogger(tmp_path / "metrics.csv", ["a"])
     write_steps(logger, *written)
-    logger.drop_rows_after(step)
-    assert rows_in(logger.path) == [(str(n), str(n / 2)) for n in written if n <= step]
-
-
-@pytest.mark.parametrize("num_bytes", range(1, 19))
-def test_a_row_that_was_cut_off_goes(tmp_path: Path, num_bytes: int) -> None:
-    logger = CsvLogger(tmp_path / "metrics.csv", ["a"])
-    write_steps(logger, 1, 12)
     text = logger.path.read_bytes()
-    logger.path.write_bytes(text[:-num_bytes])
-    logger.drop_rows_after(15)
-    logger.log_metrics({"train/loss": 6.0}, step=13)
-    assert rows_in(logger.path) == [("1", "0.5"), ("13", "6.0")]
-
-
-@pytest.mark.parametrize("num_bytes", [0, 10])
-def test_a_file_of_half_a_header_begins_again(tmp_path: Path, num_bytes: int) -> None:
-    logger = CsvLogger(tmp_path / "metrics.csv", ["a"])
-    write_steps(logger, 1)
-    logger.path.write_bytes(logger.path.read_bytes()[:num_bytes])
-    logger.drop_rows_after(4)
-    write_steps(logger, 5)
-    assert rows_in(logger.path) == [("5", "2.5")]
+    for step in (0, 1, 9, 10, 11, 99, 100, 120):
+        logger.path.write_bytes(text)
+        logger.drop_rows_after(step)
+        assert rows_in(logger.path) == [(str(n), str(n / 2)) for n in written if n <= step]
+    header = text.index(b"\n") + 1
+    for length in (0, 10, header, *range(text.index(b"\n12,"), text.index(b"\n12,") + 19)):
+        logger.path.write_bytes(text[:length])
+        logger.drop_rows_after(12)
+        logger.log_metrics({"train/loss": 6.5}, step=13)
+        whole = [str(n) for n in written[: text[header:length].count(b"\n")]]
+        assert [step for step, _ in rows_in(logger.path)] == [*whole, "13"], length
 
 
 def test_a_run_that_was_begun_with_fewer_columns(tmp_path: Path) -> None:
@@ -167,17 +153,6 @@ def test_a_disk_that_fails_ends_tensorboard_and_not_the_run(
     assert points_in(tmp_path / "tensorboard")[0] == (1, 1.0)
 
 
-def test_a_folder_that_tensorboard_cannot_make_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "tensorboard").write_text("in the way")
-    logger = TensorBoardLogger(tmp_path / "tensorboard")
-    for step in (1, 2):
-        logger.log_metrics({"train/loss": 1.0}, step=step)
-    logger.finalize("success")
-    assert len(caplog.messages) == 1 and "could not be written" in caplog.text
-
-
 @pytest.mark.parametrize("fails", ["write", "fsync"])
 def test_rows_that_do_not_fit_the_disk_are_reported(
     tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
@@ -259,17 +234,19 @@ def test_a_restarted_run_starts_a_new_tracker_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "warning"),
+    ("faults", "queued", "warning"),
     [
-        ({"fails_at": 3}, "logger=recorder: the server is gone; the run continues without it"),
-        ({"hangs_at": 3}, "logger=recorder: it did not finish within 1 s"),
+        ({"fails_at": 3}, 10_000, "the server is gone; the run continues without it"),
+        ({"hangs_at": 3}, 10_000, "it did not finish within 1 s"),
+        ({"hangs_at": 3}, 20, "it is 20 rows behind"),
     ],
 )
-def test_a_tracker_that_fails_or_hangs_is_abandoned(
-    faults: dict[str, int], warning: str, tmp_path: Path,
+def test_a_tracker_that_fails_hangs_or_falls_behind_is_abandoned(
+    faults: dict[str, int], queued: int, warning: str, tmp_path: Path,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(loggers, "MAX_WAIT_SECONDS", 1.0 if "hangs_at" in faults else LONGEST)
+    monkeypatch.setattr(loggers, "MAX_QUEUED", queued)
     tracker, made = build_tracker(tmp_path, **faults)
     started = time.monotonic()
     with caplog.at_level(logging.WARNING):
@@ -278,22 +255,8 @@ def test_a_tracker_that_fails_or_hangs_is_abandoned(
         tracker.finish(RunSummary())
     assert time.monotonic() - started < 30  # waiting at each step would take 50 s
     (message,) = caplog.messages
-    assert message.startswith(warning) and "\n" not in message
-    assert len(made[0].rows) == 3
-    made[0].released.set()
-
-
-def test_a_tracker_that_falls_behind_is_abandoned(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loggers, "MAX_QUEUED", 20)
-    monkeypatch.setattr(loggers, "MAX_WAIT_SECONDS", 0.1)
-    tracker, made = build_tracker(tmp_path, hangs_at=0)
-    with caplog.at_level(logging.WARNING):
-        for step in range(100):
-            tracker.log_metrics({"train/loss": 1.0}, step)
-        tracker.finish(RunSummary())
-    assert len(caplog.messages) == 1 and "it is 20 rows behind" in caplog.text
+    assert message.startswith(f"logger=recorder: {warning}") and "\n" not in message
+    assert len(made[0].rows) == 3 or queued == 20
     made[0].released.set()
 
 
@@ -304,18 +267,6 @@ def test_several_loggers_are_a_list(tmp_path: Path) -> None:
     assert names == ["csv", "tensorboard", "wandb", "mlflow"]
     csv_only = build_loggers(LoggerConfig(name="csv"), tmp_path, ["a"])
     assert [logger.name for logger in csv_only] == ["csv"]
-
-
-def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config("train", small_run("logger=wandb"))
-    monkeypatch.setattr(
-        "app.preflight.couplings.devices.is_installed", lambda name: name != "wandb"
-    )
-    (problem,) = [text for text in check_compatibility(config) if "logger" in text]
-    assert problem == (
-        "logger=wandb needs the package wandb, which is not installed; type pip install -e "
-        "'.[wandb]', or logger=tensorboard"
-    )
 
 
 WORDS = "名前-1 имя-1 ονομα-1 -1 اسم e\u0301 é a_b a# a+ a: a%23 a_x23_ a_x _xx all a.b a- 😀"
@@ -331,21 +282,6 @@ def test_names_of_data_sets_stay_different_in_mlflow() -> None:
         re.fullmatch(r"[/\w.\- ]{1,250}", name) and len(name.encode()) < 255 for name in names
     )
     assert {"val/loss/all", "val/loss/名前-1", "val/loss/имя-1", "val/loss/a b"} < set(names)
-
-
-@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow-skinny")
-def test_mlflow_keeps_a_curve_for_every_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    tracker = Tracker("mlflow", tmp_path)
-    for step in (1, 2):
-        tracker.log_metrics({"val/loss": 1.0} | {f"val/loss/{name}": 1.0 for name in NAMES}, step)
-    tracker.finish(RunSummary(metrics={"val/loss": 1.0}, is_done=True))
-    (run,) = (tmp_path / "mlruns").glob("*/*/metrics/val/loss")
-    curves = list(run.iterdir())
-    assert len(curves) == len(NAMES) + 1
-    assert all(len(curve.read_text().splitlines()) == 2 for curve in curves)
 
 
 @pytest.mark.slow
@@ -384,46 +320,3 @@ def test_wandb_records_a_run_and_its_resumption_offline(
     for folder in kept:
         assert (folder / "files/report.html").is_file()
         assert b"train/loss" in (folder / f"run-{run_id}.wandb").read_bytes()
-
-
-class DyingServer(http.server.BaseHTTPRequestHandler):
-    """A tracking server that hangs from its third request on."""
-
-    requests, released = 0, threading.Event()
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def do_POST(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        type(self).requests += 1
-        if self.requests > 2:
-            self.released.wait(60)
-        body = json.dumps({"experiment": {"experiment_id": "1", "lifecycle_stage": "active"}})
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow-skinny")
-def test_a_run_survives_a_server_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), DyingServer)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(loggers, "MAX_WAIT_SECONDS", 1.0)
-    run = train_into(tmp_path / "run", "logger=mlflow")
-    assert (run / "metrics.json").is_file() and (run / "report.html").is_file()
-    output = capsys.readouterr().out.splitlines()
-    warnings = [line for line in output if "logger=mlflow: " in line]
-    assert len(warnings) == 1 and warnings[0].endswith("metrics.csv has every row")
-    DyingServer.released.set()
-    server.server_close()

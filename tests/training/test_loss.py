@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from app.model.attention import attention_implementation
-from app.model.attention.documents import place_in_chunks
-from app.model.head import check_head_loss, fuse_head, token_losses
 from app.training.objective.objective import (
     DatasetSums,
     RowSums,
@@ -24,7 +22,7 @@ from app.training.objective.objective import (
 )
 from common.errors import Origin
 from data_modules import Batch, Example, SequenceSlice, deal_columns
-from data_modules.collator import MIN_CHUNK, Collator
+from data_modules.collator import Collator
 from tests.tiny import random_ids, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 IGNORED = -100
@@ -34,24 +32,11 @@ def make_batch(
     documents: list[list[int]], weights: list[list[float]], datasets: list[int]
 ) -> Batch:
     """One packed row; weights are those of a document's tokens as labels, the first one is 0."""
-    ids = torch.tensor([token for document in documents for token in document])
-    label_weights = [w for row in weights for w in (*row[1:], 0.0)]
-    next_ids = [token for document in documents for token in (*document[1:], IGNORED)]
-    labels = torch.tensor(next_ids)
-    labels[torch.tensor(label_weights) == 0] = IGNORED
-    columns = torch.nonzero(labels != IGNORED).flatten()
-    lengths = [len(document) for document in documents]
-    return Batch(
-        input_ids=ids.unsqueeze(0),
-        position_ids=torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0),
-        labels=labels.unsqueeze(0),
-        loss_weights=torch.tensor(label_weights).unsqueeze(0),
-        dataset_ids=torch.tensor(datasets).repeat_interleave(torch.tensor(lengths)).unsqueeze(0),
-        trained_columns=columns if len(columns) else torch.zeros(1, dtype=torch.int64),
-        document_lengths=[lengths],
-        step_weight=max(1.0, sum(label_weights)),
-        num_tokens=len(ids),
-    )
+    rows = [
+        Example(np.array(ids, np.int32), np.array(own, np.float32), dataset, Origin("file", 1))
+        for ids, own, dataset in zip(documents, weights, datasets, strict=True)
+    ]
+    return Collator(0, packed=True)([rows], max(1.0, sum(map(sum, weights))))
 
 
 @pytest.fixture
@@ -85,21 +70,6 @@ def by_hand(model: Any, batch: Batch) -> list[tuple[int, float, float]]:
                 found.append((int(batch.dataset_ids[0, start]), loss, weight))
         start += length
     return found
-
-
-def test_a_token_loss_is_minus_its_log_probability_and_none_where_ignored() -> None:
-    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
-    labels = torch.tensor([[1, IGNORED, 6, 0, 3], [IGNORED, 2, 2, 5, IGNORED]])
-    losses = token_losses(logits, labels)
-    assert losses.shape == labels.shape
-    logs = torch.log_softmax(logits.double(), dim=-1)
-    for row in range(2):
-        for column in range(5):
-            label = int(labels[row, column])
-            expected = 0.0 if label == IGNORED else -logs[row, column, label].item()
-            assert losses[row, column].item() == pytest.approx(expected, rel=1e-6)
-    half = logits.bfloat16()
-    assert torch.equal(token_losses(half, labels), token_losses(half.float(), labels)), "in fp32"
 
 
 def test_sums_are_exact_whatever_their_order() -> None:
@@ -178,21 +148,6 @@ def test_documents_of_a_batch_have_sums_of_their_own(model: Any, batch: Batch) -
     assert taken[:, [4, 0, 2]].T.tolist() == [pytest.approx(one, rel=1e-6) for one in expected]
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_the_head_on_trained_columns_alone_gives_the_gradients_of_all_columns(
-    model: Any, batch: Batch, backend: str
-) -> None:
-    model.set_attn_implementation(attention_implementation(backend))
-    found = []
-    for columns in (batch.trained_columns, torch.arange(batch.input_ids.shape[1])):
-        batch.trained_columns = columns
-        model.zero_grad()
-        batch_loss(Sft(), model, batch, backend, DatasetSums(3)).backward()
-        found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-    for name, expected in found[1].items():
-        assert torch.allclose(found[0][name], expected, rtol=1e-4, atol=1e-6), name
-
-
 def test_a_batch_without_labels_has_a_loss_of_zero_and_gradients_of_zero(model: Any) -> None:
     ids = random_ids(tokens=4)[0].tolist()
     for document in (ids, ids[:1]):  # prompts alone; the one padding token of an empty pack
@@ -206,33 +161,6 @@ def test_a_batch_without_labels_has_a_loss_of_zero_and_gradients_of_zero(model: 
             assert parameter.grad is not None, name
             assert not parameter.grad.any(), name
         assert not sums.take().any()
-
-
-def test_a_model_that_gave_its_loss_once_gives_logits_again(model: Any, batch: Batch) -> None:
-    expected = model(input_ids=batch.input_ids).logits
-    fuse_head(model)
-    batch_loss(Sft(), model, batch, "sdpa", DatasetSums(3))
-    assert torch.equal(model(input_ids=batch.input_ids).logits, expected)
-    with pytest.raises(RuntimeError, match="did not call its head"):
-        model.get_output_embeddings().pop_loss()
-
-
-def test_a_head_that_computes_in_its_own_way_is_left_alone(model: Any) -> None:
-    class Shifted(torch.nn.Linear):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return super().forward(hidden) + 1
-
-    model.lm_head.__class__ = Shifted
-    fuse_head(model)
-    assert type(model.get_output_embeddings()) is Shifted
-
-
-@pytest.mark.parametrize("is_training", [True, False])
-def test_proving_a_head_leaves_dropout_as_it_was(model: Any, is_training: bool) -> None:
-    fuse_head(model)
-    model.train(is_training)
-    check_head_loss(model, "sdpa")
-    assert {module.training for module in model.modules()} == {is_training}
 
 
 def test_validation_sums_all_batches_without_dropout_or_gradients(model: Any, batch: Batch) -> None:
@@ -365,70 +293,3 @@ def test_the_parts_of_rows_add_up(size: int) -> None:
     columns = torch.tensor([column for chunks in dealt for each in chunks for column in each])
     assert torch.cat([part.input_ids for part in parts], 1).equal(whole.input_ids[:, columns])
     assert all(part.document_lengths == whole.document_lengths for part in parts)
-
-
-def pairs_by_rank(lengths: list[int], tokens: int, dealt: list[list[range]]) -> list[int]:
-    """Return the causal pairs of tokens of documents that each rank computes."""
-    counts = []
-    for chunks in dealt:
-        pieces = place_in_chunks([lengths], tokens, chunks)
-        continued = (piece for piece in pieces if not piece.begun)
-        begun = (length for piece in pieces for length in piece.begun)
-        spans = [
-            (each.columns.start - each.first, each.columns.stop - each.first) for each in continued
-        ]
-        spans += [(0, length) for length in begun]
-        counts.append(sum(end * (end + 1) - start * (start + 1) for start, end in spans) // 2)
-    return counts
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-def test_ranks_get_each_token_once_and_as_many_pairs_of_a_long_document(size: int) -> None:
-    random = np.random.default_rng(size)
-    for _ in range(20):
-        tokens = 2 * size * int(random.integers(1, 4 * MIN_CHUNK))
-        dealt = deal_columns(tokens, size)
-        columns = [column for chunks in dealt for chunk in chunks for column in chunk]
-        assert sorted(columns) == list(range(tokens))
-        assert all(chunks == sorted(chunks, key=min) for chunks in dealt)
-        assert {sum(map(len, chunks)) for chunks in dealt} == {tokens // size}
-        assert len(set(pairs_by_rank([tokens], tokens, dealt))) == 1
-        ends = np.sort(random.integers(0, tokens + 1, 4)).tolist()
-        lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False) if end > begin]
-        documents = [*lengths, tokens - sum(lengths)]
-        pairs = pairs_by_rank(lengths, tokens, dealt)
-        assert sum(pairs) == sum(length * (length + 1) // 2 for length in documents)
-        assert max(pairs) - min(pairs) < tokens // size * max(documents)
-
-
-@pytest.mark.parametrize(
-    ("size", "dealt", "contiguous"), [(2, 1.10, 1.21), (4, 1.17, 1.59), (8, 1.21, 2.06)]
-)
-def test_the_slowest_rank_of_packs_of_long_documents_waits_little(
-    size: int, dealt: float, contiguous: float
-) -> None:
-    """The figures of docs/choosing.md: pairs of the slowest rank by those of the mean one."""
-    random, tokens = np.random.default_rng(0), 131072
-    width, slowest, mean = tokens // size, np.zeros(2), 0.0
-    ways = (
-        deal_columns(tokens, size),
-        [[range(start, start + width)] for start in range(0, tokens, width)],
-    )
-    last = [
-        sum(len(each) for each in chunks if each.start >= 7 * tokens // 8) for chunks in ways[0]
-    ]
-    assert last == [tokens // (8 * size)] * size  # of an answer there, each rank has as much
-    for _ in range(1000):
-        lengths: list[int] = []
-        while (length := int(2 ** random.uniform(13, 16))) + sum(lengths) <= tokens:
-            lengths.append(length)
-        pairs = [pairs_by_rank(lengths, tokens, way) for way in ways]
-        slowest += [max(each) for each in pairs]
-        mean += sum(pairs[0]) / size
-    assert slowest / mean == pytest.approx([dealt, contiguous], abs=0.005)
-
-
-def test_parts_are_not_split_again() -> None:
-    part = padded_batch().part(SequenceSlice([range(4)]))
-    with pytest.raises(ValueError, match="whole rows"):
-        part.part(SequenceSlice([range(2)]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.config.verbs import PARTS
 from app.strategy.ddp import SingleDevice
 from app.training import callbacks
 from app.training.checkpoint.saving import CheckpointSaver
 from app.training.metrics import Metrics
 from app.training.module import FinetuneModule
 from tests.conftest import TrainRun
-from tests.tiny import SAMPLES, save_with_tokenizer, small_run, tiny_gpt2, tiny_t5
+from tests.tiny import SAMPLES, save_with_tokenizer, small_run, tiny_t5
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +30,6 @@ RUN = {
     "logger": "csv",
 }
 META = torch.device("meta")
-VALUE_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"}
-"""operators called by `.item()`, `if tensor`, `torch.equal` and indexing with a mask"""
 
 
 class EndOfTraining(Exception):
@@ -127,8 +122,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     "changed",
     [
         ["adapter=lora", "adapter.use_dora=true", "adapter.neftune_alpha=5"],
-        ["adapter=lora", "packing=none", "trainer.micro_batch_size=2"],
-        ["adapter=ia3"],
+        ["adapter=ia3", "packing=none", "trainer.micro_batch_size=2"],
         ["adapter=full", "recompute=full"],
     ],
     ids=" ".join,
@@ -141,39 +135,14 @@ def test_a_step_trains_without_reading_a_value(
     assert writes == WRITES
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "t5"])
-def test_a_step_of_another_architecture_reads_no_value(
-    kind: str, tmp_path: Path, train_run: TrainRun, writes: list[list[int]]
+def test_a_step_of_an_encoder_decoder_reads_no_value(
+    tmp_path: Path, train_run: TrainRun, writes: list[list[int]]
 ) -> None:
-    # transformers looks for padding in the ids of a GPT-2 whose config names a padding token.
-    model = (
-        tiny_gpt2(vocab_size=768, pad_token_id=None) if kind == "gpt2" else tiny_t5(vocab_size=768)
-    )
-    base = save_with_tokenizer(model, tmp_path / "base")
+    base = save_with_tokenizer(tiny_t5(vocab_size=768), tmp_path / "base")
     lists = f"data.datasets=[{{path: {SAMPLES / 'lists_test.json'}}}]"
     with pytest.raises(EndOfTraining):
         train_run(*words(f"model.path={base}", lists))
     assert writes == WRITES
-
-
-class ReadRecorder(TorchDispatchMode):
-    """Record the call sites that read a value while `is_watching`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_watching = False
-        self.reads: list[str] = []
-
-    def watch(self, is_watching: bool) -> None:
-        self.is_watching = is_watching
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if self.is_watching and func._schema.name in VALUE_READS:
-            calls = traceback.extract_stack()[:-1]
-            self.reads.append(f"{func}: {' < '.join(str(call) for call in calls[:-8:-1])}")
-        return func(*args, **(kwargs or {}))
 
 
 def watch_between_writes(monkeypatch: pytest.MonkeyPatch, watch: Callable[[bool], None]) -> None:
@@ -191,20 +160,6 @@ def watch_between_writes(monkeypatch: pytest.MonkeyPatch, watch: Callable[[bool]
 
     monkeypatch.setattr(Metrics, "flush", flush)
     monkeypatch.setattr(FinetuneModule, "on_train_end", end)
-
-
-# On a CPU, paged_adamw8bit is adamw8bit.
-@pytest.mark.parametrize("optimizer", sorted({*PARTS["optimizer"]} - {"paged_adamw8bit"}))
-def test_no_optimizer_reads_a_value_except_to_skip_a_step(
-    optimizer: str, train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder = ReadRecorder()
-    watch_between_writes(monkeypatch, recorder.watch)
-    with recorder, pytest.raises(EndOfTraining):
-        train_run(*words("adapter=full", f"optimizer={optimizer}", "trainer.precision=bf16"))
-    # AdamW skips on the device; the check of other optimizers reads one value per step.
-    assert len(recorder.reads) == (0 if optimizer == "adamw" else STEPS - 1)
-    assert all("skip_nonfinite_step" in read for read in recorder.reads)
 
 
 @pytest.mark.gpu

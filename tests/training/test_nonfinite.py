@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,24 +20,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from app.config import run_verb
+from app.config import load_config, run_verb
 from app.config.verbs import PARTS
 from app.model.adapter import FullConfig
 from app.model.attention import attention_implementation
 from app.process import faults
 from app.strategy.ddp import SingleDevice
 from app.train import train
-from app.training.checkpoint.saving import CheckpointSaver
 from app.training.checkpoint.state import model_state, optimizer_state
 from app.training.checkpoint.store import CheckpointStore
-from app.training.metrics import MAX_OVERFLOWS, Metrics, StepRecord, StepWatch, check_finite
-from app.training.module import FinetuneModule, propagate_nonfinite, skip_nonfinite_step
+from app.training.metrics import MAX_OVERFLOWS, Metrics, StepRecord, StepWatch, check_finite_state
+from app.training.module import FinetuneModule, propagate_nonfinite
 from app.training.objective.objective import Sft
 from app.training.optimizers import ScheduleConfig, build_optimizer
 from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 from common.errors import Origin, TrainingFault
-from data_modules import Batch, BatchSpec, DataSpec, FinetuneDataModule, ModelSpec, StepRow
-from tests.batches import micro_batches
+from data_modules import Batch, StepRow
+from tests.batches import datamodule_of, micro_batches
 from tests.reliability.shell import Shell
 from tests.runs import check_same_run
 from tests.tiny import SAMPLES, random_ids, small_run, tiny_llama
@@ -236,22 +234,6 @@ def test_a_nonfinite_first_step_changes_nothing(optimizer: str, tmp_path: Path) 
     assert found.fault is None
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "schedule_free"])
-def test_checked_steps_equal_unchecked_ones(
-    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked = fit(tmp_path, optimizer, accumulation=4, precision="bf16")
-    monkeypatch.setattr("app.training.module.skip_nonfinite_step", lambda *args, **settings: None)
-    monkeypatch.setattr("app.training.module.propagate_nonfinite", lambda loss: loss)
-    plain = fit(tmp_path, optimizer, accumulation=4, precision="bf16")
-    for (weights, moments, numbers), (others, other_moments, other_numbers) in zip(
-        checked.states, plain.states, strict=True
-    ):
-        assert all(torch.equal(weights[name], others[name]) for name in others)
-        assert all(torch.equal(moments[name], other_moments[name]) for name in other_moments)
-        assert numbers == other_numbers
-
-
 def test_an_infinite_loss_makes_its_gradients_nan() -> None:
     loss = torch.tensor(math.inf, requires_grad=True)
     propagate_nonfinite(loss).backward()
@@ -358,38 +340,18 @@ def test_rows_of_the_nonfinite_data_set_and_micro_batch_are_named() -> None:
     other_rank[0, 1] = 1.0  # the same of the other rank, in its second micro-batch
     with pytest.raises(TrainingFault) as caught:
         metrics.add(record, reduce)
-    assert "rows lists-01:0, lists-01:1, lists-01:2, lists-10:0, lists-10:1 and 1 more" in str(
-        caught.value
-    )
-
-
-def test_a_nonfinite_gradient_names_all_rows_of_the_step() -> None:
-    metrics = Metrics(NAMES, [], 1, StepWatch(rows_of=rows_of))
-    with pytest.raises(TrainingFault) as caught:
-        metrics.add(record_of(7, (1.0, 1.0), num_ranks=2), lambda tensor: tensor)
-    assert "rows lists-00:0, lists-00:1, lists-00:2, orders-00:0, orders-00:1 and 19 more" in str(
-        caught.value
-    )
-
-
-def test_ranks_that_clip_by_their_own_norms_are_reported_to_skip_separately() -> None:
-    for differs, message in ((True, "was skipped on the ranks whose"), (False, "was skipped;")):
-        record = replace(record_of(7, num_ranks=2), norm_differs=differs)
-        with pytest.raises(TrainingFault, match=message):
-            Metrics(NAMES, [], 1, StepWatch()).add(record, lambda tensor: tensor)
-
-
-def test_rows_of_a_stream_have_no_line_numbers() -> None:
-    with pytest.raises(TrainingFault, match="the rows of a stream have no line numbers"):
-        Metrics(NAMES, [], 1).add(record_of(7), lambda tensor: tensor)
+    more = "rows lists-01:0, lists-01:1, lists-01:2, lists-10:0, lists-10:1 and 1 more"
+    assert more in str(caught.value)
+    # Finite losses: any of the step's rows; of a stream nothing is known.
+    for watch, rows in ((StepWatch(rows_of=rows_of), "orders-00:1 and 19 more"), (None, "stream")):
+        with pytest.raises(TrainingFault, match=rows):
+            Metrics(NAMES, [], 1, watch).add(record_of(7, (1.0, 1.0), num_ranks=2), lambda one: one)
 
 
 # Spikes.
 
 
-def spike_warnings(
-    losses: list[float], caplog: pytest.LogCaptureFixture, is_scaled: bool = False
-) -> list[str]:
+def spike_warnings(losses: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
     metrics = Metrics(NAMES, [], 1, StepWatch(rows_of=rows_of))
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -409,9 +371,6 @@ def test_a_spike_gives_one_warning_with_its_rows(caplog: pytest.LogCaptureFixtur
     start = "step 21: loss of lists 9.0000 is 4.4 times the median of the 20 steps before"
     assert messages[0].startswith(start) and "rows lists-00:0, " in messages[0]
     assert messages[1].startswith(f"step {len(losses)}: loss of lists 8.0000")
-
-
-def test_a_spike_after_losses_of_zero_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     (message,) = spike_warnings([0.0] * 30 + [5.0], caplog)
     assert "loss of lists 5.0000 is far above the median of the" in message
 
@@ -429,26 +388,6 @@ def test_a_spike_after_losses_of_zero_is_reported(caplog: pytest.LogCaptureFixtu
 )
 def test_not_a_spike(losses: list[float], caplog: pytest.LogCaptureFixture) -> None:
     assert spike_warnings(losses, caplog) == []
-
-
-def test_a_spike_is_one_of_its_own_data_set_and_of_a_full_step(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    watch = StepWatch()
-    hard, easy, few = {"lists": (4.0, 90)}, {"orders": (0.2, 80)}, {"orders": (4.0, 8)}
-
-    def check(step: int, by_name: dict[str, tuple[float, int]]) -> None:
-        metrics = {"train/loss": 1.0, "train/grad_norm": 1.0}
-        for name, (loss, tokens) in by_name.items():
-            metrics |= {f"train/loss/{name}": loss, f"train/tokens/{name}": tokens}
-        watch.check(SimpleNamespace(step=step, is_scaled=False), metrics, lambda tensor: tensor)  # type: ignore[arg-type]
-
-    with caplog.at_level(logging.WARNING):
-        for step in range(40):
-            check(step, hard if step % 20 == 19 else few if step % 9 == 8 else easy)
-        assert not caplog.messages
-        check(40, {"orders": (4.0, 80)})
-    assert len(caplog.messages) == 1 and "loss of orders 4.0000 is 20.0 times" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -476,44 +415,6 @@ def test_a_run_that_learns_nothing_is_warned_of_after_a_third(
     )
 
 
-# The loss scaler (fp16), on a CPU.
-
-
-FACTORS = [(1.0, 1.0), (math.inf, 1.0), (math.nan, 1.0), (1.0, math.inf)]
-"""factors on the loss and on its gradient"""
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "factors"),
-    [*(("adamw", by) for by in FACTORS), *((name, FACTORS[2]) for name in ON_CPU[1:])],
-)
-def test_a_loss_scaler_skips_nonfinite_steps_by_itself(
-    optimizer: str, factors: tuple[float, float]
-) -> None:
-    (loss_factor, grad_factor), steps = factors, factors == (1.0, 1.0)
-    model, scaler = build_model(), torch.amp.GradScaler("cpu", init_scale=4.0)
-    own = build_optimizer(
-        model, PARTS["optimizer"][optimizer](), FullConfig(), lr=1e-2, fused=False
-    )
-    if optimizer == "schedule_free":
-        own.train()  # type: ignore[attr-defined]
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    ids = random_ids(rows=2)
-    loss = model(input_ids=ids, labels=ids).loss
-    # Infinite by what is added: its gradients are finite.
-    loss = loss + 0.0 if loss_factor == 1.0 else loss + loss_factor
-    loss.register_hook(lambda grad: grad * grad_factor)
-    scaler.scale(propagate_nonfinite(loss)).backward()
-    scaler.unscale_(own)
-    norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1.0)
-    skip_nonfinite_step(own, norm, is_scaled=True)
-    scaler.step(own)
-    scaler.update()
-    assert scaler.get_scale() == (4.0 if steps else 2.0)
-    moved = [not torch.equal(w, before[name]) for name, w in model.named_parameters()]
-    assert all(moved) if steps else not any(moved)
-
-
 def test_a_loss_scaler_that_skips_every_step_ends_the_run() -> None:
     metrics = Metrics(NAMES, [], 1)
 
@@ -534,36 +435,21 @@ def test_a_loss_scaler_that_skips_every_step_ends_the_run() -> None:
 
 def test_nonfinite_tensors_are_not_saved() -> None:
     sound = {"a": torch.ones(3), "b": torch.full((2, 2), -3e38).bfloat16(), "n": torch.arange(3)}
-    check_finite(4, sound, {"none": torch.zeros(0), "exp_avg/a": torch.zeros(3, 2)})
+    check_finite_state(4, sound, {"none": torch.zeros(0), "exp_avg/a": torch.zeros(3, 2)})
     for value in (math.nan, math.inf, -math.inf):
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             bad = torch.zeros(5, 7, dtype=dtype)
             bad[3, 2] = value
             with pytest.raises(TrainingFault, match=r"step 4: exp_avg/b .*, and so have 1 more"):
-                check_finite(4, sound, {"exp_avg/b": bad.T, "x": bad[2:], "y": bad[:2]})
+                check_finite_state(4, sound, {"exp_avg/b": bad.T, "x": bad[2:], "y": bad[:2]})
 
 
 # Injected faults.
 
 
 def test_the_rows_of_a_step_are_those_that_its_batches_hold() -> None:
-    from transformers import AutoTokenizer
-
-    from app.config import load_config
-    from tests.tiny import TINY_BASE, small_run
-
     config = load_config("train", small_run("data.val_set_size=0"))
-    datamodule = FinetuneDataModule(
-        DataSpec(
-            config=config.data,
-            packing=config.packing,
-            tokenizer=AutoTokenizer.from_pretrained(TINY_BASE),
-            model=ModelSpec(context_len=1024),
-            batching=BatchSpec(micro_batch_size=2, accumulation_steps=2, max_steps=3),
-            seed=config.seed,
-        )
-    )
-    datamodule.setup("fit")
+    datamodule = datamodule_of(config, micro_batch_size=2, accumulation_steps=2, max_steps=3)
     examples = {str(e.origin): e.input_ids.tolist() for e in datamodule.train_examples}
     for number, batch in enumerate(micro_batches(datamodule)):
         step, micro_batch = number // 2 + 1, number % 2
@@ -630,32 +516,6 @@ def test_a_run_stops_naming_the_rows_and_resumes_as_if_uninterrupted(
     code, output = run(folder, *words)
     assert code == 4
     assert re.search(r"step 5: loss [\d.]+, gradient norm (inf|nan); rows ", output)
-    assert saved_steps(folder) == [2, 4]
-    assert run(folder, *words)[0] == 0
-    check_same_run(folder, whole)
-
-
-@pytest.mark.slow
-def test_skipped_steps_are_counted_across_a_resume_of_a_run(tmp_path: Path, run: Any) -> None:
-    words = ("trainer.max_skipped_steps=2", "faults=[inf@1,grad_nan@5]", "resume=auto")
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    code, output = run(whole, *words)
-    assert code == 0, output
-    assert json.loads((whole / "metrics.json").read_text())["train/skipped_steps"] == 2.0
-    assert losses_of(whole)[1] == "inf"
-    for file in whole.glob("checkpoints/*/*.json"):
-        text = file.read_text()
-        assert not re.search(r"NaN|Infinity", text), file
-    with pytest.MonkeyPatch.context() as patch:
-        save = CheckpointSaver.save
-
-        def save_then_die(saver: CheckpointSaver, trainer: Any, module: Any) -> None:
-            save(saver, trainer, module)
-            if trainer.global_step == 4:
-                raise OSError("killed")
-
-        patch.setattr(CheckpointSaver, "save", save_then_die)
-        assert run(folder, *words)[0] == 3
     assert saved_steps(folder) == [2, 4]
     assert run(folder, *words)[0] == 0
     check_same_run(folder, whole)

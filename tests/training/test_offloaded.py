@@ -19,8 +19,8 @@ from app.model.kernels import FusedLinear, FusedNorm
 from app.training.module import FinetuneModule
 from app.training.objective.objective import Sft, validate
 from app.training.optimizers import ScheduleConfig
-from data_modules import Batch
 from tests.tiny import tiny_llama, tiny_t5
+from tests.training.test_loss import make_batch
 
 HERE = torch.device("cpu")
 
@@ -135,18 +135,8 @@ def test_a_model_is_measured_where_it_computes() -> None:
     model: Any = tiny_llama()
     model.set_attn_implementation(attention_implementation("sdpa"))
     fuse_head(model)
-    ids = torch.arange(3, 19).unsqueeze(0)
-    batch = Batch(
-        input_ids=ids,
-        position_ids=torch.arange(8).repeat(1, 2),
-        labels=ids.roll(-1, 1),
-        loss_weights=torch.ones(1, 16),
-        dataset_ids=torch.zeros(1, 16, dtype=torch.int64),
-        document_lengths=[[8, 8]],
-        step_weight=1.0,
-        num_tokens=16,
-        trained_columns=torch.arange(16),
-    )
+    ids = list(range(3, 19))
+    batch = make_batch([ids[:8], ids[8:]], [[1.0] * 8] * 2, [0, 0])
     expected = validate(Sft(), model, [batch], "sdpa", ["a"])
     keep_elsewhere(model)
     assert validate(Sft(), model, [batch], "sdpa", ["a"], HERE) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,13 +18,14 @@ from app.training.objective.objective import (
     batch_loss,
     choose_router_aux_loss,
 )
-from common.errors import UserError
-from data_modules import Batch
+from common.errors import Origin, UserError
+from data_modules import Batch, Example
+from data_modules.collator import Collator
 from tests.model.test_experts import tiny_mixture
 
 LENGTHS = [[9, 5, 11], [7, 13]]
 """documents of two rows; the second one ends in padding"""
-WIDTH, COEFFICIENT = 25, 0.05
+WIDTH, COEFFICIENT, ORIGIN = 25, 0.05, Origin("file", 1)
 
 
 def documents() -> list[list[torch.Tensor]]:
@@ -32,27 +34,15 @@ def documents() -> list[list[torch.Tensor]]:
 
 
 def batch_of(rows: list[list[torch.Tensor]], step_weight: float) -> Batch:
-    shape = (len(rows), WIDTH)
-    ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    labels, weights = torch.full(shape, -100), torch.zeros(shape)
-    for row, parts in enumerate(rows):
-        start = 0
-        for part in parts:
-            end = start + len(part)
-            ids[row, start:end], positions[row, start:end] = part, torch.arange(len(part))
-            labels[row, start : end - 1], weights[row, start : end - 1] = part[1:], 1.0
-            start = end
-    return Batch(
-        input_ids=ids,
-        position_ids=positions,
-        labels=labels,
-        loss_weights=weights,
-        dataset_ids=torch.zeros(shape, dtype=torch.long),
-        trained_columns=torch.arange(WIDTH),
-        document_lengths=[[len(part) for part in parts] for parts in rows],
-        step_weight=step_weight,
-        num_tokens=sum(len(part) for parts in rows for part in parts),
-    )
+    """Return a batch of rows of documents, padded to the same width."""
+    packs = [
+        [
+            Example(part.numpy().astype(np.int32), np.ones(len(part), np.float32), 0, ORIGIN)
+            for part in parts
+        ]
+        for parts in rows
+    ]
+    return Collator(0, packed=False, row_len=WIDTH)(packs, step_weight)
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:

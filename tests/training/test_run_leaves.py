@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from transformers import AutoTokenizer
 
 from app.config import load_config, load_run_config, run_verb
@@ -25,14 +24,12 @@ from app.evaluate import evaluate
 from app.merge import merge
 from app.model.adapter import LoraConfig
 from app.run.manifest import git_state
-from app.train import train
 from app.training.run_documents import CSV_FILE, read_curves
-from common.errors import UserError
 from common.files import write_atomically
-from tests.conftest import TrainRun, read_column
+from tests.conftest import TrainRun
 from tests.reliability.shell import Shell
 from tests.resumed import contents
-from tests.tiny import SAMPLES, small_base, small_run
+from tests.tiny import SAMPLES, small_base, small_run, train_into
 
 pytestmark = pytest.mark.slow
 
@@ -42,10 +39,9 @@ DATASETS = ("capital", "orders")
 
 @dataclasses.dataclass
 class Run:
-    """A finished run: its folder, the settings that were typed, and what it printed."""
+    """A finished run: its folder, its settings, and what it printed."""
 
     folder: Path
-    words: list[str]
     config: Any
     printed: str
 
@@ -64,7 +60,7 @@ def one_answer_to_all(file: Path) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     parent = tmp_path_factory.mktemp("leaves")
     easy = one_answer_to_all(parent / "capital.jsonl")
-    words = small_run(
+    words = (
         f"data.datasets=[{{path: {easy}}}, {{path: {ORDERS}, name: orders, weight: 0.5}}]",
         "adapter.dropout=0",
         "optimizer.lr=1e-2",
@@ -76,14 +72,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "evaluation.max_new_tokens=6",
         "logger=tensorboard",
         "seed=7",
-        f"output.dir={parent / 'run'}",
     )
-    config = load_config("train", words)
-    os.environ.pop("LOFT_RUN_DIR", None)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        train(config)
-    os.environ.pop("LOFT_RUN_DIR", None)
-    return Run(parent / "run", words, config, printed.getvalue())
+        train_into(parent / "run", *words)
+    return Run(parent / "run", load_config("train", small_run(*words)), printed.getvalue())
 
 
 def test_the_run_folder_has_exactly_the_documented_files(run: Run) -> None:
@@ -130,7 +122,8 @@ def test_tokenizer_and_template_are_saved_beside_the_adapter(run: Run) -> None:
 
 def test_config_yaml_reads_back_equal(run: Run) -> None:
     back = load_run_config(run.folder)
-    assert back == run.config
+    assert back == dataclasses.replace(run.config, output=back.output)
+    assert back.output.dir == str(run.folder)
     assert isinstance(back.adapter, LoraConfig)
     text = (run.folder / "config.yaml").read_text()
     assert "${" not in text
@@ -172,34 +165,6 @@ def test_the_manifest_describes_the_run_and_the_rows_of_each_data_set(run: Run) 
     assert (orders["rows"], orders["format"]) == (200, "messages")
 
 
-def test_tensorboard_holds_the_same_numbers_as_the_csv(run: Run) -> None:
-    (file,) = (run.folder / "tensorboard").iterdir()
-    found: dict[str, dict[int, float]] = {}
-    for event in EventFileLoader(str(file)).Load():
-        for value in event.summary.value:
-            (number,) = value.tensor.float_val or [value.simple_value]
-            found.setdefault(value.tag, {})[event.step] = number
-    assert not [tag for tag in found if "/tokens/" in tag or "/share/" in tag]
-    assert {"custom_scalars__config__", "_hparams_/experiment", "final/val/loss"} <= found.keys()
-    assert {"command/text_summary", "config/text_summary"} <= found.keys()
-    for name in ("train/loss", "val/loss", "val/loss/orders", "train/lr"):
-        in_csv = read_column(run.folder, name)
-        assert found[name].keys() == in_csv.keys()
-        assert list(found[name].values()) == pytest.approx(list(in_csv.values()), rel=1e-6)
-
-
-def test_the_last_lines_show_table_folder_and_next_commands(run: Run) -> None:
-    for shown in (
-        "base vs tuned",
-        "exact match",
-        "100.0 %",
-        f"{run.folder}/:\n  adapter/, report.html",
-        f"python -m app.evaluate run={run.folder}",
-        "tensorboard.main --logdir",
-    ):
-        assert shown in run.printed
-
-
 def test_a_file_is_on_the_disk_before_it_takes_the_old_one_s_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,12 +185,8 @@ def test_a_file_is_on_the_disk_before_it_takes_the_old_one_s_name(
         ("a file", 7, "old"),
         ("the folder", None, "new one"),
     ]
-
-    def fail(descriptor: int) -> None:
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="the disk is full"):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.stat(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError):
         write_atomically(file, "unfinished")
     assert contents(tmp_path) == {"config.yaml": b"new one"}
 
@@ -241,20 +202,6 @@ def evaluated(folder: Path, *words: str) -> dict[str, float]:
 def figures(metrics: dict[str, float]) -> dict[str, float]:
     """What an evaluation measures, of what a run has written."""
     return {name: x for name, x in metrics.items() if "val/" in name or "exact_match" in name}
-
-
-def test_evaluate_reproduces_the_metrics_of_the_run(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "again"
-    metrics = evaluated(folder, f"run={run.folder}")
-    assert metrics == figures(run.json("metrics.json"))
-    for written in (run.folder, folder):
-        lines = (written / "predictions.jsonl").read_text().splitlines()
-        kept = [json.loads(line) for line in lines]
-        for who in ("base", "tuned"):
-            scores = [row["metrics"]["exact_match"] for row in kept if row["data_set"] == "capital"]
-            right = [score[who] for score in scores]
-            assert sum(right) / len(right) == metrics[f"{who}/exact_match/capital"]
-        assert all(":" in row["source"] and row["prompt"] and row["reference"] for row in kept)
 
 
 @pytest.mark.parametrize(
@@ -280,13 +227,6 @@ def test_evaluate_reproduces_any_kind_of_run(
     again = evaluated(tmp_path / "again", f"run={folder}")
     assert again["val/loss"] < again["base/val/loss"]
     assert again == figures(json.loads((folder / "metrics.json").read_text()))
-
-
-def test_an_evaluation_takes_other_settings_from_the_command_line(run: Run, tmp_path: Path) -> None:
-    words = (f"run={run.folder}", "evaluation.exact_match=false", "trainer.micro_batch_size=3")
-    again = evaluated(tmp_path / "again", *words)
-    assert not [name for name in again if "exact_match" in name]
-    assert again["val/loss"] == pytest.approx(run.json("metrics.json")["val/loss"], rel=1e-6)
 
 
 def test_an_adapter_is_evaluated_without_its_run(run: Run, tmp_path: Path) -> None:
@@ -321,23 +261,6 @@ def test_held_out_files_alone_can_be_evaluated(
         f"{change}/low": 0.0,  # four rows: a sign test would not reject
         f"{change}/high": 1.0,
     }
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("evaluation.exact_match=false",), "type evaluation.exact_match=true to compare"),
-        (("evaluation.exact_match=true",), "no row has an answer to compare"),
-    ],
-)
-def test_evaluating_nothing_is_refused(
-    words: tuple[str, ...], reason: str, run: Run, tmp_path: Path
-) -> None:
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": f"only text {n}"}) + "\n" for n in range(3)))
-    tests = f"data.test_datasets=[{{path: {text}}}]"
-    with pytest.raises(UserError, match=f"nothing to measure.*{reason}"):
-        evaluated(tmp_path / "again", f"run={run.folder}", "data.datasets=[]", tests, *words)
 
 
 def test_a_base_can_be_evaluated_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

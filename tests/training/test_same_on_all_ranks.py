@@ -70,15 +70,6 @@ def test_locations_may_differ_between_ranks() -> None:
     compare(rank_invariant_values(one, FACTS), rank_invariant_values(other, FACTS))
 
 
-def test_another_gpu_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    gpus = iter(["H100", "H100", "A100"])
-    monkeypatch.setattr(callbacks, "_gpu_of", lambda device: next(gpus))
-    compare({}, {}, {})
-    assert caplog.text.count("ranks 2 have another GPU") == 1
-
-
 @pytest.mark.parametrize(
     ("words", "facts", "output"),
     [
@@ -125,31 +116,6 @@ def test_other_code_and_other_libraries_are_named_before_what_they_decide(
         compare(values, other, programs=[same, program_values({"torch": "2.13.0"})])
 
 
-def start_different_ranks(folder: Path, shell: Shell, *typed: list[str]) -> str:
-    """Start two ranks, with different commands, which both refuse; return their stderr."""
-    group = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    ranks = [
-        start_train(
-            *words,
-            f"output.dir={folder / 'run'}",
-            f"data.cache_dir={folder / 'cache'}",
-            environment=group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            python=shell.python,
-        )
-        for rank, words in enumerate(typed)
-    ]
-    output = [rank.communicate(timeout=LONGEST)[1] for rank in ranks]
-    print(*output, sep="\n")  # shown if the next line fails
-    assert [rank.returncode for rank in ranks] == [USER_ERROR, USER_ERROR]
-    assert not list((folder / "run").glob("checkpoints/*"))
-    return "".join(output)
-
-
 @pytest.mark.slow
 def test_ranks_with_other_settings_stop_before_the_first_step(shell: Shell, tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
@@ -159,8 +125,19 @@ def test_ranks_with_other_settings_stop_before_the_first_step(shell: Shell, tmp_
         word.replace(str(SAMPLES / "lists_test.json"), str(rows)) if "lists" in word else word
         for word in words
     ]
-    output = start_different_ranks(
-        *(tmp_path, shell, [*words, "strategy=ddp"]),
-        [*other, "adapter.dropout=0.2", "strategy=fsdp"],
-    )
+    typed = [*words, "strategy=ddp"], [*other, "adapter.dropout=0.2", "strategy=fsdp"]
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    group["MASTER_PORT"] = str(free_port())
+    folders = f"output.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"
+    ranks = [
+        start_train(
+            *(*own, *folders),
+            environment=group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            python=shell.python,
+        )
+        for rank, own in enumerate(typed)
+    ]
+    output = "".join(rank.communicate(timeout=LONGEST)[1] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [USER_ERROR, USER_ERROR], output
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
     assert "rank 1 and rank 0 have different settings of adapter, rows, tokens, strategy;" in output

@@ -94,7 +94,7 @@ def write_tensors(file: Path, tensors: Mapping[str, StateTensor]) -> disk.Writte
 
 def file_bytes(tensors: Mapping[str, StateTensor]) -> int:
     """Return the size of the file that `write_tensors` would write."""
-    return len(_header(file_order(tensors))) + sum(map(num_bytes, tensors.values()))
+    return len(_header(file_order(tensors))) + sum(map(tensor_bytes, tensors.values()))
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def file_order(tensors: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
-def num_bytes(tensor: StateTensor) -> int:
+def tensor_bytes(tensor: StateTensor) -> int:
     """Return the size of a full tensor in a file, in bytes."""
     return math.prod(tensor.shape) * int(tensor.dtype.itemsize)
 
@@ -138,7 +138,7 @@ def _header(tensors: Mapping[str, StateTensor]) -> bytes:
         is_dense = isinstance(tensor, ShardedTensor) or tensor.layout is torch.strided
         if dtype is None or not is_dense:
             raise ValueError(f"{name}: a {tensor.dtype} tensor cannot be saved unless it is dense")
-        end = start + num_bytes(tensor)
+        end = start + tensor_bytes(tensor)
         entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -155,12 +155,12 @@ def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
         return
     if not tensor.is_contiguous() and len(tensor) > 1:
         # Row by row through one buffer: contiguous() would copy the whole tensor.
-        num_rows = max(1, disk.BLOCK_BYTES * len(tensor) // num_bytes(tensor))
+        num_rows = max(1, disk.WRITE_BYTES * len(tensor) // tensor_bytes(tensor))
         buffer = torch.empty_like(tensor[:num_rows], memory_format=torch.contiguous_format)
         for rows in tensor.split(num_rows):
             yield from _bytes_of(buffer[: len(rows)].copy_(rows))
         return
-    blocks = tensor.contiguous().view(-1).view(torch.uint8).split(disk.BLOCK_BYTES)
+    blocks = tensor.contiguous().view(-1).view(torch.uint8).split(disk.WRITE_BYTES)
     if tensor.device.type == "cpu":
         yield from (memoryview(block.numpy()) for block in blocks)
         return
@@ -183,7 +183,7 @@ def writer_ranks(tensors: Mapping[str, StateTensor], num_ranks: int) -> dict[str
     for name, tensor in file_order(tensors).items():
         rank = rank_bytes.index(min(rank_bytes)) if isinstance(tensor, ShardedTensor) else 0
         writers[name] = rank
-        rank_bytes[rank] += num_bytes(tensor)
+        rank_bytes[rank] += tensor_bytes(tensor)
     return writers
 
 
@@ -307,7 +307,7 @@ def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
     DamageError names every damaged file. UserError if the checkpoint was written by a newer version
     of this program.
     """
-    manifest = read_manifest(folder)
+    manifest = load_manifest(folder)
     if step not in (None, manifest["step"]):
         raise DamageError([f"{MANIFEST} belongs to step {manifest['step']}"])
     files = {name: disk.WrittenFile(**written) for name, written in manifest["files"].items()}
@@ -334,7 +334,7 @@ def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
     return Checkpoint(folder=folder, step=manifest["step"], manifest=manifest)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def load_manifest(folder: Path) -> dict[str, Any]:
     """Read a checkpoint's manifest and verify it against its marker."""
     marker, text = _small_file(folder / MARKER), _small_file(folder / MANIFEST)
     if marker != marker_of(hashlib.sha256(text).hexdigest()):

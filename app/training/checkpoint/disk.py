@@ -17,7 +17,7 @@ from app.process import faults
 from app.process.heartbeat import refresh_liveness
 from common import files
 
-BLOCK_BYTES = 4 << 20
+WRITE_BYTES = 4 << 20
 """size of one read or write"""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MEBIBYTE = 1 << 20
@@ -55,7 +55,7 @@ def write_file(file: Path, blocks: Iterable[bytes | memoryview]) -> WrittenFile:
 
 
 def read_hash(file: Path) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(BLOCK_BYTES))
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(WRITE_BYTES))
     with file.open("rb", buffering=0) as stream:
         while num_bytes := stream.readinto(buffer):
             digest.update(buffer[:num_bytes])

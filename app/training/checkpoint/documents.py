@@ -63,7 +63,7 @@ class Keys:
     """whether unknown keys are allowed"""
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < math.inf
 
 
@@ -73,13 +73,13 @@ def _is_count(value: Any) -> bool:
 
 COUNT = Kind("a whole number of at least 0", _is_count)
 POSITIVE_COUNT = Kind("a whole number of at least 1", lambda value: _is_count(value) and value > 0)
-STEP = Kind(
+_STEP = Kind(
     "a whole number of at least -1",
     lambda value: _is_count(value) or (type(value), value) == (int, -1),
 )
-NUMBER = Kind("a finite number", is_number)
-AMOUNT = Kind("a finite number of at least 0", lambda value: is_number(value) and value >= 0)
-POSITIVE = Kind("a finite number above 0", lambda value: is_number(value) and value > 0)
+NUMBER = Kind("a finite number", _is_number)
+AMOUNT = Kind("a finite number of at least 0", lambda value: _is_number(value) and value >= 0)
+POSITIVE = Kind("a finite number above 0", lambda value: _is_number(value) and value > 0)
 TEXT = Kind("a string", lambda value: isinstance(value, str))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 NOTHING = Kind("{}", lambda value: value == {})
@@ -128,7 +128,7 @@ def differences(value: Any, expected: Any, key: str) -> Iterator[str]:
 
 
 def _join_key(parent: str, name: str) -> str:
-    name = printable(name)
+    name = printable_key(name)
     return f"{parent}.{name}" if parent else name
 
 
@@ -142,13 +142,13 @@ def format_value(value: Any) -> str:
     return f"{text[:_MAX_VALUE_CHARS]}..."
 
 
-def printable(name: str) -> str:
+def printable_key(name: str) -> str:
     return name if re.fullmatch(r"[\w./\[\]-]{1,200}", name, re.ASCII) else format_value(name)
 
 
 def format_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(map(printable, names[:_MAX_NAMES])) + more
+    return ", ".join(map(printable_key, names[:_MAX_NAMES])) + more
 
 
 MODEL, OPTIMIZER, TRAINING = "model", "optimizer", "training"
@@ -173,7 +173,7 @@ def _is_python_state(value: Any) -> bool:
         and value[0] == 3
         and not list(differences(value[1], ListOf(_UINT32, TWISTER_LENGTH + 1), ""))
         and _POSITION.accepts(value[1][-1])
-        and (value[2] is None or is_number(value[2]))
+        and (value[2] is None or _is_number(value[2]))
     )
 
 
@@ -186,7 +186,7 @@ def _is_numpy_state(value: Any) -> bool:
         and _POSITION.accepts(value[2])
         and type(value[3]) is int
         and value[3] in (0, 1)
-        and is_number(value[4])
+        and _is_number(value[4])
     )
 
 
@@ -238,9 +238,9 @@ _TRAINING_STATE = Keys(
             {
                 "dataset_names": ListOf(TEXT),
                 "latest": MapOf(NUMBER),
-                "latest_step": STEP,
+                "latest_step": _STEP,
                 "validations": ListOf(MapOf(NUMBER)),
-                "validated_step": STEP,
+                "validated_step": _STEP,
                 "trained_tokens": ListOf(AMOUNT),
                 "num_tokens": COUNT,
                 "train_seconds": AMOUNT,

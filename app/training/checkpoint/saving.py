@@ -46,7 +46,7 @@ from app.training.checkpoint.documents import (
 )
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
-from app.training.metrics import Metrics, check_finite, is_measured_at
+from app.training.metrics import Metrics, check_finite_state, is_measured_at
 from app.training.trainer import (
     DEFAULT_MONITOR,
     CheckpointConfig,
@@ -59,7 +59,7 @@ SAVES_PER_RUN = 10
 """checkpoints per run by default, in addition to those at the ends of epochs"""
 _STORED_AS_TENSORS = ("state_dict", "optimizer_states")
 _DERIVED_FROM_STEP = ("epoch", "global_step", "loops", "lr_schedulers")
-ALIGNMENT = 64
+_ALIGNMENT = 64
 """tensors in a buffer start at multiples of so many bytes"""
 _ADDED_BY_US = ("pytorch-lightning_version", "training", "metric", "details")
 
@@ -133,9 +133,7 @@ class CheckpointSaver(L.Callback):
         self._wait_for_all(trainer)
         self.signals.end(trainer)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
         if not self.validates_after(trainer.global_step):
             self._finish_step(trainer, pl_module)
 
@@ -271,7 +269,7 @@ class CheckpointSaver(L.Callback):
             # First, because other ranks gather with this one even if it cannot write.
             self.checkpoints.add_tensors(step, tensors, rank=rank, num_ranks=num_ranks)
             if self.checkpoints.sends_states(rank):
-                check_finite(step, local)
+                check_finite_state(step, local)
             else:
                 add_random = partial(self.store.add_document, step, random_state_name(rank), random)
                 self.checkpoints.add_local_state(step, local, rank=rank)
@@ -438,7 +436,7 @@ class StoredCheckpoints(CheckpointIO):
                 }
                 self._before_commit.append(partial(self._write_copies, step, copies))
             return
-        write, check = partial(self.store.add_tensors, step), partial(check_finite, step)
+        write, check = partial(self.store.add_tensors, step), partial(check_finite_state, step)
         # If this rank fails, the others still need it for their gathers.
         failures: list[SaveError | TrainingFault] = []
         replicated = [
@@ -450,7 +448,7 @@ class StoredCheckpoints(CheckpointIO):
             for named in tensors.values()
         ]
         try:
-            check_finite(step, *replicated)
+            check_finite_state(step, *replicated)
         except TrainingFault as failure:
             failures.append(failure)
         for name, named in tensors.items():
@@ -481,12 +479,12 @@ class StoredCheckpoints(CheckpointIO):
             copies = {name: self.writer.snapshot(name, tensors)}
             self._before_commit.append(partial(self._write_copies, step, copies))
         elif tensors:
-            check_finite(step, tensors)
+            check_finite_state(step, tensors)
             self.store.add_tensors(step, name, tensors)
 
     def _write_copies(self, step: int, copies: Mapping[str, Mapping[str, Tensor]]) -> None:
         try:
-            check_finite(step, *copies.values())
+            check_finite_state(step, *copies.values())
         except TrainingFault:
             self.store.abandon(step)
             raise
@@ -675,4 +673,4 @@ def _new_buffer(num_bytes: int, is_pinned: bool) -> Tensor:
 
 
 def _aligned(tensor: Tensor) -> int:
-    return math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT
+    return math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT

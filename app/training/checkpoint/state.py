@@ -37,7 +37,7 @@ from app.training.checkpoint.documents import (
     format_names,
     format_value,
     local_state_name,
-    printable,
+    printable_key,
     random_state_name,
     read_random_state,
     unusable_checkpoint,
@@ -73,7 +73,7 @@ class StateError(UserError):
     def __init__(self, problems_by_name: Iterable[tuple[str, str]]) -> None:
         self.problems_by_name = list(problems_by_name)
         super().__init__(
-            f"resume: {printable(name)} {problem}" for name, problem in self.problems_by_name
+            f"resume: {printable_key(name)} {problem}" for name, problem in self.problems_by_name
         )
 
 
@@ -375,7 +375,7 @@ def _check_same_optimizer(optimizer: torch.optim.Optimizer, document: Json) -> N
     )
     if (own_class, own_groups) != (saved_class, saved_groups):
         raise UserError(
-            f"resume: the checkpoint's optimizer is {printable(saved_class)} with the groups "
+            f"resume: the checkpoint's optimizer is {printable_key(saved_class)} with the groups "
             f"{format_names(saved_groups)}, that of this run is {own_class} with "
             f"{', '.join(own_groups)}; {OTHER_RUN}"
         )
@@ -543,7 +543,7 @@ class Resume:
             raise unusable_checkpoint(
                 self.source.folder,
                 [
-                    f"{_file_of(self.source, name, key)}: {printable(key)} {problem}"
+                    f"{_file_of(self.source, name, key)}: {printable_key(key)} {problem}"
                     for key, problem in error.problems_by_name
                 ],
             ) from error

@@ -32,8 +32,8 @@ from app.training.checkpoint.checkpoint import (
     DamageError,
     file_bytes,
     load_checkpoint,
+    load_manifest,
     marker_of,
-    read_manifest,
     versions,
     write_tensors,
 )
@@ -152,7 +152,7 @@ class CheckpointStore:
         found = []
         for step, folder in self._folders():
             with suppress(DamageError, UserError):
-                found.append(Checkpoint(folder=folder, step=step, manifest=read_manifest(folder)))
+                found.append(Checkpoint(folder=folder, step=step, manifest=load_manifest(folder)))
         return found
 
     def ranked(self) -> list[Checkpoint]:

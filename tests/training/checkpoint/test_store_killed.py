@@ -15,15 +15,15 @@ from app.training.checkpoint import disk
 from app.training.checkpoint.store import CheckpointStore
 from tests.training.checkpoint.saves import in_a_child, is_as_saved, killed_at, names_in, save
 
-SMALL_BLOCK, BLOCK = 64, 1024
-"""bytes: a file then takes several writes, or one for each tensor"""
+BLOCK = 256
+"""bytes: a file then takes several writes"""
 MOST = 500
 """more operations than any save here has"""
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "BLOCK_BYTES", SMALL_BLOCK)
+    monkeypatch.setattr(disk, "WRITE_BYTES", BLOCK)
     # A killed process loses nothing that it wrote; what power takes, PowerCut tells.
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
@@ -38,11 +38,6 @@ def newest_step(run: Path) -> int | None:
     assert damaged == []
     assert good is None or is_as_saved(good)
     return None if good is None else good.step
-
-
-@pytest.fixture
-def large_blocks(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "BLOCK_BYTES", BLOCK)
 
 
 def kill_everywhere(
@@ -67,7 +62,15 @@ def kill_everywhere(
 
 @pytest.mark.slow
 def test_a_kill_at_any_operation_of_save_and_rotation_leaves_a_good_one(tmp_path: Path) -> None:
-    newest = kill_everywhere(tmp_path, lambda run: save(make_store(run), 10) and None, 20, {10, 20})
+    def prepare(run: Path) -> None:
+        """Save step 10, and leave what killed processes do behind of steps 5 and 20."""
+        save(make_store(run), 10)
+        folder = run / "checkpoints"
+        shutil.copytree(folder / "step-10", folder / "step-5")
+        (folder / "step-5" / "COMMITTED").unlink()
+        shutil.copytree(folder / "step-10", folder / "step-20.tmp")
+
+    newest = kill_everywhere(tmp_path, prepare, 20, {10, 20})
     assert len(newest) > 40
     assert newest == sorted(newest)  # from the old to the new once, and never back
     assert newest[0] == 10 and newest[-1] == 20
@@ -75,30 +78,16 @@ def test_a_kill_at_any_operation_of_save_and_rotation_leaves_a_good_one(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("large_blocks")
 def test_a_kill_in_the_first_save_leaves_none_or_a_good_one(tmp_path: Path) -> None:
     newest = kill_everywhere(tmp_path, lambda run: None, 10, {None, 10})
     assert newest[0] is None and newest[-1] == 10
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("large_blocks")
 def test_a_kill_while_the_same_step_is_saved_again_leaves_one_of_the_two(tmp_path: Path) -> None:
     assert set(
         kill_everywhere(tmp_path, lambda run: save(make_store(run), 10) and None, 10, {10})
     ) == {10}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("large_blocks")
-def test_a_kill_while_leftovers_are_removed_leaves_the_good_one(tmp_path: Path) -> None:
-    def prepare(run: Path) -> None:
-        save(make_store(run), 10)
-        shutil.copytree(run / "checkpoints" / "step-10", run / "checkpoints" / "step-5")
-        (run / "checkpoints" / "step-5" / "COMMITTED").unlink()
-        shutil.copytree(run / "checkpoints" / "step-10", run / "checkpoints" / "step-20.tmp")
-
-    kill_everywhere(tmp_path, prepare, 20, {10, 20})
 
 
 @pytest.mark.parametrize("point", faults.CHECKPOINT_POINTS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import random
 import resource
 import shutil
-import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,9 +24,9 @@ from app.training.checkpoint import disk
 from app.training.checkpoint.checkpoint import (
     file_bytes,
     load_checkpoint,
-    num_bytes,
     rank_file_name,
     read_tensors,
+    tensor_bytes,
     write_share,
     write_tensors,
     writer_ranks,
@@ -37,7 +35,7 @@ from app.training.checkpoint.disk import SaveError
 from app.training.checkpoint.documents import MODEL, OPTIMIZER
 from app.training.checkpoint.saving import StoredCheckpoints
 from app.training.checkpoint.store import CheckpointStore
-from app.training.metrics import check_finite
+from app.training.metrics import check_finite_state
 from common.errors import TrainingFault
 from common.untrusted import SAFETENSORS_DTYPES
 
@@ -87,11 +85,11 @@ def of_every_layout() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("block_bytes", [16, 100, disk.BLOCK_BYTES])
+@pytest.mark.parametrize("block_bytes", [16, 100, disk.WRITE_BYTES])
 def test_tensors_come_back_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(disk, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(disk, "WRITE_BYTES", block_bytes)
     tensors = of_every_type() | of_every_layout()
     file = tmp_path / "all.safetensors"
     written = write_tensors(file, tensors)
@@ -100,38 +98,6 @@ def test_tensors_come_back_bit_for_bit(
     content = file.read_bytes()
     assert written.sha256 == hashlib.sha256(content).hexdigest()
     assert written.num_bytes == len(content) == file_bytes(tensors)
-
-
-def test_every_tensor_starts_at_a_multiple_of_its_width(tmp_path: Path) -> None:
-    tensors = {
-        "a": torch.ones(3, dtype=torch.uint8),
-        "b": torch.ones(3, dtype=torch.float16),
-        "c": torch.ones(3, dtype=torch.float64),
-        "d": torch.ones(1, dtype=torch.float32),
-    }
-    write_tensors(tmp_path / "file", tensors)
-    for name, tensor in read_tensors(tmp_path / "file").items():
-        assert tensor.data_ptr() % tensor.element_size() == 0, name
-
-
-def test_what_was_read_may_be_changed_and_outlives_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    write_tensors(file, {"a": torch.ones(4)})
-    before = file.read_bytes()
-    found = read_tensors(file)["a"]
-    found.mul_(3)
-    assert file.read_bytes() == before
-    file.unlink()
-    assert found.tolist() == [3.0] * 4
-
-
-@pytest.mark.parametrize(
-    "tensor", [torch.ones(3).to_sparse(), torch.ones(3, dtype=torch.complex128)]
-)
-def test_a_tensor_that_the_format_does_not_know_is_named(tmp_path: Path, tensor: Tensor) -> None:
-    with pytest.raises(ValueError, match="odd/one: a torch"):
-        write_tensors(tmp_path / "file", {"odd/one": tensor})
-    assert not (tmp_path / "file").exists()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
@@ -174,7 +140,7 @@ def test_tensors_of_a_gpu_are_written_without_a_copy_there(tmp_path: Path) -> No
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     write_tensors(tmp_path / "file", tensors)
-    assert torch.cuda.max_memory_allocated() - before <= 2 * disk.BLOCK_BYTES
+    assert torch.cuda.max_memory_allocated() - before <= 2 * disk.WRITE_BYTES
     assert_same(read_tensors(tmp_path / "file"), tensors)
 
 
@@ -241,13 +207,6 @@ def test_a_disk_that_takes_a_part_gets_the_rest(
     assert written.num_bytes == 10
 
 
-def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(FileExistsError):
-        disk.write_file(tmp_path / "file", [b"other"])
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_removing_a_folder_leaves_what_links_lead_to(tmp_path: Path, announced: list[str]) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -284,9 +243,9 @@ class Rank:
 
 
 def some_tensors(sizes: list[int]) -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     return {
-        f"layer{place}.weight": torch.randint(100, (size, 3), generator=random).to(
+        f"layer{place}.weight": torch.randint(100, (size, 3), generator=generator).to(
             DTYPES[place % len(DTYPES)]
         )
         for place, size in enumerate(sizes)
@@ -331,15 +290,17 @@ def test_every_tensor_is_written_once_and_comes_back(tmp_path: Path, num_ranks: 
     assert set(ranks[0].gathered) == wholes.keys() - {"layer1.weight"}
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 6))
-def test_shares_are_even_up_to_one_tensor(sizes: list[int], num_ranks: int) -> None:
-    tensors = Rank(some_tensors(sizes), held=set()).tensors
-    owner = writer_ranks(tensors, num_ranks)
-    assert owner.keys() == tensors.keys()
-    shares = [0] * num_ranks
-    for name, rank in owner.items():
-        shares[rank] += num_bytes(tensors[name])
-    assert max(shares) - min(shares) <= max(map(num_bytes, tensors.values()))
+def test_shares_are_even_up_to_one_tensor() -> None:
+    dice = random.Random(0)
+    for num_ranks in (1, 2, 3, 6) * 5:
+        sizes = [dice.randrange(41) for _ in range(dice.randrange(1, 31))]
+        tensors = Rank(some_tensors(sizes), held=set()).tensors
+        owner = writer_ranks(tensors, num_ranks)
+        assert owner.keys() == tensors.keys()
+        shares = [0] * num_ranks
+        for name, rank in owner.items():
+            shares[rank] += tensor_bytes(tensors[name])
+        assert max(shares) - min(shares) <= max(map(tensor_bytes, tensors.values()))
 
 
 def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
@@ -350,7 +311,7 @@ def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     store.begin(1)
 
     def check(tensors: Mapping[str, Tensor]) -> None:
-        check_finite(1, tensors)
+        check_finite_state(1, tensors)
 
     def write(file: str, tensors: Mapping[str, StateTensor]) -> None:
         store.add_tensors(1, file, tensors)
@@ -378,20 +339,3 @@ def test_a_rank_that_cannot_write_one_file_helps_with_the_next(
     assert written[0] == rank_file_name(MODEL, 1)
     for rank in ranks.values():
         assert sorted(rank.gathered) == sorted(rank.tensors)
-
-
-def test_a_rank_that_only_gathers_for_others_sends_heartbeats(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    messages: list[str] = []
-    monkeypatch.setattr(heartbeat, "send_to_supervisor", messages.append)
-    monkeypatch.setattr(heartbeat, "_step", 7)
-    monkeypatch.setattr(heartbeat, "_thread", threading.current_thread())
-    rank = Rank(some_tensors([5, 1, 4]), held=set())
-    written: list[str] = []
-
-    def write(file: str, tensors: Mapping[str, StateTensor]) -> None:
-        written.append(file)
-
-    write_share(write, "model", rank.tensors, _no_check, rank=4, num_ranks=5)
-    assert (written, len(rank.gathered), len(messages)) == ([], 3, 3)
