@@ -38,7 +38,7 @@ from app.config.overrides import (
     parse_overrides,
     refuse_unknown,
     safety_error,
-    words_of,
+    words_of_mapping,
 )
 from app.config.schema import is_section
 from app.config.validation import KnownSettings, Sources, describe_shape, find_problems, print_note
@@ -85,7 +85,7 @@ def load_config(verb: str, words: Sequence[str] | Mapping[str, Any], conf: Path 
     mapping, `{"experiment": "quickstart", "trainer": {"max_steps": 20}, "optimizer.lr": 2e-3}`.
     """
     if isinstance(words, Mapping):
-        words = words_of(words, hints_of(VERBS[verb]))
+        words = words_of_mapping(words, hints_of(VERBS[verb]))
     config = compose(verb, words, conf)
     if isinstance(config, TrainConfig | EvaluateConfig) and config.objective.name == "reward":
         config.model.labels = config.model.labels or ["reward"]  # the name of its one output

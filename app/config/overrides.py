@@ -353,13 +353,15 @@ def safety_error(key: str, value: Any, name: str | None = None) -> str | None:
     return next(filter(None, refusals), None)
 
 
-def words_of(values: Mapping[str, Any], hints: Mapping[str, Any], prefix: str = "") -> list[str]:
+def words_of_mapping(
+    values: Mapping[str, Any], hints: Mapping[str, Any], prefix: str = ""
+) -> list[str]:
     """Return the values of a mapping as words of a command line; sections may be nested."""
     words: list[str] = []
     for name, value in values.items():
         hint = hints.get(name)
         if isinstance(value, Mapping) and dataclasses.is_dataclass(hint):
-            words += words_of(value, hints_of(cast("type", hint)), f"{prefix}{name}.")
+            words += words_of_mapping(value, hints_of(cast("type", hint)), f"{prefix}{name}.")
         else:
             words.append(f"{prefix}{name}={_text_of(value)}")
     return words

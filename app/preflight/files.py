@@ -500,32 +500,25 @@ def _check_shapes(what: str, shapes: Shapes, base: BaseDescription) -> list[str]
     matrices = base.linear
     if matrices is None:
         return []
-    sides_of_experts: dict[str, set[int]] = {}
+    experts: dict[str, set[int]] = {}
     for name, shape in base.experts.items():
-        sides_of_experts.setdefault(name.rpartition(".")[0], set()).update(shape[1:])
+        experts.setdefault(name.rpartition(".")[0], set()).update(shape[1:])
     num_found, problems = 0, []
     for name, shape in shapes.items():
         module, _, part = name.removeprefix("base_model.model.").partition(".lora_")
-        if part not in ("A.weight", "B.weight") or len(shape) != 2:
-            continue
-        side = shape[1] if part == "A.weight" else shape[0]
-        if (experts := module.replace(".base_layer", "")) in sides_of_experts:
-            num_found += 1
-            if side not in sides_of_experts[experts]:
-                problems.append(
-                    f"{what}: {module}.lora_{part} is {shape[0]} x {shape[1]}, which fits none of "
-                    f"the experts' weights of {base.name}; it was trained on another base"
-                )
-            continue
-        if module not in matrices:
+        sides = experts.get(module.replace(".base_layer", "")) or matrices.get(module)
+        if part not in ("A.weight", "B.weight") or len(shape) != 2 or sides is None:
             continue
         num_found += 1
-        matrix = matrices[module]
-        if side not in matrix:
-            problems.append(
-                f"{what}: {module}.lora_{part} is {shape[0]} x {shape[1]}, but {module} of "
-                f"{base.name} is {matrix[0]} x {matrix[1]}; it was trained on another base"
-            )
+        if (shape[1] if part == "A.weight" else shape[0]) in sides:
+            continue
+        why = f"which fits none of the experts' weights of {base.name}"
+        if matrix := matrices.get(module):
+            why = f"but {module} of {base.name} is {matrix[0]} x {matrix[1]}"
+        problems.append(
+            f"{what}: {module}.lora_{part} is {shape[0]} x {shape[1]}, {why}; it was trained on "
+            "another base"
+        )
     adapted = [name for name in shapes if ".lora_A.weight" in name]
     if adapted and not num_found:
         problems.append(

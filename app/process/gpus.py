@@ -239,35 +239,33 @@ def _count_problems(machine: Machine, wanted: int) -> Iterator[str]:
 def _device_problems(
     machine: Machine, gpus: tuple[Gpu, ...], precision: str, computes_in_fp8: bool
 ) -> Iterator[str]:
+    built = machine.torch_cuda or (0, 0)
+    older = f"type trainer.precision=fp16 (or fp32) for such GPUs, or {ON_CPU}"
     for gpu in gpus:
-        what = f"{gpu.name} has compute capability {gpu.sm}"
-        if gpu.capability < OLDEST_OF_CUDA_13 and (machine.torch_cuda or (0, 0)) >= (13, 0):
-            yield (
-                f"{what}, but PyTorch {machine.torch} is built for CUDA 13, which supports 7.5 "
-                f"and newer; {_install(machine, BUILDS[1][1])} and {_older()}"
+        if gpu.capability < OLDEST_OF_CUDA_13 and built >= (13, 0):
+            why = (
+                f"PyTorch {machine.torch} is built for CUDA 13, which supports 7.5 and newer; "
+                f"{_install(machine, BUILDS[1][1])} and {older}"
             )
-            return
-        if gpu.capability >= BLACKWELL and (machine.torch_cuda or (0, 0)) < CUDA_OF_BLACKWELL:
-            yield (
-                f"{what}, but PyTorch {machine.torch} is built for CUDA "
-                f"{_dotted(machine.torch_cuda or (0, 0))}, which has no kernels for it; "
-                f"{_install(machine, BUILDS[0][1])}, which needs driver {BUILDS[0][2]} or newer"
+        elif gpu.capability >= BLACKWELL and built < CUDA_OF_BLACKWELL:
+            why = (
+                f"PyTorch {machine.torch} is built for CUDA {_dotted(built)}, which has no kernels "
+                f"for it; {_install(machine, BUILDS[0][1])}, which needs driver {BUILDS[0][2]} or "
+                "newer"
             )
-            return
-        if gpu.capability < BF16_CAPABILITY and precision not in _HALF_OR_SINGLE:
-            yield f"{what}, but bf16 and flash attention need 8.0 or newer; {_older()}"
-            return
-        if precision == "fp8" and gpu.capability < FP8_CAPABILITY:
-            yield (
-                f"{what}, but trainer.precision=fp8 needs {_FP8_GPUS}; type trainer.precision=bf16"
+        elif gpu.capability < BF16_CAPABILITY and precision not in _HALF_OR_SINGLE:
+            why = f"bf16 and flash attention need 8.0 or newer; {older}"
+        elif precision == "fp8" and gpu.capability < FP8_CAPABILITY:
+            why = f"trainer.precision=fp8 needs {_FP8_GPUS}; type trainer.precision=bf16"
+        elif computes_in_fp8 and gpu.capability < FP8_CAPABILITY:
+            why = (
+                f"quantization=fp8 needs {_FP8_GPUS}; type quantization=int8 for as many bytes a "
+                "weight, or quantization=none"
             )
-            return
-        if computes_in_fp8 and gpu.capability < FP8_CAPABILITY:
-            yield (
-                f"{what}, but quantization=fp8 needs {_FP8_GPUS}; type quantization=int8 for as "
-                "many bytes a weight, or quantization=none"
-            )
-            return
+        else:
+            continue
+        yield f"{gpu.name} has compute capability {gpu.sm}, but {why}"
+        return
     sizes = [gpu.memory_gib for gpu in gpus]
     if sizes and min(sizes) < (1 - _MEMORY_TOLERANCE) * max(sizes):
         listed = ", ".join(f"{gpu.name} {gpu.memory_gib:.0f} GiB" for gpu in gpus)
@@ -275,10 +273,6 @@ def _device_problems(
             f"the GPUs differ in memory ({listed}), but all ranks need the same amount, so the "
             f"smallest would limit all; for equal GPUs {_largest_of_one_size(machine)}"
         )
-
-
-def _older() -> str:
-    return f"type trainer.precision=fp16 (or fp32) for such GPUs, or {ON_CPU}"
 
 
 def _largest_of_one_size(machine: Machine) -> str:

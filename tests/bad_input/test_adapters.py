@@ -16,6 +16,7 @@ from app.preflight import describe_base
 from app.preflight.files import check_same_settings
 from tests.in_process import (
     CommandResult,
+    accepted,
     make_adapter,
     make_data,
     make_model,
@@ -47,10 +48,6 @@ def refused(result: CommandResult, *fragments: str) -> None:
     for fragment in fragments:
         assert fragment in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def accepted(result: CommandResult) -> None:
-    assert result.code == 0, result.stderr
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -103,15 +100,15 @@ def test_an_adapter_that_cannot_be_used_is_refused_by_training_and_evaluation(
 
 
 def test_an_adapter_is_accepted_by_training_and_evaluation(words: list[str], adapter: Path) -> None:
-    accepted(run_command(*words, f"adapter.path={adapter}"))
-    accepted(run_command(*words, f"adapter_path={adapter}", verb="evaluate"))
+    accepted(*words, f"adapter.path={adapter}")
+    accepted(*words, f"adapter_path={adapter}", verb="evaluate")
 
 
 def test_a_base_that_was_moved_is_the_same_base(
     tmp_path: Path, words: list[str], adapter: Path
 ) -> None:
     moved = make_model(tmp_path / "moved", num_hidden_layers=2)
-    accepted(run_command(f"model.path={moved}", words[1], f"adapter.path={adapter}"))
+    accepted(f"model.path={moved}", words[1], f"adapter.path={adapter}")
     origin = json.loads((adapter / "base.json").read_text())
     assert origin["path"] != str(moved)
 
@@ -119,15 +116,13 @@ def test_a_base_that_was_moved_is_the_same_base(
 def test_bases_of_the_hub_are_compared_by_name(words: list[str], adapter: Path) -> None:
     """They have no fingerprint before they are fetched."""
     ask_for = [words[1], f"adapter.path={adapter}"]
-    accepted(run_command("model.path=org/name", *ask_for))  # made on a folder: nothing to compare
+    accepted("model.path=org/name", *ask_for)  # made on a folder: nothing to compare
     commits = ("0a" * 20, "0b" * 20)
     base = ModelConfig(path="org/name", revision=commits[0])
     write_origin(adapter, describe_base(base))
-    accepted(run_command("model.path=org/name", *ask_for))
-    accepted(run_command("model.path=org/name", f"model.revision='{commits[0]}'", *ask_for))
-    accepted(
-        run_command("model.path=org/name", "model.revision=v1.0", *ask_for)
-    )  # it may be that commit
+    accepted("model.path=org/name", *ask_for)
+    accepted("model.path=org/name", f"model.revision='{commits[0]}'", *ask_for)
+    accepted("model.path=org/name", "model.revision=v1.0", *ask_for)  # it may be that commit
     refused(
         run_command("model.path=org/name", f"model.revision='{commits[1]}'", *ask_for),
         f"trained on another base: org/name at {commits[0]}",
@@ -138,7 +133,7 @@ def test_bases_of_the_hub_are_compared_by_name(words: list[str], adapter: Path) 
 
 def test_an_adapter_of_elsewhere_is_compared_by_shape(tmp_path: Path, words: list[str]) -> None:
     fits = make_adapter(tmp_path / "fits", base_model_name_or_path="someone/else")
-    accepted(run_command(*words, f"adapter.path={fits}"))
+    accepted(*words, f"adapter.path={fits}")
     wide = make_adapter(tmp_path / "wide", hidden=48)
     refused(
         run_command(*words, f"adapter.path={wide}"),
@@ -164,7 +159,7 @@ def test_tokens_that_an_adapter_was_trained_with_must_be_known(
         refused(
             run_command(*typed, verb=verb), "<|a|>, <|b|>; type 'model.added_tokens=[<|a|>,<|b|>]'"
         )
-        accepted(run_command(*typed, "model.added_tokens=[<|a|>,<|b|>]", verb=verb))
+        accepted(*typed, "model.added_tokens=[<|a|>,<|b|>]", verb=verb)
 
 
 SETTINGS: list[tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] = [
@@ -203,7 +198,7 @@ def test_a_continued_adapter_keeps_the_settings_of_its_file(
 def test_ia3_is_continued_as_ia3(tmp_path: Path, words: list[str]) -> None:
     folder = make_adapter(tmp_path / "adapter", peft_type="IA3", feedforward_modules=["down_proj"])
     refused(run_command(*words, f"adapter.path={folder}"), "type adapter=ia3")
-    accepted(run_command(*words, "adapter=ia3", f"adapter.path={folder}"))
+    accepted(*words, "adapter=ia3", f"adapter.path={folder}")
     typed = "adapter.feedforward_modules=[up_proj]"
     refused(
         run_command(*words, "adapter=ia3", f"adapter.path={folder}", typed),
@@ -221,7 +216,7 @@ def test_the_run_of_an_evaluation_is_compared_with_its_base(
 
     save_config(load_config("train", words), run / "config.yaml")
     (run / "metrics.json").write_text("{}")
-    accepted(run_command(f"run={run}", verb="evaluate"))
+    accepted(f"run={run}", verb="evaluate")
     change_the_base(tmp_path / "adapter")
     refused(
         run_command(f"run={run}", verb="evaluate"), f"run={run}/adapter was trained on another base"

@@ -462,6 +462,12 @@ def test_values_of_an_adapter_config(
     refused(open_adapter(adapter, made), str(adapter), *fragments)
 
 
+def test_values_of_an_adapter_config_that_mean_nothing_here(adapter: Path, made: Path) -> None:
+    values = {"of_a_newer_peft": None, "use_something": False, "peft_version": "9.9"}
+    change(adapter / "adapter_config.json", **values, corda_config={"a": 1}, megatron_core="os")
+    assert open_adapter(adapter, made).code == 0
+
+
 @pytest.mark.slow
 def test_an_expression_without_end_from_an_adapter(
     adapter: Path, made: Path, monkeypatch: pytest.MonkeyPatch

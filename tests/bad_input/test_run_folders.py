@@ -316,6 +316,18 @@ def test_a_run_that_was_refused_at_its_start_does_not_block_the_corrected_comman
     assert (code, "holds another run" in said) == (2, True)
 
 
+def test_a_current_folder_that_was_deleted_is_named(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    result = run_command(*words, environment={"PWD": str(gone)})
+    assert result.code == 3
+    assert f"{gone} no longer exists" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("output.dir", ""), ("resume", "' '"), ("run", ""), ("model.revision", "")],

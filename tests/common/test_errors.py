@@ -30,6 +30,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         (UserError(["one", "two"]), 2, "error: 2 problems"),
         (DataError("d.jsonl:3 no output"), 2, "error: d.jsonl:3 no output"),
         (OSError(28, "No space left on device"), 3, "No space left on device"),
+        (MemoryError(), 3, "MemoryError"),
         (TrainingFault("loss is nan at step 3"), 4, "loss is nan at step 3"),
         (TrainingFault("loss is nan: nccl/igloo.jsonl:3"), 4, "nccl/igloo.jsonl:3"),
         (RuntimeError("size mismatch"), 4, "RuntimeError: size mismatch"),
@@ -111,6 +112,17 @@ def test_before_the_folder_exists_only_the_first_rank_reports() -> None:
     assert (result.code, result.stderr) == (2, "")
     result = run_command("oops=1", environment=torchrun | {"RANK": "0", "LOCAL_RANK": "0"})
     assert (result.code, "oops" in result.stderr) == (2, True)
+
+
+def test_a_message_that_cannot_be_left_in_the_folder_is_said(
+    words: list[str], tmp_path: Path
+) -> None:
+    of_run = of_a_launcher(tmp_path / "gone")
+    assert "nan" in run_command(*words, error=TrainingFault("nan"), environment=of_run).stderr
+    assert (
+        run_command(*words, error=TrainingFault("nan"), environment=of_run | SECOND_RANK).stderr
+        == ""
+    )
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (None, 3)])

@@ -226,6 +226,14 @@ def test_settings_fit_the_model(name: str) -> None:
     assert model.chat_template is None or model.chat_template in TEMPLATE_NAMES
     assert all(token and token == token.strip() for token in model.stop_tokens)
     assert text_of(name).startswith("# ")
+    # transformers knows every key: it would keep an unknown one without an error.
+    config = built(name).config
+    known = type(config)().to_dict().keys() | config.attribute_map.keys()
+    known |= {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
+    known |= {"partial_rotary_factor", "tie_word_embeddings", "decoder_start_token_id", "head_dim"}
+    # Gemma 4 keeps sizes per kind of layer with the layers.
+    known |= {"num_global_key_value_heads", "global_head_dim", "hidden_size_per_layer_input"}
+    assert set(model.architecture) <= known
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if "\n  rope_theta:" in text_of(name)])

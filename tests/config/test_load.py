@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from app import config as door
 from app.config import conf_files, schema
-from app.config.overrides import PLAIN_VALUE, quote_value, words_of
+from app.config.overrides import PLAIN_VALUE, quote_value, words_of_mapping
 from app.config.verbs import OPTION_ALIASES, PARTS, VERBS
 from app.model.adapter import FullConfig
 from app.process.launch import read_launch
@@ -124,8 +124,10 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
     make_adapter(tmp_path / "adapter")
     config = accepted(
-        "model.path=~/model", "data.datasets=[{path: ~/d.jsonl}]", "adapter.path=~/adapter"
+        *("model.path=~/model", "data.datasets=[{path: ~/d.jsonl}]", "adapter.path=~/adapter"),
+        "output.dir=~/new",
     )
+    assert config.output.dir == str(tmp_path / "new")
     assert config.model.path == str(model)
     assert config.adapter.path == str(tmp_path / "adapter")
     assert config.data.datasets[0].path == str(data)
@@ -327,7 +329,7 @@ def test_a_mapping_gives_the_same_settings_as_its_words(path: str) -> None:
         "trainer": {"checkpoint": {"keep_last": 2}, "max_steps": 5, "validate_every_steps": None},
         "evaluation.exact_match": False,
     }
-    config = door.compose("train", words_of(values, hints_of(VERBS["train"])))
+    config = door.compose("train", words_of_mapping(values, hints_of(VERBS["train"])))
     (dataset,) = config.data.datasets
     assert (dataset.path, dataset.columns) == (path, {"instruction": "a b"})
     assert dataset.weight == 0.5 and config.data.val_set_size == 0.1

@@ -206,7 +206,6 @@ CONFLICTS = [
 OTHERS = [
     # also what is right and what must be said, where that is no value to type
     (0, "data=pairs", "data=pairs objective=dpo", "type objective=dpo"),
-    (0, "data=kto_mix", "data=kto_mix objective=kto", "type objective=kto"),
     (0, "trainer.num_nodes=auto trainer.gradient_accumulation_steps=4",
      "trainer.num_nodes=auto trainer.global_batch_size=4", "type trainer.global_batch_size=N"),
     (0, "trainer.num_nodes=auto data.streaming=true trainer.max_steps=2",
@@ -215,8 +214,6 @@ OTHERS = [
      "evaluation.tasks=[{name: mmlu}]"),
     (0, "trainer.checkpoint.monitor=val/loss/listz", "trainer.checkpoint.monitor=val/loss/lists",
      "did you mean val/loss/lists?"),
-    (0, "trainer.checkpoint.monitor=val/accuracy",
-     "data=pairs objective=dpo trainer.checkpoint.monitor=val/accuracy", "is not measured"),
     (0, "trainer.checkpoint.monitor=val/exact_match/lists evaluation.exact_match=true",
      "trainer.checkpoint.monitor=val/exact_match/lists "
      "evaluation.exact_match=true evaluation.every_steps=2", "evaluation.every_steps=N"),
@@ -234,12 +231,6 @@ OTHERS = [
     (0, "strategy=zero2 'strategy.config={zero_optimisation: {overlap_comm: true}}'",
      "strategy=zero2 'strategy.config={zero_optimization: {overlap_comm: true}}'",
      "(did you mean zero_optimization?)"),
-    (0, "strategy=zero2 'strategy.config={train_micro_batch_size: 4, zzz: 1}'",
-     "strategy=zero2 trainer.micro_batch_size=4",
-     "which is trainer.micro_batch_size here?), no key zzz; type"),
-    (0, "strategy=zero2 'strategy.config={zero_optimization: {overlap_com: true}}'",
-     "strategy=zero3 'strategy.config={zero_optimization: {stage3_max_reuse_distance: 9}}'",
-     "(did you mean overlap_comm?)"),
     (0, "strategy=zero2 'strategy.config=[1]'", "strategy=zero2 'strategy.config={}'",
      "strategy.config=FILE.json"),
     (0, "strategy=zero2 'strategy.config={flops_profiler: {output_file: x}}'",

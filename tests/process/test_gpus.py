@@ -46,6 +46,8 @@ BAD: dict[str, tuple[Machine, int, str, tuple[str, ...]]] = {
         ("CUDA_VISIBLE_DEVICES= hides the 2", "unset CUDA_VISIBLE_DEVICES", "accelerator=cpu")),
     "a GPU that is not there": (machine(visible="7", gpus=()), 1, "auto",
         ("CUDA_VISIBLE_DEVICES=7: CUDA finds 0 of 1 GPUs; choose from 0 to 1",)),
+    "device files of others": (machine(gpus=(H100,)), 2, "auto", ("CUDA finds 1 of 2 GPUs",
+        "trainer.devices=1")),
     "two slices": (machine(gpus=(SLICE,)), 2, "auto", ("MIG 3g.40gb is a MIG slice",
         "trainer.devices=1")),
     "a GPU without bf16": (machine(gpus=(T4, T4)), 2, "auto",

@@ -141,6 +141,18 @@ def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(
     assert "rank 1 was killed" in status["message"]
 
 
+def test_an_unexplained_exit_is_named(supervise: Supervise) -> None:
+    run = supervise("if rank == 0: wait()", "os._exit(7)", grace=0.0)
+    assert run.code == 3
+    assert "rank 1 ended with exit code 7 before its first step" in run.stderr
+
+
+def test_a_lost_connection_is_reported_if_no_other_rank_failed(supervise: Supervise) -> None:
+    run = supervise("sys.exit(report(RuntimeError('gloo: Connection reset by peer')))")
+    assert run.code == 3
+    assert run.stderr.count("Connection reset by peer") == 1
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [("TrainingFault('loss is nan')", 4), ("UserError('no such file')", 2)]
 )
