@@ -223,6 +223,7 @@ IN_NEW_FOLDERS = {
     "data_modules/audit/findings.py": "a run: links are refused and hard links copied at its start",
     "data_modules/datamodule.py": "the same",
     "data_modules/tokens/prepare.py": "the cache of tokens",
+    "data_modules/tokens/store.py": "the same",
 }
 """files that write in other ways than `open_no_follow` and `write_atomically` -> what into"""
 
