@@ -7,7 +7,7 @@ RUN ?=
 ARGS ?=
 ONLY ?=
 WORKERS ?= 2
-# A file's tests share fixtures, so one worker runs them all; files with the longest tests come first.
+# A file's tests share fixtures, so one worker runs them all; files with long tests come first.
 # A test that ended its worker is tried once more: then it is its fault.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 SHELL := /bin/bash
@@ -20,13 +20,14 @@ help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
 # The stamp is written last, so that an interrupted install is completed by the next call.
+# Nothing is compiled: Python compiles what it imports, a part of 21,000 files.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a minute or two"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m tools.gpu_packages
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints.txt $$($(BIN)/python -m tools.gpu_packages index) torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints.txt --editable ".[dev$$($(BIN)/python -m tools.gpu_packages extra)]"
 	@touch $@
 
