@@ -24,7 +24,7 @@ import pytest
 import app
 from app import python
 from app.config import compose, load_config
-from app.config.dispatch import VERBS
+from app.config.verbs import VERBS
 from app.process import launch
 from common.errors import UserError
 from tests.conftest import ROOT
