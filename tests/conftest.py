@@ -58,6 +58,7 @@ LONGEST_FILES = (
     "doctor/test_bandwidth.py",
     "strategy/test_expert_parallel.py",
     "process/test_signals.py",
+    "training/test_distill.py",
     "strategy/test_context_parallel.py",
     "sweep/test_slurm.py",
     "model/test_streaming.py",
