@@ -466,8 +466,7 @@ BUGS = [
         file="app/model/head.py",
         right="bias, labels, -outer[0], *ctx.options",
         wrong="bias, labels, outer[0], *ctx.options",
-        test="tests/model/test_head.py"
-        "::test_values_and_gradients_equal_those_of_the_whole_logits",
+        test="tests/model/test_head.py::test_values_and_gradients_equal_those_of_the_whole_logits",
     ),
     Bug(
         name="log-probabilities keep a copy of the head",
