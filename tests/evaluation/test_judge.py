@@ -11,25 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from html import escape
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from app.evaluate import _verdicts_page
 from app.evaluation.judge import endpoint as endpoint_module
-from app.evaluation.judge.endpoint import Endpoint, JudgeError, JudgeReply
+from app.evaluation.judge.endpoint import Endpoint, JudgeError
 from app.evaluation.judge.grading import (
     MAX_UNREADABLE,
     VERDICTS_FILE,
     Answers,
     Bench,
     Judgement,
-    JudgeRequest,
-    Verdict,
     check_judgement,
     judge_answers,
     judge_by_reward,
@@ -461,21 +456,3 @@ def test_all_problems_are_listed_by_line(tmp_path: Path) -> None:
         "q.jsonl:5 turns: expected a list of non-empty questions",
         "r.jsonl:1 has 1 answers, but question 1 has 2 turns",
     ]
-
-
-def test_the_page_escapes_model_and_judge_output_and_needs_no_network() -> None:
-    hostile = "<script>alert(1)</script>"
-    question = JudgeQuestion("q", hostile, (hostile, hostile), (hostile, hostile))
-    bench: Any = SimpleNamespace(
-        name=hostile,
-        config=JudgeConfig(model=hostile),
-        questions=[question],
-        answers={"base": {"q": [hostile] * 2}, "tuned": {"q": [""] * 2}},
-    )
-    requests = [JudgeRequest(question, turn, "tuned", False, []) for turn in range(2)]
-    judged = Judgement([Verdict(request, 7.0, JudgeReply(hostile)) for request in requests], 2)
-    page = _verdicts_page(bench, judged)
-    assert "<script" not in page and "http" not in page.replace("http-equiv", "")
-    # Twice in the title and the heading; category, question, reference, answer, reply of each turn.
-    assert page.count(escape(hostile)) == 2 * 2 + 1 + 2 * 5
-    assert page.count("tuned, 7 of 10") == 2 and page.count("(empty)") == 2

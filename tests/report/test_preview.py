@@ -26,7 +26,7 @@ from common.errors import DataError
 from common.text import printable
 from data_modules import DataConfig, DatasetConfig
 from tests.data_modules.conftest import build_tokenizer
-from tests.in_process import CommandResult, make_data, make_model, run_command
+from tests.in_process import CommandResult, make_data, run_command
 from tests.report.test_run_page import Page, check_self_contained
 from tests.tiny import TINY_BASE
 
@@ -272,15 +272,6 @@ def test_tokenizer_problems_are_named(tokenizer_only: Path, data: str) -> None:
     assert "contains its own Python code" in checked(*words).stderr
     (tokenizer_only / "tokenizer.json").unlink()
     assert "no tokenizer found" in checked(*words).stderr
-
-
-def test_a_known_context_limits_sequence_len(tmp_path: Path, data: str) -> None:
-    model = make_model(tmp_path / "model", context=512)
-    (model / "model.safetensors").unlink()
-    assert checked(f"model.path={model}", data).code == 0, "weights are not needed"
-    result = checked(f"model.path={model}", data, "data.sequence_len=513")
-    assert result.code == 2
-    assert "data.sequence_len=513 exceeds the context length" in result.stderr
 
 
 def test_a_run_for_another_machine_can_be_previewed() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -330,19 +329,3 @@ def test_a_push_killed_at_any_change_leaves_the_run_as_it_was_and_is_repeated(
         assert hub.files == pushed and files() == whole, change
         assert not (run / ".push").exists()
     assert number > 15
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["repo=a/b/c"], "repo=a/b/c: "),
-        ([], "repo=... is missing: NAME of one of your repositories, or OWNER/NAME"),
-    ],
-)
-def test_invalid_arguments_of_a_push(
-    run: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_plain_verb("push", PushConfig, push, [f"run={run}", *words]) == 2
-    assert expected in capsys.readouterr().err
-    shutil.rmtree(run / "adapter")
-    assert run_plain_verb("push", PushConfig, push, [f"run={run}", f"repo={REPO}"]) == 2

@@ -19,7 +19,7 @@ from app.assembly.training import LivePage
 from app.config import changed_settings, load_config
 from app.config.dispatch import run_plain_verb
 from app.plan import MAX_ADVICE_ROWS, make_plan, plan_lines, render_plan
-from app.report.__main__ import ReportConfig, existing_run, report_runs, settings_in
+from app.report.__main__ import ReportConfig, report_runs, settings_in
 from app.report.chart import (
     MAX_BUCKETS,
     Chart,
@@ -39,7 +39,7 @@ from app.report.run_page import (
 )
 from app.run import Run
 from app.sweep.trials import write_sweep_page as write_sweep_page
-from common.errors import Interrupted, UserError
+from common.errors import Interrupted
 from tests.tiny import small_run
 
 HOSTILE = '<img src=x onerror="document.title=1">'
@@ -331,31 +331,3 @@ def test_pages_of_one_run_and_of_two(
     page = (both / "report.html").read_text()
     assert "one validation" in page and "two validation" in page
     assert run_report("--help") == 0 and "repeat for several" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["run="], "run is empty"),
-        (["run=/nope"], "run=/nope: no such folder"),
-        (["run=."], "has neither metrics.csv nor metrics.json"),
-        (["output.dir=a", "output.dir=b"], "output.dir is given twice: a and b"),
-    ],
-)
-def test_invalid_arguments(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    assert run_report(*words) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_link_in_a_run_folder_is_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    (run / "training_curves.png").symlink_to(precious)
-    with pytest.raises(UserError, match=r"training_curves\.png"):
-        existing_run(str(run))
-    assert precious.read_text() == "mine"

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 
-from app.config import conf_files
 from app.sweep import run_sweep
 from app.sweep.parameters import parse_parameters
 from app.sweep.trials import LocalJob, Trial, print_results
@@ -113,13 +112,8 @@ def test_hydra_sweep_syntax_is_parsed() -> None:
     ]
     (own_file,) = parse_parameters(["mine.yaml"])
     assert (own_file.key, own_file.values) == ("experiment", ("mine.yaml",))
-    for interval, shown in (
-        ("interval(0,1)", "0 to 1"),
-        ("interval(1e-5,1e-3)", "1e-05 to 0.001, log scale"),
-        ("tag(log, interval(1, 2))", "1 to 2, log scale"),
-        ("int(interval(4, 64))", "4 to 64, whole numbers"),
-    ):
-        assert [str(each) for each in parse_parameters([f"a={interval}"])] == [shown]
+    (interval,) = parse_parameters(["a=int(interval(4, 64))"])
+    assert str(interval) == "4 to 64, whole numbers"
 
 
 PAIRS = [
@@ -197,8 +191,6 @@ def test_a_sweep_file_lists_values(tmp_path: Path) -> None:
     file.write_text(f"{start}    param:\n      adapter.r: 4,8\n")
     with pytest.raises(UserError, match="params"):
         parse_parameters(["+sweep=mine"], tmp_path)
-    with pytest.raises(UserError, match="expected one of find_lr, lora_rank"):
-        parse_parameters(["+sweep=mine"], conf_files.CONF)
 
 
 URL = "http://me:Zq7password@127.0.0.1:9/{}.jsonl?token=Zq7token0planted"
