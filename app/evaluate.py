@@ -201,7 +201,7 @@ def _describe_tuned(config: EvaluateConfig) -> list[Any]:
     return [str(config.tuned_path), *known]
 
 
-def start(config: EvaluateConfig) -> None:
+def evaluate_in_ranks(config: EvaluateConfig) -> None:
     """Evaluate in this process, or start one rank per device, each with a share of the rows."""
     devices = requested_devices(config)
     if is_child() or devices.num_ranks == 1:
@@ -235,4 +235,4 @@ def _nothing_to_measure(config: EvaluateConfig) -> str:
 
 if __name__ == "__main__":
     exit_with_parent()
-    run_program(lambda: run_verb("evaluate", start))
+    run_program(lambda: run_verb("evaluate", evaluate_in_ranks))

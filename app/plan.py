@@ -75,7 +75,7 @@ HUES = {
     "overhead": 0,
 }
 """part of a GPU's memory -> hue of its color, in degrees"""
-ASSUMED = "FP8 rates are assumed, not yet measured; a run compares them with bf16 at its start"
+_ASSUMED = "FP8 rates are assumed, not yet measured; a run compares them with bf16 at its start"
 
 
 def plan(config: PlanConfig) -> Path:
@@ -89,7 +89,7 @@ def plan(config: PlanConfig) -> Path:
     write_atomically(folder / "plan.html", render_plan(facts))
     for line in plan_lines(facts):
         show(printable(line, keep="\n"))
-    for line in advice_lines(facts):
+    for line in _advice_lines(facts):
         show(printable(line), is_copied=True)
     if config.plan.write is not None:
         _write_best(config, candidates, hardware, Path(config.plan.write))
@@ -120,12 +120,12 @@ def make_plan(config: PlanConfig) -> tuple[dict[str, Any], list[Candidate], Hard
         changes = suggest_larger_changes(
             config, hardware, config_json, run.model, strategies, run.sequence_len
         )
-    facts = describe_plan(run, tokens, tokens_by)
+    facts = _describe_run(run, tokens, tokens_by)
     facts |= {
         "name": (config.output.name or "").removesuffix("-plan"),
         "chosen": chosen,
         "to_fit": [] if facts["fits"] else changes,
-        "advice": [describe_candidate(each) for each in best_of_each(candidates)],
+        "advice": [_describe_candidate(each) for each in best_of_each(candidates)],
     }
     return facts, candidates, hardware
 
@@ -204,7 +204,7 @@ def _write_best(
     print(f"\nwritten: {printable(str(file))}; {verb_command('train')} +experiment={file}")
 
 
-def describe_plan(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> dict[str, Any]:
+def _describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> dict[str, Any]:
     """Return memory, communication and speed of a planned run.
 
     `tokens`: number of tokens that the run trains on. `tokens_by`: how they were estimated, or why
@@ -294,8 +294,7 @@ def _settings(run: PlannedRun) -> dict[str, Any]:
     }
 
 
-def describe_candidate(candidate: Candidate) -> dict[str, Any]:
-    """Return one row of the table of alternatives."""
+def _describe_candidate(candidate: Candidate) -> dict[str, Any]:
     run, memory = candidate.run, candidate.memory
     return _settings(run) | {
         "type": " ".join(candidate.overrides),
@@ -365,7 +364,7 @@ def _headline(facts: Mapping[str, Any]) -> str:
     by_itself = f" with {' and '.join(kept[:2])}, which a plan never changes by itself"
     return (
         f"fits: {speed:,.0f} tokens/s{by_itself * bool(kept)}; the fastest that fits is {gain} "
-        f"faster: type {fastest['type']}{f' ({ASSUMED})' * fastest['is_assumed']}"
+        f"faster: type {fastest['type']}{f' ({_ASSUMED})' * fastest['is_assumed']}"
     )
 
 
@@ -434,7 +433,7 @@ def _time_line(facts: Mapping[str, Any]) -> str:
     return f"{about}{facts['tokens']:,} tokens take {duration(3600 * facts['hours'])}{cost}{source}"
 
 
-def advice_lines(facts: Mapping[str, Any]) -> list[str]:
+def _advice_lines(facts: Mapping[str, Any]) -> list[str]:
     """Return the lines of a plan that name settings to type."""
     rows: Sequence[Mapping[str, Any]] = [row for row in facts["advice"] if row["fits"]]
     lines = []
@@ -455,7 +454,7 @@ def advice_lines(facts: Mapping[str, Any]) -> list[str]:
         for row in rows[:MAX_ADVICE_ROWS]
     ]
     if any(row["is_assumed"] for row in rows[:MAX_ADVICE_ROWS]):
-        lines.append(f"  quantization=fp8: {ASSUMED}")
+        lines.append(f"  quantization=fp8: {_ASSUMED}")
     if len(rows) > MAX_ADVICE_ROWS:
         lines.append(f"  and {len(rows) - MAX_ADVICE_ROWS} more on the page")
     return lines
@@ -482,7 +481,7 @@ def render_plan(facts: Mapping[str, Any]) -> str:
         seconds=seconds,
         speed=[*_speed_lines(facts), facts["verdict"], facts["batch"], *_message_lines(facts)],
         time=_time_line(facts),
-        assumed=ASSUMED * any(row["is_assumed"] for row in rows),
+        assumed=_ASSUMED * any(row["is_assumed"] for row in rows),
         fitting=[row for row in rows if row["fits"]],
         others=[row for row in rows if not row["fits"]],
         longest=min(longest, 2 * facts["gpu_memory_gib"]),

@@ -85,9 +85,9 @@ def preview(config: PreviewConfig) -> Path:
             f"{len(tokenizer):,} tokens",
             *([note] if (note := data.report.template_note) else []),
             f"sequence length: {data.sequence_len:,} tokens ({context_fact})",
-            describe_ranks(config.trainer, config.strategy, num_ranks),
-            *describe_stream(config.data),
-            *describe_sample(sampled),
+            _describe_ranks(config.trainer, config.strategy, num_ranks),
+            *_describe_stream(config.data),
+            *_describe_sample(sampled),
             *([adapted] if adapted else []),
         ],
     )
@@ -121,7 +121,7 @@ def requested_batching(trainer: TrainerConfig, strategy: StrategyConfig) -> tupl
     return num_ranks, trainer.accumulation(num_ranks)
 
 
-def describe_ranks(trainer: TrainerConfig, strategy: StrategyConfig, num_ranks: int) -> str:
+def _describe_ranks(trainer: TrainerConfig, strategy: StrategyConfig, num_ranks: int) -> str:
     """Return the number of ranks for which steps are planned, and the settings that decide it."""
     if isinstance(trainer.devices, int):
         typed = f"trainer.devices={trainer.devices}, trainer.num_nodes={trainer.num_nodes}"
@@ -154,8 +154,7 @@ def first_rows_of(data: DataConfig) -> DataConfig:
     return replace(data, datasets=first, test_datasets=tests, val_set_size=0, streaming=False)
 
 
-def describe_stream(data: DataConfig) -> list[str]:
-    """Return how many rows of a stream are shown."""
+def _describe_stream(data: DataConfig) -> list[str]:
     if not data.streaming:
         return []
     held_out = int(data.held_out)
@@ -174,7 +173,7 @@ def rows_per_dataset(max_rows: int | None, data: DataConfig) -> int | None:
     return max(1, share, 2 * int(data.held_out))
 
 
-def describe_sample(rows: dict[str, int]) -> list[str]:
+def _describe_sample(rows: dict[str, int]) -> list[str]:
     """Return which data sets were read in part; `rows` maps their names to the rows read."""
     if not rows:
         return []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from app.evaluation.conversation import Responder
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 VerbSettings = Mapping[str, Any]
 """settings of a verb as for `load_config`, such as {"evaluation.max_rows": 20}"""
 
@@ -84,7 +84,7 @@ class TrainedRun:
         """Upload what was trained, with its card, to the hub; return the URL of the commit."""
         return push(PushConfig(repo=repo, run=str(self.folder), private=private))
 
-    def _config(self, verb: str, kind: type[T], settings: VerbSettings | None) -> T:
+    def _config(self, verb: str, kind: type[_T], settings: VerbSettings | None) -> _T:
         config = load_config(verb, {"run": str(self.folder), **(settings or {})})
         assert isinstance(config, kind)
         return config

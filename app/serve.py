@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config import ServerConfig, run_verb, save_config
 from app.model.adapter import is_adapter
+from app.model.adapter.settings import ADAPTER_CONFIG
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, run_program
 from app.process.signals import defer_signals, signal_received
@@ -119,7 +120,7 @@ def _vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: bo
     model, adapter, rank = str(tuned.folder or config.model.path), None, 0
     lines = ["# in a separate environment with vLLM"]
     if tuned.folder is not None and is_adapter(tuned.folder):
-        settings = read_object(tuned.folder / "adapter_config.json")
+        settings = read_object(tuned.folder / ADAPTER_CONFIG)
         unsupported = _find_unsupported_feature(settings)
         if unsupported is None and config.quantization.method != "none":
             unsupported = "the quantized base that the adapter was trained on"

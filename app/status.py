@@ -32,7 +32,7 @@ _SILENT_SECONDS = {TRAINING: 600.0}
 """time without news after which a run counts as stalled; in another state _OTHERWISE_SILENT"""
 _OTHERWISE_SILENT = 3600.0
 """loading weights, compiling and measuring write nothing in between"""
-PAUSE_FACTOR = 10
+_PAUSE_FACTOR = 10
 """seconds of a step -> seconds without news that are no stall"""
 
 
@@ -112,7 +112,7 @@ def _stall_reason(known: Mapping[str, Any], seconds_ago: float) -> str | None:
         return None
     if known["host"] == socket.gethostname() and not _exists(pid):
         return f"process {pid} has ended without saying why: it was killed"
-    longest = PAUSE_FACTOR * (known.get("seconds_per_step") or 0.0)
+    longest = _PAUSE_FACTOR * (known.get("seconds_per_step") or 0.0)
     if seconds_ago <= max(longest, _SILENT_SECONDS.get(state, _OTHERWISE_SILENT)):
         return None
     return (

@@ -40,7 +40,7 @@ class ConversationConfig:
     probabilities add up to this"""
 
 
-SAMPLE_CONVERSATIONS = (
+_SAMPLE_CONVERSATIONS = (
     ("What is 2 + 2?",),
     ("  Write\na haiku.\n", "One\ntwo", "Now the other."),
     ("Ωmega?", "Yes.", "And after it?", "Nothing.", "Thanks!"),
@@ -55,7 +55,7 @@ def check_served_tokens(template: ChatTemplate, tokenizer: PreTrainedTokenizerBa
     of `tokenizer`; a sample that training rejects is skipped.
     """
     problems = []
-    for texts in SAMPLE_CONVERSATIONS:
+    for texts in _SAMPLE_CONVERSATIONS:
         turns = [
             Turn("assistant" if number % 2 else "user", text) for number, text in enumerate(texts)
         ]

@@ -318,7 +318,7 @@ class Evaluator:
     def prefixed(self, variant: str, losses: dict[str, float]) -> dict[str, float]:
         """Return losses as metrics of a variant, with perplexities and intervals of accuracies."""
         losses = losses | self._accuracy_intervals(variant, losses)
-        return prefix_metrics(variant, losses, has_perplexity=self.objective.is_likelihood)
+        return _prefix_metrics(variant, losses, has_perplexity=self.objective.is_likelihood)
 
     def _accuracy_intervals(self, variant: str, losses: dict[str, float]) -> dict[str, float]:
         if variant not in self.row_losses or "val/accuracy" not in losses:
@@ -434,7 +434,7 @@ def _choose_prompts(data: FinetuneDataModule, count: int) -> dict[str, list[Prom
     """Return about `count` short held-out prompts, of each data set in turn; maybe none."""
     found: dict[str, list[Prompt]] = {}
     if count:
-        with without_failing():
+        with _without_failing():
             prompts = data.prompts(math.ceil(count / len(data.dataset_names)))
             for name in list(prompts)[:count]:
                 found[name] = [p for p in prompts[name] if len(p.input_ids) <= _MAX_SHOWN_TOKENS]
@@ -442,7 +442,7 @@ def _choose_prompts(data: FinetuneDataModule, count: int) -> dict[str, list[Prom
 
 
 @contextmanager
-def without_failing() -> Iterator[None]:
+def _without_failing() -> Iterator[None]:
     """Report that prompts could not be answered, if they are only shown: a run does not need it."""
     try:
         yield
@@ -464,7 +464,7 @@ def _merge_lines(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[s
     }
 
 
-def prefix_metrics(
+def _prefix_metrics(
     variant: str, metrics: dict[str, float], *, has_perplexity: bool = True
 ) -> dict[str, float]:
     """Prefix metric names with `base/` or `tuned/`, and add the perplexity of each loss.
@@ -515,7 +515,7 @@ def compare_trained(
         metrics |= evaluator.prefixed("base", base) | evaluator.prefixed("tuned", tuned)
     if not evaluator.measures_answers:
         return metrics
-    with without_failing() if evaluator.only_shows_answers else nullcontext():
+    with _without_failing() if evaluator.only_shows_answers else nullcontext():
         metrics |= evaluator.measure_answers("tuned", model)
         if not is_whole:
             with model.disable_adapter():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MAX_LOGITS = 1 << 28
 """largest number of logits of a batch: 1 GiB in fp32"""
-GPU_BATCH_TOKENS, CPU_BATCH_TOKENS = 8192, 2048
+_GPU_BATCH_TOKENS, _CPU_BATCH_TOKENS = 8192, 2048
 """default number of tokens per batch"""
 _SAME_START_TOKENS = 32
 """contexts whose first tokens are equal up to this number (a task's few-shot examples) may share
@@ -70,7 +70,7 @@ class _Row:
 
 
 @dataclass(slots=True)
-class PrefixGroup:
+class _PrefixGroup:
     """Rows whose first `num_shared` tokens are equal."""
 
     rows: list[_Row]
@@ -153,7 +153,7 @@ def score(
     """
     device = device or model.device
     if batch_tokens is None:
-        batch_tokens = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
+        batch_tokens = _CPU_BATCH_TOKENS if device.type == "cpu" else _GPU_BATCH_TOKENS
     scorer = _Scorer(model, gathered, device)
     is_encoder_decoder = model.config.is_encoder_decoder
     with eval_mode(model), generation_attention(model):
@@ -189,7 +189,7 @@ def score_groups(
 
 def plan_groups(
     requests: Sequence[Request], max_len: int, *, shares_prefixes: bool
-) -> list[PrefixGroup]:
+) -> list[_PrefixGroup]:
     """Return the rows that answer all requests, grouped by prefix where that saves tokens."""
     rows: dict[tuple[int, ...], _Row] = {}
     for number, (context, continuation) in enumerate(requests):
@@ -198,27 +198,27 @@ def plan_groups(
         row = rows.setdefault(tuple(ids), _Row(ids, []))
         row.requests.append((number, targets))
     if not shares_prefixes:
-        return [PrefixGroup([row]) for row in rows.values()]
+        return [_PrefixGroup([row]) for row in rows.values()]
     by_start: dict[tuple[int, ...], list[_Row]] = defaultdict(list)
     for row in rows.values():
         by_start[tuple(row.context[:_SAME_START_TOKENS])].append(row)
     groups = []
     for same_start in by_start.values():
         separate = _group_by_context(same_start)
-        joint = PrefixGroup(same_start, _num_shared(same_start))
+        joint = _PrefixGroup(same_start, _num_shared(same_start))
         cost = sum(group.num_tokens for group in separate)
         groups += [joint] if joint.num_tokens < cost else separate
     return groups
 
 
-def _group_by_context(rows: Sequence[_Row]) -> list[PrefixGroup]:
+def _group_by_context(rows: Sequence[_Row]) -> list[_PrefixGroup]:
     by_context: dict[tuple[int, ...], list[_Row]] = defaultdict(list)
     for row in rows:
         by_context[tuple(row.context)].append(row)
     groups = []
     for same in by_context.values():
         shared = _num_shared(same) if len(same) > 1 else 0
-        groups += [PrefixGroup(same, shared)] if shared else [PrefixGroup([row]) for row in same]
+        groups += [_PrefixGroup(same, shared)] if shared else [_PrefixGroup([row]) for row in same]
     return groups
 
 
@@ -268,7 +268,7 @@ class _Scorer:
         self.vocab_size = model.get_input_embeddings().num_embeddings
 
     def run(
-        self, groups: Sequence[PrefixGroup], batch_tokens: int
+        self, groups: Sequence[_PrefixGroup], batch_tokens: int
     ) -> Iterator[list[tuple[int, Likelihood]]]:
         """Score groups of a decoder; first all rows without a shared prefix."""
         single = [group.rows[0] for group in groups if not group.num_shared]
@@ -312,10 +312,10 @@ class _Scorer:
             yield batch
 
     def _group_batches(
-        self, groups: Sequence[PrefixGroup], batch_tokens: int
-    ) -> Iterator[list[PrefixGroup]]:
+        self, groups: Sequence[_PrefixGroup], batch_tokens: int
+    ) -> Iterator[list[_PrefixGroup]]:
         """Yield groups with prefixes of similar length whose suffixes fit into one batch."""
-        batch: list[PrefixGroup] = []
+        batch: list[_PrefixGroup] = []
         for group in sorted(groups, key=lambda group: -group.num_shared):
             candidates = [*batch, group]
             rows = [row for candidate in candidates for row in candidate.suffixes]

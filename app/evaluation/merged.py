@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CHECKED, AS_TRAINED = "base + adapter", "the quantized base + adapter, as trained"
+CHECKED, _AS_TRAINED = "base + adapter", "the quantized base + adapter, as trained"
 BY_SAME_EXPERTS = "base + adapter, by the same experts"
-PROBE_ROWS, PROBE_TOKENS = 16, 128
+_PROBE_ROWS, _PROBE_TOKENS = 16, 128
 """number of compared rows, and their maximum length in tokens"""
 _GREEDY_TOKENS = 16
 """tokens that the merged model generates for each prompt, and the GGUF file predicts"""
@@ -100,7 +100,7 @@ def verify(
     merged = _logits(load_merged(tuned, folder, env), rows, env, merged_routing)
     references = {CHECKED: config.merge.onto == "dequantized"}
     if tuned.base.quantization.method != "none" and config.merge.onto == "original":
-        references[AS_TRAINED] = True
+        references[_AS_TRAINED] = True
     differences = {}
     for name, is_quantized in references.items():
         model = _load_unmerged(tuned, adapters, env, is_quantized=is_quantized)
@@ -169,17 +169,17 @@ def _probe_rows(config: MergeConfig, tuned: Tuned) -> Iterator[dict[str, list[in
     predictions = None if config.run is None else Path(config.run) / PREDICTIONS_FILE
     if predictions is not None and predictions.is_file():
         lines = [line for line in read_lines(predictions) if line.keys() >= {"prompt", "reference"}]
-        spread = lines[:: max(1, len(lines) // PROBE_ROWS)][:PROBE_ROWS]
+        spread = lines[:: max(1, len(lines) // _PROBE_ROWS)][:_PROBE_ROWS]
         pairs = [(str(line["prompt"]), str(line["reference"])) for line in spread] or pairs
     start = tuned.base.spec.decoder_start_token_id
     encode = tuned.tokenizer.encode
     for prompt, answer in pairs:
         if start is None:
-            ids = encode(prompt + answer, add_special_tokens=False)[:PROBE_TOKENS]
+            ids = encode(prompt + answer, add_special_tokens=False)[:_PROBE_TOKENS]
             row = {"input_ids": ids}
         else:
-            decoder_ids = [start, *encode(answer)][:PROBE_TOKENS]
-            row = {"input_ids": encode(prompt)[:PROBE_TOKENS], "decoder_input_ids": decoder_ids}
+            decoder_ids = [start, *encode(answer)][:_PROBE_TOKENS]
+            row = {"input_ids": encode(prompt)[:_PROBE_TOKENS], "decoder_input_ids": decoder_ids}
         if row["input_ids"]:
             yield row
 
@@ -199,7 +199,7 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
         return
     kind = model_class(tuned.base.architecture)
     model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-    prompts = [row["input_ids"][: PROBE_TOKENS // 2] for row in _probe_rows(config, tuned)][:4]
+    prompts = [row["input_ids"][: _PROBE_TOKENS // 2] for row in _probe_rows(config, tuned)][:4]
     rows = []
     pad = tuned.tokenizer.pad_token_id
     with torch.no_grad(), override_generation_config(model, [], pad, _GREEDY_TOKENS):

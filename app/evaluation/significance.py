@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 VARIANTS = ("base", "tuned")
 """the compared models, as named in metrics.json and predictions.jsonl"""
 NUM_RESAMPLES, SEED = 10_000, 0
-CONFIDENCE = 0.95
+_CONFIDENCE = 0.95
 """probability that all intervals of a table are right at the same time"""
 MAX_UNITS = 10_000
 """maximum number of units to resample; more rows are joined at random into this many groups"""
@@ -146,7 +146,7 @@ def compare_rows(
     """Compare the scores of both models on the same rows: measure -> data set or task -> scores.
 
     `trained`: the data sets that the tuned model was trained on, None if unknown. Measures that
-    only one model has are left out. The intervals are simultaneous with `CONFIDENCE` (Bonferroni):
+    only one model has are left out. The intervals are simultaneous with `_CONFIDENCE` (Bonferroni):
     of many separate 95 % intervals, a few would exclude zero by chance. Raises ValueError if the
     models were scored on different rows.
     """
@@ -156,7 +156,7 @@ def compare_rows(
         for name, scores in by_name.items()
         if name in tuned.get(measure, {}) and len(scores.scores)
     ]
-    confidence = 1 - (1 - CONFIDENCE) / max(1, len(pairs))
+    confidence = 1 - (1 - _CONFIDENCE) / max(1, len(pairs))
     return [
         _compare(
             measure,
@@ -227,7 +227,7 @@ def _compare(
 
 
 def paired_bootstrap(
-    differences: Floats, weights: Floats, confidence: float = CONFIDENCE
+    differences: Floats, weights: Floats, confidence: float = _CONFIDENCE
 ) -> tuple[float, float]:
     """Return the percentile interval of the weighted mean of `differences` [rows].
 
@@ -267,7 +267,7 @@ def wilson_interval(share: float, weights: Floats) -> tuple[float, float]:
     Rows of different `weights` count as (sum of weights)^2 / sum of squares (Kish's effective
     size).
     """
-    normal = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    normal = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
     ratio = normal**2 * float((weights**2).sum() / weights.sum() ** 2)
     center = (share + ratio / 2) / (1 + ratio)
     half = math.sqrt(ratio * (share * (1 - share) + ratio / 4)) / (1 + ratio)
@@ -353,7 +353,7 @@ def report_comparison(
     ]
     title = "base vs tuned"
     if changes:
-        title += f": simultaneous {percent(CONFIDENCE, 0)} intervals of the changes"
+        title += f": simultaneous {percent(_CONFIDENCE, 0)} intervals of the changes"
     print()
     show(text_table([headings, *shown], title, ("measure", "verdict")))
     if groups:

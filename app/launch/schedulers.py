@@ -23,9 +23,9 @@ import yaml  # type: ignore[import-untyped]
 
 from app.process.status import STATUS_FILE
 from app.run.job import (
-    ENDED,
     FORGOTTEN,
     IMAGE_HOME,
+    JOB_ENDED,
     LAST_LINES,
     SETTLED_POLLS,
     SUBMITTED,
@@ -278,7 +278,7 @@ SCHEDULERS = {
         submit="sbatch {file}",
         job_id=SUBMITTED,
         state="scontrol --oneliner show job {id}",
-        ended=ENDED.pattern,
+        ended=JOB_ENDED.pattern,
         succeeded="JobState=COMPLETED",
         log="tail --lines=+1 --follow=name --retry {log}",
         stop="scancel {id}",

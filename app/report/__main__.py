@@ -48,7 +48,7 @@ class ReportConfig:
 
 def report_runs(config: ReportConfig) -> Path:
     """Write the page that `config` requests, print its path, and return it."""
-    folders = [existing_run(path) for path in config.run] or [find_run(None, verb="report")]
+    folders = [_existing_run(path) for path in config.run] or [find_run(None, verb="report")]
     if len(folders) == 1:
         if config.output_dir is not None:
             raise UserError(
@@ -75,7 +75,7 @@ def report_runs(config: ReportConfig) -> Path:
     return folder / PAGE_FILE
 
 
-def existing_run(path: str) -> Path:
+def _existing_run(path: str) -> Path:
     """Return the folder of a run or an evaluation; raise UserError if it has no metrics."""
     folder = expand_home("run", path)
     if not folder.is_dir():

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-WIDTH, HEIGHT = 420.0, 220.0
+WIDTH, _HEIGHT = 420.0, 220.0
 """size of a chart in SVG units: as wide as a phone screen, so that text stays readable there"""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, WIDTH - 12.0, 12.0, HEIGHT - 30.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, WIDTH - 12.0, 12.0, _HEIGHT - 30.0
 """edges of the drawing area in SVG units"""
 MAX_BUCKETS = 300
 """maximum number of buckets of a line; the lowest and highest value of each are drawn"""
-MAX_STRIPS = 60
+_MAX_STRIPS = 60
 """maximum number of strips of a chart; each shows its values while the pointer is over it"""
 _LOG_RATIO = 20.0
 """ratio of the highest to the lowest value from which the value axis is logarithmic"""
@@ -68,7 +68,7 @@ class Chart:
 
     def strips(self, last: float) -> list[tuple[float, float, str]]:
         """Return (first step, end, text with the values of all lines) of strips up to `last`."""
-        number = min(MAX_STRIPS, int(last) + 1)
+        number = min(_MAX_STRIPS, int(last) + 1)
         steps = (last + 1) / number
         found: dict[int, dict[str, str]] = {}
         for line in self.series:
@@ -90,7 +90,7 @@ def format_number(value: float, *, is_share: bool = False) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Frame:
+class _Frame:
     """The scales of a drawing area: steps 0 to `last` and values `low` to `high`."""
 
     last: float
@@ -116,19 +116,17 @@ class Frame:
 
     @property
     def value_ticks(self) -> list[tuple[float, float]]:
-        """Return (y, value) of the ticks of the value axis."""
         if self.is_log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             ticks = [10.0**exponent for exponent in range(first, last + 1)]
         else:
-            ticks = round_numbers(self.low, self.high, 4)
+            ticks = _round_numbers(self.low, self.high, 4)
         inside = [tick for tick in ticks if self.low <= tick <= self.high] or [self.low, self.high]
         return [(self.to_xy(0, tick)[1], tick) for tick in inside]
 
     @property
     def step_ticks(self) -> list[tuple[float, str]]:
-        """Return (x, label) of the ticks of the step axis."""
-        ticks = [tick for tick in round_numbers(0, self.last, 4) if tick == int(tick)]
+        ticks = [tick for tick in _round_numbers(0, self.last, 4) if tick == int(tick)]
         labels = ["step 0", *(f"{tick:,.0f}" for tick in ticks[1:])]
         return [
             (self.to_xy(tick, self.low)[0], label)
@@ -136,7 +134,7 @@ class Frame:
         ]
 
 
-def round_numbers(low: float, high: float, number: int) -> list[float]:
+def _round_numbers(low: float, high: float, number: int) -> list[float]:
     """Return about `number` round numbers from `low` to `high`, 1, 2 or 5 times 10^n apart."""
     if not high > low:
         return [low]
@@ -148,14 +146,14 @@ def round_numbers(low: float, high: float, number: int) -> list[float]:
     return [(first + index) * step for index in range(count)]
 
 
-def frame_of(chart: Chart) -> Frame | None:
+def frame_of(chart: Chart) -> _Frame | None:
     """Return the frame that contains all finite points of a chart, None if it has none."""
     points = [point for line in chart.series for point in line.drawn]
     if not points:
         return None
     low, high = min(map(_value, points)), max(map(_value, points))
     low = min(low, 0.0) if chart.starts_at_zero else low
-    return Frame(last=max(step for step, _ in points), low=low, high=high)
+    return _Frame(last=max(step for step, _ in points), low=low, high=high)
 
 
 def draw_svg(chart: Chart) -> Markup:
@@ -177,7 +175,7 @@ def draw_svg(chart: Chart) -> Markup:
         elements.append(label.format(_LEFT - 5, y + 4, "end", chart.text_of(value)))
     for x, text in frame.step_ticks:
         anchor = "end" if x > _RIGHT - 12 else "middle"
-        elements.append(label.format(x, HEIGHT - 12, anchor, text))
+        elements.append(label.format(x, _HEIGHT - 12, anchor, text))
     for start, end, text in chart.strips(frame.last):
         x0, x1 = (frame.to_xy(min(max(step, 0), frame.last), frame.low)[0] for step in (start, end))
         elements.append(strip.format(x0, _TOP, x1 - x0, _BOTTOM - _TOP, text))
@@ -196,7 +194,7 @@ def draw_svg(chart: Chart) -> Markup:
                 for point in points
             ]
     head = Markup('<svg viewBox="0 0 {:g} {:g}" role="img" aria-label="{}">')
-    parts = [head.format(WIDTH, HEIGHT, f"{chart.title} over steps"), *elements, Markup("</svg>")]
+    parts = [head.format(WIDTH, _HEIGHT, f"{chart.title} over steps"), *elements, Markup("</svg>")]
     return Markup("").join(parts)
 
 
@@ -210,7 +208,7 @@ def draw_png(charts: Sequence[Chart]) -> bytes:
     scale, title_height, legend_height = 2.0, 22.0, 18.0
     columns = min(2, len(charts))
     tallest = max(len(chart.series) for chart in charts)
-    cell = title_height + HEIGHT + legend_height * math.ceil(tallest / 2)
+    cell = title_height + _HEIGHT + legend_height * math.ceil(tallest / 2)
     rows = math.ceil(len(charts) / columns)
     size = (int(columns * WIDTH * scale), int(rows * cell * scale))
     image = Image.new("RGB", size, "white")
@@ -243,7 +241,7 @@ def draw_png(charts: Sequence[Chart]) -> bytes:
             for x, y in points if series.is_sparse or len(points) == 1 else ():
                 draw.ellipse([x - 5, y - 5, x + 5, y + 5], color)
             left = _LEFT + index % 2 * (WIDTH - _LEFT) / 2
-            top = HEIGHT + index // 2 * legend_height
+            top = _HEIGHT + index // 2 * legend_height
             draw.line([at(left, top + 6), at(left + 14, top + 6)], color, width + 2)
             draw.text(at(left + 19, top), series.name, "#1c2024", font=font)
     content = io.BytesIO()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
+from app.model.adapter.settings import ADAPTER_CONFIG
 from app.model.hub import cache_folder
 from app.report.run_page import CURVES_FILE, ChangedSetting, RunFiles, read_run_files
 from app.training.run_documents import read_object
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from app.config import MergeConfig
     from app.model.merging import Difference
 
-CARD_FILE, ADAPTER_CONFIG = "README.md", "adapter_config.json"
+CARD_FILE = "README.md"
 _MAX_README = 1_000_000
 """characters of a base model's README.md that are searched for its license"""
 

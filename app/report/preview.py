@@ -42,13 +42,13 @@ _INCOMPLETE = "\ufffd"
 """what tokens decode to that end within a character"""
 _NUM_PAGE_COLORS = 6
 """colors of data sets in the CSS of the page"""
-BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
+_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 _PACK_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _MAX_LISTED = 6
 """documents of a pack that are listed in the terminal"""
-COLORS = ("blue", "magenta", "yellow", "green", "cyan", "red")
+_TERMINAL_COLORS = ("blue", "magenta", "yellow", "green", "cyan", "red")
 """colors of data sets in the terminal"""
-TRAINED, SPECIAL = "bold green", "cyan"
+_TRAINED, _SPECIAL = "bold green", "cyan"
 """styles of tokens in the terminal"""
 
 
@@ -78,7 +78,7 @@ class _Document:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowView(_Document):
+class _RowView(_Document):
     """One document as the model sees it."""
 
     tokens: Passage
@@ -88,12 +88,12 @@ class RowView(_Document):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DatasetView:
+class _DatasetView:
     """Some rows of a data set, and the lengths of all of them."""
 
     name: str
     about: str
-    rows: list[RowView]
+    rows: list[_RowView]
     counts: list[int]
     """number of training documents in each of `_NUM_BINS` equal bins from 0 to `Preview.longest`
     tokens"""
@@ -102,19 +102,19 @@ class DatasetView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedDocument(_Document):
+class _PackedDocument(_Document):
     dataset: int
     """index of its data set"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackView:
+class _PackView:
     step: int
     number: int
     """index within the step"""
     capacity: int
     """size of the pack in tokens"""
-    documents: list[PackedDocument]
+    documents: list[_PackedDocument]
 
     @property
     def heading(self) -> str:
@@ -145,10 +145,10 @@ class Preview:
 
     title: str
     facts: list[str]
-    datasets: list[DatasetView]
+    datasets: list[_DatasetView]
     longest: int
     """length of the longest document in tokens"""
-    packs: list[PackView]
+    packs: list[_PackView]
     mixture: list[list[str]]
     """table with a heading row and a row for each data set"""
     mixture_of: str
@@ -208,7 +208,7 @@ def _dataset_view(
     renderer: TokenRenderer,
     index: int,
     longest: int,
-) -> DatasetView:
+) -> _DatasetView:
     import numpy as np
 
     examples, report = datamodule.train_examples, datamodule.report.datasets[index]
@@ -227,7 +227,7 @@ def _dataset_view(
         rows.append(_row_view(example, renderer, label))
     counts, _ = np.histogram(lengths, bins=_NUM_BINS, range=(0, longest))
     median, percentile = np.percentile(lengths, [50, 95]).astype(int).tolist()
-    return DatasetView(
+    return _DatasetView(
         name=printable(report.name),
         about=printable(report.line()),
         rows=rows,
@@ -238,7 +238,7 @@ def _dataset_view(
     )
 
 
-def _row_view(example: Example, renderer: TokenRenderer, label: str = "") -> RowView:
+def _row_view(example: Example, renderer: TokenRenderer, label: str = "") -> _RowView:
     import numpy as np
 
     labels = example.weights
@@ -249,7 +249,7 @@ def _row_view(example: Example, renderer: TokenRenderer, label: str = "") -> Row
     else:
         tokens = renderer.passage(example.input_ids, np.zeros(len(example.input_ids), np.float32))
         targets = renderer.passage(example.target_ids, labels)
-    return RowView(
+    return _RowView(
         origin=_format_origin(example.origin) + printable(label),
         num_tokens=len(example.input_ids),
         num_trained=int(np.count_nonzero(labels)),
@@ -258,7 +258,7 @@ def _row_view(example: Example, renderer: TokenRenderer, label: str = "") -> Row
     )
 
 
-def _pair_view(example: Example, renderer: TokenRenderer, *, has_verdict: bool) -> RowView:
+def _pair_view(example: Example, renderer: TokenRenderer, *, has_verdict: bool) -> _RowView:
     """Return both answers of a row, the second one without the prompt that they share.
 
     `has_verdict`: the second is the answer of another row.
@@ -294,7 +294,7 @@ def _packs_of(datamodule: FinetuneDataModule, step: int) -> Iterator[npt.NDArray
             yield from (pack for pack in micro_batch.packs if len(pack))
 
 
-def _pack_views(config: ShownConfig, datamodule: FinetuneDataModule) -> list[PackView]:
+def _pack_views(config: ShownConfig, datamodule: FinetuneDataModule) -> list[_PackView]:
     examples = datamodule.train_examples
     views = []
     for step in range(min(_SHOWN_STEPS, datamodule.total_steps)):
@@ -302,7 +302,7 @@ def _pack_views(config: ShownConfig, datamodule: FinetuneDataModule) -> list[Pac
             if number == config.packs:
                 break
             documents = [
-                PackedDocument(
+                _PackedDocument(
                     dataset=int(examples.datasets[index]),
                     origin=_format_origin(examples.origin(index)),
                     num_tokens=int(examples.lengths[index]),
@@ -311,7 +311,9 @@ def _pack_views(config: ShownConfig, datamodule: FinetuneDataModule) -> list[Pac
                 for index in pack.tolist()
             ]
             capacity = datamodule.sequence_len
-            views.append(PackView(step=step, number=number, capacity=capacity, documents=documents))
+            views.append(
+                _PackView(step=step, number=number, capacity=capacity, documents=documents)
+            )
     return views
 
 
@@ -490,11 +492,11 @@ def render_passage(passage: Passage, console: Console) -> Text:
         for is_trained, run in itertools.groupby(pieces, lambda piece: piece.is_trained):
             if is_trained:
                 inside = "".join(piece.text for piece in run)
-                text.append(f"{opening}{inside}{closing}", style=TRAINED)
+                text.append(f"{opening}{inside}{closing}", style=_TRAINED)
                 continue
             for is_special, part in itertools.groupby(run, lambda piece: piece.is_special):
                 inside = "".join(piece.text for piece in part)
-                text.append(inside, style=SPECIAL if is_special else "")
+                text.append(inside, style=_SPECIAL if is_special else "")
 
     add(passage.head)
     if passage.num_omitted:
@@ -518,15 +520,15 @@ def _legend(console: Console) -> Text:
 
     opening, closing = _marks(console)
     text = Text("  below: ")
-    text.append(f"{opening}trained on{closing}", style=TRAINED)
+    text.append(f"{opening}trained on{closing}", style=_TRAINED)
     text.append(", masked")
     if _has_colors(console):
         text.append(", ")
-        text.append("special token", style=SPECIAL)
+        text.append("special token", style=_SPECIAL)
     return text
 
 
-def _pack_lines(pack: PackView, preview: Preview, console: Console) -> list[str | Text]:
+def _pack_lines(pack: _PackView, preview: Preview, console: Console) -> list[str | Text]:
     from rich.text import Text
 
     width = min(console.width, 100) - 4
@@ -535,7 +537,7 @@ def _pack_lines(pack: PackView, preview: Preview, console: Console) -> list[str 
         start, end = end, end + document.num_tokens
         cells = round(end / pack.capacity * width) - round(start / pack.capacity * width)
         letter = _PACK_LETTERS[number % len(_PACK_LETTERS)]
-        color = COLORS[document.dataset % len(COLORS)]
+        color = _TERMINAL_COLORS[document.dataset % len(_TERMINAL_COLORS)]
         bar.append(letter * cells, style=f"bright_{color}" if pack.shades[number] else color)
     bar.append(" " * (width - round(end / pack.capacity * width)) + "|")
     listed = [
@@ -548,8 +550,8 @@ def _pack_lines(pack: PackView, preview: Preview, console: Console) -> list[str 
     return [pack.heading, bar, *(f"    {line}" for line in listed)]
 
 
-def _histogram_line(dataset: DatasetView, width: int, *, ascii_only: bool) -> str:
-    levels = ASCII_BARS if ascii_only else BARS
+def _histogram_line(dataset: _DatasetView, width: int, *, ascii_only: bool) -> str:
+    levels = _ASCII_BARS if ascii_only else _BARS
     highest = max(dataset.counts)
     bars = "".join(
         " " if not count else levels[min(len(levels) - 1, count * len(levels) // (highest + 1))]

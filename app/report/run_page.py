@@ -107,7 +107,7 @@ _STARTED = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):\d\d\+0000")
 """date and time in manifest.json, of which the page shows the minute"""
 ChangedSetting = tuple[str, str, str]
 """a setting that differs from its default: key, value, default"""
-Cells = list[list[str]]
+_Cells = list[list[str]]
 """a table: heading row and rows"""
 
 
@@ -185,7 +185,7 @@ def read_run_files(folder: Path, metrics: Mapping[str, Any] | None = None) -> Ru
             if value is not None and math.isfinite(value)
         },
         curves=curves,
-        predictions=choose_predictions(read_lines(folder / "predictions.jsonl")),
+        predictions=_choose_predictions(read_lines(folder / "predictions.jsonl")),
         verdict=read("verdict.json", VERDICT),
         mixture=read("mixture.json", MIXTURE) or [],
         audit=read("audit.json", OBJECT),
@@ -200,7 +200,7 @@ def refuse_damaged(run: RunFiles) -> None:
         raise UserError(run.problems)
 
 
-def choose_predictions(lines: Iterator[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _choose_predictions(lines: Iterator[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return a few lines from the data sets in turn, those with changed answers first."""
     by_dataset: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
@@ -246,7 +246,7 @@ class PageSection:
     """what to type"""
     lines: Sequence[str] = ()
     charts: Sequence[Chart] = ()
-    tables: Sequence[Cells] = ()
+    tables: Sequence[_Cells] = ()
     predictions: Sequence[Mapping[str, Any]] = ()
 
 
@@ -326,7 +326,7 @@ def render_run(
         PageSection(title="Curves", charts=_charts({"": run})),
         PageSection(
             title="Speed and hardware",
-            lines=bottleneck_lines(run),
+            lines=_bottleneck_lines(run),
             charts=_charts({"": run}, of_machine=True),
         ),
         PageSection(
@@ -520,8 +520,7 @@ def speed_lines(metrics: Mapping[str, float]) -> list[str]:
     return [compared]
 
 
-def bottleneck_lines(run: RunFiles) -> list[str]:
-    """Describe what limited the training speed, as far as it was measured."""
+def _bottleneck_lines(run: RunFiles) -> list[str]:
     wait, busy, mfu = (
         _mean(run, name) for name in ("speed/data_wait", "machine/gpu_utilization", "speed/mfu")
     )
@@ -566,7 +565,7 @@ def _mean(run: RunFiles, name: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _mixture_cells(run: RunFiles) -> Cells:
+def _mixture_cells(run: RunFiles) -> _Cells:
     headings = ["data set", "rows", "tokens", "rows per epoch", "repeats per epoch"]
     cells = [[*headings, "share of rows", "share of tokens"]]
     for row in run.mixture:
@@ -577,7 +576,7 @@ def _mixture_cells(run: RunFiles) -> Cells:
     return cells
 
 
-def _audit_cells(run: RunFiles) -> Cells:
+def _audit_cells(run: RunFiles) -> _Cells:
     rows = [row for row in _listed(run.audit, "datasets") if isinstance(row, dict)]
     names = [
         name
@@ -641,7 +640,7 @@ def _shorten(text: str) -> str:
     return printable(redact(text), keep="\n")
 
 
-def _environment_cells(run: RunFiles) -> Cells:
+def _environment_cells(run: RunFiles) -> _Cells:
     manifest = run.manifest
     cells = [["property", "value"]]
     hardware = manifest.get("hardware") or {}
@@ -661,7 +660,7 @@ def _environment_cells(run: RunFiles) -> Cells:
     return [[printable(redact(cell)) for cell in row] for row in cells]
 
 
-def _metrics_cells(runs: Mapping[str, RunFiles]) -> Cells:
+def _metrics_cells(runs: Mapping[str, RunFiles]) -> _Cells:
     names = list(dict.fromkeys(name for run in runs.values() for name in run.metrics))
     if not names:
         names = list(dict.fromkeys(name for run in runs.values() for name in run.curves))
@@ -682,7 +681,7 @@ def _metrics_cells(runs: Mapping[str, RunFiles]) -> Cells:
 
 def _differing_cells(
     runs: Mapping[str, RunFiles], settings: Mapping[str, Sequence[ChangedSetting]]
-) -> Cells:
+) -> _Cells:
     by_run = [{key: value for key, value, _ in settings.get(name, ())} for name in runs]
     keys = list(dict.fromkeys(key for values in by_run for key in values))
     rows = [[key, *(values.get(key, "-") for values in by_run)] for key in keys]

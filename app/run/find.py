@@ -28,17 +28,17 @@ from common.untrusted import read_json_object
 
 log = logging.getLogger(__name__)
 
-FINAL, BEST, NEWEST = "final", "best", "newest"
-_SELECTED = re.compile(rf"{FINAL}|{BEST}|{NEWEST}|{STEP_FOLDER.pattern}")
+FINAL, _BEST, _NEWEST = "final", "best", "newest"
+_SELECTED = re.compile(rf"{FINAL}|{_BEST}|{_NEWEST}|{STEP_FOLDER.pattern}")
 """values of `checkpoint`, which selects the weights of a run"""
-NEVER, AUTO, MUST = "never", "auto", "must"
+NEVER, AUTO, _MUST = "never", "auto", "must"
 _STARTED = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 """default name of a run folder: its start time, with a number if that second has several runs"""
 _OTHER_TOOLS = {
     "true": AUTO,
     "yes": AUTO,
-    "last": MUST,
-    "latest": MUST,
+    "last": _MUST,
+    "latest": _MUST,
     "allow": AUTO,
     "false": NEVER,
     "none": NEVER,
@@ -60,7 +60,7 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
         return started if started and is_training_run(started / CONFIG_FILE) else None
     if not resume.strip():
         raise UserError(f"resume is empty; {UNSET}")
-    if resume not in (AUTO, MUST):
+    if resume not in (AUTO, _MUST):
         return _typed_run(resume, folder)
     if folder is not None:
         found = _run_in(fetched_folder("output.dir", folder, resumes=True))
@@ -68,7 +68,7 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
     else:
         found = _newest_unfinished(name)
         where = str(OUTPUTS / (name or ""))
-    if found is None and resume == MUST:
+    if found is None and resume == _MUST:
         what = "run" if folder is not None else "unfinished run"
         raise UserError(
             f"resume=must, but there is no {what} in {where}; type resume=auto to start a new one "
@@ -109,7 +109,7 @@ def _typed_run(resume: str, folder: str | None) -> Path:
     path = fetched_folder("resume", resume, resumes=True)
     if not path.is_dir():
         known = _OTHER_TOOLS.get(resume.lower())
-        hint = f"; type resume={known}" if known else nearest(resume, (NEVER, AUTO, MUST))
+        hint = f"; type resume={known}" if known else nearest(resume, (NEVER, AUTO, _MUST))
         raise UserError(
             f"resume={resume}: no such folder; expected never, auto, must, or the folder of a run "
             f"or of one of its checkpoints{hint}"
@@ -201,7 +201,7 @@ def find_run(
                 f"config.yaml){_known_runs()}"
             )
         return folder
-    finished = finished_runs()
+    finished = _finished_runs()
     if not finished:
         raise UserError(
             f"no finished run under {OUTPUTS}: train first with {verb_command('train')}"
@@ -210,7 +210,7 @@ def find_run(
     return finished[-1]
 
 
-def finished_runs() -> list[Path]:
+def _finished_runs() -> list[Path]:
     """List the finished training runs under outputs/, the one that started last at the end."""
     found = OUTPUTS.rglob(METRICS_FILE)
     runs = [file.parent for file in found if is_training_run(file.parent / CONFIG_FILE)]
@@ -232,14 +232,14 @@ def _start_of_finished(run: Path) -> tuple[float, float]:
 
 
 def _known_runs() -> str:
-    known = finished_runs()
+    known = _finished_runs()
     return f"; the newest finished run is run={known[-1]}" if known else ""
 
 
 def check_selected(wanted: str, run: str | None, adapter_path: str | None) -> list[str]:
     """List the problems of `checkpoint=`, and of what is typed beside it."""
     if not _SELECTED.fullmatch(wanted):
-        hint = nearest(wanted, (FINAL, BEST, NEWEST))
+        hint = nearest(wanted, (FINAL, _BEST, _NEWEST))
         return [f"checkpoint={wanted}: expected final, best, newest or step-N{hint}"]
     if wanted != FINAL and (run is None or adapter_path is not None):
         return [f"checkpoint={wanted}: type run=FOLDER, and leave out adapter_path"]
@@ -253,10 +253,10 @@ def select_checkpoint(run: Path, wanted: str) -> Checkpoint:
     listed = ", ".join(f"step-{step}" for step in steps) or "no checkpoint"
     problems: list[str] = []
     checkpoint = None
-    if wanted == BEST:
+    if wanted == _BEST:
         checkpoint, problems = store.best_good()
         missing = f"no undamaged checkpoint is ranked by a metric; the run has {listed}"
-    elif wanted == NEWEST:
+    elif wanted == _NEWEST:
         checkpoint, problems = store.newest_good()
         missing = "there is no valid checkpoint"
     else:

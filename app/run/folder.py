@@ -57,7 +57,7 @@ _WRITTEN_WHILE_EVALUATED = re.compile(
     r"(predictions|judge_answers|verdicts)\.jsonl|judge\.html|(metrics|verdict)\.json|config\.yaml"
 )
 """files left next to `partial` by an evaluation that was killed after its measurements"""
-UNFINISHED, MOVED_FILE = "unfinished", ".moved.json"
+UNFINISHED, _MOVED_FILE = "unfinished", ".moved.json"
 """folder of a result that is not complete; in it, the names that are being moved to its parent"""
 WRITTEN_AT_START = re.compile(
     rf"{_LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
@@ -170,7 +170,7 @@ def _of_killed(folder: Path) -> set[str]:
 
 
 def _moved(folder: Path) -> set[str]:
-    moved, _ = read_json_object(folder / UNFINISHED / MOVED_FILE)
+    moved, _ = read_json_object(folder / UNFINISHED / _MOVED_FILE)
     return {entry.name for entry in folder.iterdir()} & moved.keys()
 
 
@@ -209,7 +209,7 @@ def move_finished(unfinished: Path, *, last: str) -> None:
     """
     names = [entry.name for entry in unfinished.iterdir() if entry.name not in (LOCK_FILE, last)]
     text = json.dumps(dict.fromkeys([*names, last], True))
-    write_atomically(unfinished / MOVED_FILE, text)
+    write_atomically(unfinished / _MOVED_FILE, text)
     for name in [*names, last]:
         os.replace(unfinished / name, unfinished.parent / name)
     shutil.rmtree(unfinished)

@@ -35,7 +35,7 @@ LAST_LINES = (
 """after app.status: a job ends with the exit code of its run, if that has ended"""
 SUBMITTED = re.compile(r"Submitted batch job (\d+)")
 """what sbatch prints"""
-ENDED = re.compile(
+JOB_ENDED = re.compile(
     "JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_ME|BOOT_FAIL|DEADLINE)"
 )
 """what scontrol prints of a job that has ended; sacct would need a database"""

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 PAUSES = (1, 2, 4, 8, 16, 32, 60)
 """seconds before each further attempt, after those of the file system itself"""
-LOOK_SECONDS, STATUS_SECONDS = 0.5, 30.0
+_LOOK_SECONDS, _STATUS_SECONDS = 0.5, 30.0
 """time between looks for a new checkpoint, and between uploads of status.json"""
 SILENT_SECONDS = 1800.0
 """how long the end waits for the process that uploads without a word of it: three requests"""
@@ -154,7 +154,7 @@ class _UploadProcess:
                     self._process.kill()
                     return f"the process that uploads said nothing for {duration(SILENT_SECONDS)}"
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(LOOK_SECONDS)
+                    self._process.wait(_LOOK_SECONDS)
         self._relay.join(_DRAIN_SECONDS)
         if self._has_uploaded:
             return None
@@ -184,12 +184,12 @@ class Uploader:
         for leftover in (self.folder / CHECKPOINTS).glob(f"*{_SNAPSHOT}"):
             shutil.rmtree(leftover)
         next_status = 0.0
-        while not ended(LOOK_SECONDS):
+        while not ended(_LOOK_SECONDS):
             if self._local().newest_step() != self._newest:
                 self._upload()
             elif time.monotonic() >= next_status:
                 self._put_changed(self.folder / STATUS_FILE)
-                next_status = time.monotonic() + STATUS_SECONDS
+                next_status = time.monotonic() + _STATUS_SECONDS
         self.failure = None  # what has failed is tried again
         self._upload()
 

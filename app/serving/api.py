@@ -26,15 +26,15 @@ from data_modules import Turn
 KEY_VARIABLE = "LOFT_SERVE_KEY"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """roles of OpenAI's messages, and the role that chat templates have for each"""
-MAX_MESSAGES, MAX_STOPS, MAX_STOP_CHARACTERS, MAX_ANSWER_TOKENS = 512, 4, 256, 131_072
+_MAX_MESSAGES, _MAX_STOPS, _MAX_STOP_CHARACTERS, _MAX_TOKENS = 512, 4, 256, 131_072
 _MAX_SHOWN = 80
 """maximum number of characters of a request that an error message quotes"""
 INTERNAL_ERROR = "internal server error; the server's terminal shows the cause"
 _SAMPLING = "model max_tokens temperature top_p seed stop stream stream_options"
-CHAT_FIELDS = ("messages", "max_completion_tokens", *_SAMPLING.split())
-TEXT_FIELDS = ("prompt", *_SAMPLING.split())
+_CHAT_FIELDS = ("messages", "max_completion_tokens", *_SAMPLING.split())
+_TEXT_FIELDS = ("prompt", *_SAMPLING.split())
 _TEXTS = "prompt_cache_key prompt_cache_retention safety_identifier service_tier user"
-IGNORED_FIELDS: dict[str, type] = {
+_IGNORED_FIELDS: dict[str, type] = {
     "parallel_tool_calls": bool,
     **dict.fromkeys(("metadata", "prediction", "prompt_cache_options"), dict),
     **dict.fromkeys(_TEXTS.split(), str),
@@ -44,7 +44,7 @@ _ONE_ANSWER = "a request gets one answer; send it again for another"
 _NO_TOOLS = "answers are plain text; tool calls are not parsed"
 _OWN_TEMPLATE = "the chat template of training is always used"
 _NO_LIKELIHOODS = "likelihoods are not returned; `python -m app.evaluate` measures them"
-UNSUPPORTED_FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
+_UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "audio": ("answers are plain text", ()),
     "best_of": (_ONE_ANSWER, (1,)),
     "chat_template": (_OWN_TEMPLATE, ()),
@@ -208,7 +208,7 @@ def parse_chat_request(body: Any, model: str, defaults: ConversationConfig) -> C
     `defaults` apply to fields that the request leaves out; the default system prompt applies if no
     message has the role system.
     """
-    fields = _parse_fields(body, CHAT_FIELDS, '{"messages": ...}')
+    fields = _parse_fields(body, _CHAT_FIELDS, '{"messages": ...}')
     turns = _parse_messages(fields)
     if defaults.system is not None and all(turn.role != "system" for turn in turns):
         turns = [Turn("system", defaults.system), *turns]
@@ -220,7 +220,7 @@ def parse_text_request(body: Any, model: str, defaults: ConversationConfig) -> C
 
     `defaults` apply to fields that the request leaves out, without the system prompt.
     """
-    fields = _parse_fields(body, TEXT_FIELDS, '{"prompt": ...}')
+    fields = _parse_fields(body, _TEXT_FIELDS, '{"prompt": ...}')
     return _parse_completion(fields, (), _parse_prompt(fields), model, defaults)
 
 
@@ -291,7 +291,7 @@ def _quote(value: object) -> str:
 
 
 def _unsupported(name: str, supported: tuple[str, ...]) -> RequestError:
-    reason, _ = UNSUPPORTED_FIELDS.get(name, ("", ()))
+    reason, _ = _UNSUPPORTED.get(name, ("", ()))
     reason = f": {reason}" if reason else nearest(name[:_MAX_SHOWN], supported)
     quoted = _quote(name)
     return RequestError(f"{quoted} is not supported{reason}", quoted, code="unsupported_field")
@@ -300,13 +300,15 @@ def _unsupported(name: str, supported: tuple[str, ...]) -> RequestError:
 def _check_supported(name: str, value: Any, supported: tuple[str, ...]) -> None:
     if name in supported:
         return
-    if name in IGNORED_FIELDS:
-        if not isinstance(value, IGNORED_FIELDS[name]):
-            kind = {dict: "an object", bool: "true or false", str: "a string"}[IGNORED_FIELDS[name]]
+    if name in _IGNORED_FIELDS:
+        if not isinstance(value, _IGNORED_FIELDS[name]):
+            kind = {dict: "an object", bool: "true or false", str: "a string"}[
+                _IGNORED_FIELDS[name]
+            ]
             raise _invalid(name, f"{_quote(value)} is not {kind}")
         return
     # The types are compared because True == 1 in Python.
-    _, accepted = UNSUPPORTED_FIELDS.get(name, ("", ()))
+    _, accepted = _UNSUPPORTED.get(name, ("", ()))
     if not any(
         value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted
     ):
@@ -345,7 +347,7 @@ def _parse_number(
 
 def _parse_max_tokens(fields: dict[str, Any]) -> int | None:
     names = ("max_completion_tokens", "max_tokens")  # the second is the older name of the first
-    numbers = [_parse_number(fields, name, 1, MAX_ANSWER_TOKENS, is_int=True) for name in names]
+    numbers = [_parse_number(fields, name, 1, _MAX_TOKENS, is_int=True) for name in names]
     if None not in numbers and numbers[0] != numbers[1]:
         raise _invalid("max_tokens", "differs from max_completion_tokens; send only one of them")
     return next((int(number) for number in numbers if number is not None), None)
@@ -356,8 +358,8 @@ def _parse_stop_texts(fields: dict[str, Any]) -> tuple[str, ...]:
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise _invalid("stop", "expected a string or a list of strings")
-    if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARACTERS for text in texts):
-        most = f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARACTERS} characters"
+    if len(texts) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARACTERS for text in texts):
+        most = f"at most {_MAX_STOPS} strings of at most {_MAX_STOP_CHARACTERS} characters"
         raise _invalid("stop", f"expected {most}")
     return tuple(filter(None, texts))  # some clients send an empty string for none
 
@@ -380,8 +382,8 @@ def _parse_messages(fields: dict[str, Any]) -> list[Turn]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _invalid("messages", 'expected a non-empty list of {"role": ..., "content": ...}')
-    if len(messages) > MAX_MESSAGES:
-        most = f"more than the maximum of {MAX_MESSAGES}"
+    if len(messages) > _MAX_MESSAGES:
+        most = f"more than the maximum of {_MAX_MESSAGES}"
         raise _invalid("messages", f"{len(messages):,} messages, {most}")
     turns = [_parse_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if turns[-1].role != "user":

@@ -87,7 +87,7 @@ def build_app(
     `model` is the name that requests must use; `key` is the API key, None if none is required.
     """
     page = PAGE.read_text(encoding="utf-8")
-    completions = CompletionQueue(responder, config, model)
+    completions = _CompletionQueue(responder, config, model)
     model_card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "loft"}
 
     async def show_page(request: Request) -> Response:
@@ -119,7 +119,7 @@ def build_app(
             route = f"{request.method} {printable(request.url.path)[:80]}"
             error = RequestError(f"{route} is not available; {_ROUTES}", status=error.status_code)
         if not isinstance(error, RequestError):
-            error = RequestError(INTERNAL_ERROR, status=500)  # `AccessMiddleware` prints the cause
+            error = RequestError(INTERNAL_ERROR, status=500)  # `_AccessMiddleware` prints the cause
         return JSONResponse(error.body, error.status, error.headers)
 
     app = Starlette(
@@ -134,7 +134,7 @@ def build_app(
         exception_handlers={RequestError: refuse, HTTPException: refuse, Exception: refuse},
     )
     app.router.redirect_slashes = False
-    return AccessMiddleware(app, config.host, key)
+    return _AccessMiddleware(app, config.host, key)
 
 
 def _page_policy(page: str) -> str:
@@ -230,7 +230,7 @@ def build_server(app: ASGIApp) -> uvicorn.Server:
     )
 
 
-class AccessMiddleware:
+class _AccessMiddleware:
     """ASGI middleware that accepts requests for this host, from its own page, with the API key.
 
     The Host check stops DNS rebinding, by which another site's name resolves to this machine. The
@@ -310,7 +310,7 @@ class AccessMiddleware:
         return address.is_loopback or not is_loopback(self._host)
 
 
-class CompletionQueue:
+class _CompletionQueue:
     """Answer one request at a time; refuse further requests if too many are waiting."""
 
     def __init__(self, responder: Responder, config: ServeConfig, model: str) -> None:
@@ -333,7 +333,7 @@ class CompletionQueue:
                     group.cancel_scope.cancel()
 
                 group.start_soon(cancel_on_disconnect)
-                stream = EventStream(send)
+                stream = _EventStream(send)
                 try:
                     body = await self._answer_in_time(request, arrived, stream)
                 except RequestError as error:
@@ -353,7 +353,7 @@ class CompletionQueue:
         return respond
 
     async def _answer_in_time(
-        self, request: CompletionRequest, arrived: float, stream: EventStream
+        self, request: CompletionRequest, arrived: float, stream: _EventStream
     ) -> dict[str, Any]:
         left = self._config.timeout_seconds - (time.monotonic() - arrived)
         try:
@@ -388,7 +388,7 @@ class CompletionQueue:
         finally:
             self._lock.release()
 
-    async def _answer(self, request: CompletionRequest, stream: EventStream) -> dict[str, Any]:
+    async def _answer(self, request: CompletionRequest, stream: _EventStream) -> dict[str, Any]:
         """Generate an answer, stream it if requested, and return the full response body."""
         started = time.monotonic()
         try:
@@ -405,7 +405,7 @@ class CompletionQueue:
         pieces = self._responder.answer(
             reply, request.sampling, stop_texts=request.stop_texts, seed=request.seed
         )
-        completion = Completion(self._model, reply, request.is_chat)
+        completion = _Completion(self._model, reply, request.is_chat)
         text: list[str] = []
         try:
             if request.is_stream and request.is_chat:
@@ -431,7 +431,7 @@ class CompletionQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class _Completion:
     """One completion in OpenAI's format: the answer to a chat, or the continuation of a text."""
 
     model: str
@@ -481,7 +481,7 @@ class Completion:
         return {**head, "choices": [{"index": 0, **choice} for choice in choices]}
 
 
-class EventStream:
+class _EventStream:
     """A stream of server-sent events; status and headers are sent before the first event."""
 
     def __init__(self, send: Send) -> None:

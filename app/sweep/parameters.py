@@ -57,15 +57,15 @@ _KEEPS = "a resumed sweep keeps its overrides"
 _NO_OVERRIDES = f"{_KEEPS}; use resume=FOLDER without others"
 _JOURNAL_FILE = "optuna.log"
 _DEFAULT_TRIALS = 20
-MIN_RANDOM, MAX_RANDOM = 4, 10
+_MIN_RANDOM, _MAX_RANDOM = 4, 10
 """bounds of the number of random trials before Optuna's model is used, a quarter of all trials"""
 
-Proposal = tuple[int, dict[str, str]]
+_Proposal = tuple[int, dict[str, str]]
 """a trial's number, and its value of every varied key in Hydra's grammar"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
+class _Interval:
     """A range of numbers to search; with `is_log`, equal ratios are equally likely."""
 
     low: float
@@ -91,7 +91,7 @@ class Parameter:
     key: str
     values: tuple[str, ...]
     """values in Hydra's grammar; for an interval, its two ends"""
-    interval: Interval | None = None
+    interval: _Interval | None = None
     is_from_file: bool = False
     """whether a `sweep=NAME` file sets it"""
 
@@ -204,7 +204,7 @@ def _interval(text: str, key: str, override: Override) -> Parameter:
     is_log = "log" in value.tags
     if is_log and low <= 0:
         raise UserError(f"{text}: a log scale needs numbers above 0")
-    interval = Interval(
+    interval = _Interval(
         low=low,
         high=high,
         is_int=isinstance(low, int) and isinstance(high, int),
@@ -319,7 +319,7 @@ class Search:
     num_trials: int
     """number of trials of the whole sweep"""
 
-    def ask(self) -> Proposal | None:
+    def ask(self) -> _Proposal | None:
         """Return the next trial; None when all have been proposed."""
         raise NotImplementedError
 
@@ -338,13 +338,13 @@ class Grid(Search):
         keys = [parameter.key for parameter in varied(parameters)]
         lists = [parameter.values for parameter in varied(parameters)]
         self.num_trials = math.prod(map(len, lists))
-        self._remaining: Iterator[Proposal] = (
+        self._remaining: Iterator[_Proposal] = (
             (number, dict(zip(keys, values, strict=True)))
             for number, values in enumerate(itertools.product(*lists))
             if number not in finished
         )
 
-    def ask(self) -> Proposal | None:
+    def ask(self) -> _Proposal | None:
         return next(self._remaining, None)
 
 
@@ -381,13 +381,13 @@ class OptunaSearch(Search):
         self._seed = seed
         self._parallel = settings.parallel > 1
         self.num_trials = settings.trials or _DEFAULT_TRIALS
-        self._num_random = min(MAX_RANDOM, max(MIN_RANDOM, self.num_trials // 4))
+        self._num_random = min(_MAX_RANDOM, max(_MIN_RANDOM, self.num_trials // 4))
         # Left by a sweep that was killed while writing. No other process writes to the journal,
         # because the sweep's folder is locked.
         (folder / f"{_JOURNAL_FILE}.lock").unlink(missing_ok=True)
         pruners = {
             "none": optuna.pruners.NopPruner(),
-            "median": optuna.pruners.MedianPruner(n_startup_trials=MIN_RANDOM),
+            "median": optuna.pruners.MedianPruner(n_startup_trials=_MIN_RANDOM),
             "halving": optuna.pruners.SuccessiveHalvingPruner(),
         }
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / _JOURNAL_FILE)))
@@ -407,7 +407,7 @@ class OptunaSearch(Search):
             if trial.state != state.WAITING and trial.number not in finished
         ]
 
-    def ask(self) -> Proposal | None:
+    def ask(self) -> _Proposal | None:
         """Return a trial that a killed sweep left unfinished, or a new one."""
         if self._unfinished:
             number = self._unfinished.pop(0)

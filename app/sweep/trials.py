@@ -37,8 +37,8 @@ from app.report.chart import COLORS, Chart, Series
 from app.report.run_page import PAGE_FILE, PageSection, render_sections
 from app.run.folder import CONFIG_FILE, METRICS_FILE
 from app.run.job import (
-    ENDED,
     FORGOTTEN,
+    JOB_ENDED,
     SETTLED_POLLS,
     SUBMITTED,
     check_names,
@@ -323,7 +323,7 @@ def _show(number: str) -> str:
 
 
 def _has_ended(shown: str) -> bool:
-    return FORGOTTEN in shown or ENDED.search(shown) is not None
+    return FORGOTTEN in shown or JOB_ENDED.search(shown) is not None
 
 
 def check_slurm() -> None:
@@ -519,12 +519,12 @@ def print_results(
     shared_overrides = redacted(format_overrides(dict(shared)))
     own = " ".join(override for override in best.overrides if override not in shared_overrides)
     print(printable(f"best: {own} -> {best.folder}"))
-    for reason in explain_best(completed, trials, varied(parameters)):
+    for reason in _explain_best(completed, trials, varied(parameters)):
         show(f"  {printable(redact(reason))}")
     print(printable(f"  {_full_run(best, parameters)}"))
 
 
-def explain_best(
+def _explain_best(
     completed: Sequence[Trial], trials: Sequence[Trial], parameters: Sequence[Parameter]
 ) -> Iterator[str]:
     """Yield why the best trial won, and which intervals to widen because it is at their edge.

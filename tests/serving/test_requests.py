@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 
 from app.evaluation.conversation import ConversationConfig
-from app.serving.api import (
-    RequestError,
-    parse_chat_request,
-    parse_text_request,
-)
+from app.serving.api import RequestError, parse_chat_request, parse_text_request
 from data_modules import Turn
 
 MESSAGES = [{"role": "user", "content": "hi"}]

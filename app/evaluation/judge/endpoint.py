@@ -31,7 +31,7 @@ from common.redaction import redact
 from common.text import printable
 from common.untrusted import LimitError, call_within
 
-FIRST_WAIT, MAX_WAIT = 1.0, 60.0
+FIRST_WAIT, _MAX_WAIT = 1.0, 60.0
 """shortest and longest delay before a retry, in seconds"""
 _MAX_DIGITS = 15
 """digits that are read of a number; more tokens are not counted"""
@@ -124,13 +124,13 @@ class Endpoint:
                 return self._request(body)
             except _TemporaryFailure as failure:
                 problem = str(failure)
-                if failure.wait is not None and failure.wait > MAX_WAIT:
+                if failure.wait is not None and failure.wait > _MAX_WAIT:
                     raise JudgeError(
                         self._message(f"{problem} with a requested delay of {failure.wait:.0f} s")
                     ) from None
                 # Jitter keeps the threads from retrying at the same time.
                 backoff = FIRST_WAIT * 2**number * random.uniform(1, 1.25)
-                wait = min(MAX_WAIT, backoff) if failure.wait is None else failure.wait
+                wait = min(_MAX_WAIT, backoff) if failure.wait is None else failure.wait
         tries = self._config.max_retries + 1
         raise JudgeError(self._message(f"{problem} ({tries} {'try' if tries == 1 else 'tries'})"))
 

@@ -71,7 +71,7 @@ _MEASURE = "reward"
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeRequest:
+class _JudgeRequest:
     question: JudgeQuestion
     turn: int
     """the turn that is judged, from 0"""
@@ -83,7 +83,7 @@ class JudgeRequest:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    request: JudgeRequest
+    request: _JudgeRequest
     score: float | None
     """grade from 1 to 10, or reward; of a comparison 1 if tuned is better, 0 if base is, 0.5 for a
     tie; None if the reply could not be parsed"""
@@ -227,7 +227,7 @@ def judge_answers(
 
     Does not raise if judging fails: the failure is returned with the verdicts received so far.
     """
-    requests = list(judge_requests(questions, answers, config))
+    requests = list(_judge_requests(questions, answers, config))
     judged = Judgement(num_requests=len(requests))
     num_failed = 0
     pending: set[Future[Verdict]] = set()
@@ -341,9 +341,9 @@ def print_judgement(judged: Judgement, config: JudgeConfig, page: str) -> None:
     show(f"judge: {printable(page)}")
 
 
-def judge_requests(
+def _judge_requests(
     questions: Sequence[JudgeQuestion], answers: Answers, config: JudgeConfig
-) -> Iterator[JudgeRequest]:
+) -> Iterator[_JudgeRequest]:
     """Yield a request for each verdict; one to grade an empty answer has no messages."""
     for question in questions:
         texts = {variant: by_question[question.id] for variant, by_question in answers.items()}
@@ -352,14 +352,14 @@ def judge_requests(
                 for variant, own in texts.items():
                     has_answer = bool(own[turn].strip())
                     messages = grading_messages(question, turn, own) if has_answer else []
-                    yield JudgeRequest(question, turn, variant, False, messages)
+                    yield _JudgeRequest(question, turn, variant, False, messages)
             if "pairwise" in config.grading and len(texts) == 2:
                 for first, second in (VARIANTS, VARIANTS[::-1]):
                     messages = choosing_messages(question, turn, texts[first], texts[second])
-                    yield JudgeRequest(question, turn, first, True, messages)
+                    yield _JudgeRequest(question, turn, first, True, messages)
 
 
-def _verdict(endpoint: Endpoint, request: JudgeRequest) -> Verdict:
+def _verdict(endpoint: Endpoint, request: _JudgeRequest) -> Verdict:
     if not request.messages:
         return Verdict(request, float(LOWEST), _EMPTY)
     reply = endpoint.complete(request.messages)
@@ -381,7 +381,7 @@ def _verdict(endpoint: Endpoint, request: JudgeRequest) -> Verdict:
     return Verdict(request, score, JudgeReply(reply.text, *tokens, is_cached=not paid))
 
 
-def _score(request: JudgeRequest, text: str) -> float | None:
+def _score(request: _JudgeRequest, text: str) -> float | None:
     if not request.is_pairwise:
         return read_grade(text)
     choice = read_choice(text)
@@ -529,7 +529,7 @@ def judge_by_reward(
     Of two answers that are compared, the one with the higher reward wins. The reward of a sample is
     the mean over its turns.
     """
-    requests = list(judge_requests(questions, answers, config))
+    requests = list(_judge_requests(questions, answers, config))
     rated = {
         (variant, number, question.id, turn): conversation(question, texts[question.id][: turn + 1])
         for variant, own in answers.items()
@@ -539,7 +539,7 @@ def judge_by_reward(
     }
     rewards = dict(zip(rated, rate(list(rated.values())), strict=True))
 
-    def score(request: JudgeRequest) -> float:
+    def score(request: _JudgeRequest) -> float:
         own = {
             variant: rewards[variant, 0, request.question.id, request.turn] for variant in answers
         }

@@ -23,7 +23,7 @@ from common.facts import setting
 from data_modules import Turn, open_regular
 
 JUDGE_KEY = "LOFT_JUDGE_KEY"
-QUESTIONS_FILE, REFERENCE_FILES = "question.jsonl", "reference_answer*"
+QUESTIONS_FILE, _REFERENCE_FILES = "question.jsonl", "reference_answer*"
 _MAX_BYTES = 2**26
 """largest file of questions in bytes"""
 _MAX_LISTED = 20
@@ -32,7 +32,7 @@ _NEED_REFERENCES = ("math", "reasoning", "coding")
 """categories in which a judge is unreliable without a reference answer"""
 
 log = logging.getLogger(__name__)
-LOWEST, HIGHEST = 1, 10
+LOWEST, _HIGHEST = 1, 10
 _ROLE = (
     "You judge the answers of AI assistants. What counts is whether an answer does what was asked, "
     "is correct, leaves out nothing that matters, and is clear. Length and a confident tone count "
@@ -43,10 +43,10 @@ _WITH_REFERENCE = (
     " A reference answer is given, which is known to be right. Find first where a judged answer "
     "departs from it in substance; other words for the same thing are no fault, a wrong result is."
 )
-GRADE = (
+_GRADE_TASK = (
     "Judge {which}. State its strengths and its faults in a few sentences. Then end with one line "
     f"of this form and nothing after it:\nVerdict: N\nwhere N is a number from {LOWEST} (wrong or "
-    f"useless) to {HIGHEST} (nothing to improve)."
+    f"useless) to {_HIGHEST} (nothing to improve)."
 )
 _CHOOSE = (
     "Compare {which} of the two assistants. In which order they stand means nothing. State in a "
@@ -179,7 +179,7 @@ def read_questions(
     """
     if path.is_dir():
         folder, path = path, path / QUESTIONS_FILE
-        files = sorted(file for file in folder.glob(REFERENCE_FILES) if file.is_file())
+        files = sorted(file for file in folder.glob(_REFERENCE_FILES) if file.is_file())
         files += sorted(folder.glob("reference_answer/*.jsonl"))
         references = references or (files[0] if files else None)
     problems: list[str] = []
@@ -290,7 +290,7 @@ def conversation(question: JudgeQuestion, answers: Sequence[str]) -> list[Turn]:
 def grading_messages(question: JudgeQuestion, turn: int, answers: Sequence[str]) -> list[Message]:
     """Return the request to grade the answer to `turn`, from 0, with the conversation up to it."""
     parts = [*_reference(question, turn), _conversation("conversation", question, turn, answers)]
-    return _messages(question, turn, parts, GRADE)
+    return _messages(question, turn, parts, _GRADE_TASK)
 
 
 def choosing_messages(
@@ -309,7 +309,7 @@ def read_grade(text: str) -> float | None:
     """Return the last grade in a judge's reply, None if there is none in range."""
     grades = _GRADE.findall(text)
     grade = float(grades[-1]) if grades else 0.0
-    return grade if LOWEST <= grade <= HIGHEST else None
+    return grade if LOWEST <= grade <= _HIGHEST else None
 
 
 def read_choice(text: str) -> str | None:

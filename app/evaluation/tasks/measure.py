@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _MIN_CONTEXT = 16
 """minimum number of prompt tokens kept when a prompt and its longest answer exceed the context"""
-PROGRAM_SECONDS, PROGRAM_MEMORY_BYTES, PROGRAM_FILE_BYTES = 10, 1 << 30, 1 << 20
+_PROGRAM_SECONDS, _PROGRAM_MEMORY_BYTES, _PROGRAM_FILE_BYTES = 10, 1 << 30, 1 << 20
 """limits of a process that runs a generated program"""
 _METRICS_OF = {
     "multiple_choice": ("accuracy", "accuracy_norm", "loss"),
@@ -309,7 +309,7 @@ def aggregate(kind: str, results: Sequence[Mapping[str, Any]]) -> dict[str, floa
     return metrics
 
 
-def program_passes(program: str, seconds: float = PROGRAM_SECONDS) -> bool:
+def program_passes(program: str, seconds: float = _PROGRAM_SECONDS) -> bool:
     """Run a generated program in a process with limits; return whether it ends without an error.
 
     The limits on time, memory, files and environment prevent accidents. They do not stop malicious
@@ -339,9 +339,9 @@ def program_passes(program: str, seconds: float = PROGRAM_SECONDS) -> bool:
 
 def _set_limits() -> None:
     for kind, limit in (
-        (resource.RLIMIT_CPU, PROGRAM_SECONDS),
-        (resource.RLIMIT_AS, PROGRAM_MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, PROGRAM_FILE_BYTES),
+        (resource.RLIMIT_CPU, _PROGRAM_SECONDS),
+        (resource.RLIMIT_AS, _PROGRAM_MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, _PROGRAM_FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))

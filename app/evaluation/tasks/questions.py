@@ -28,7 +28,7 @@ SAMPLES = Path(__file__).parent / "samples"
 """small files that ship with loft, in the published formats"""
 _CHECKED_ROWS = 20
 """rows of each task file that are checked before a model is loaded"""
-TASK_KINDS = ("multiple_choice", "exact_match", "numeric", "likelihood", "perplexity", "code")
+_KINDS = ("multiple_choice", "exact_match", "numeric", "likelihood", "perplexity", "code")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class TaskConfig:
     form: str | None = setting(None, grants="nothing")
     """benchmark whose published form the rows and prompts have, if `name` is a different word; null
     = `name`, if that is a benchmark"""
-    kind: str | None = setting(None, choices=TASK_KINDS)
+    kind: str | None = setting(None, choices=_KINDS)
     """how the task is scored: multiple_choice (the likeliest choice), exact_match or numeric (of a
     generated answer), likelihood (of a continuation), perplexity (of a text), code (the generated
     program is run); null = as its form says"""
