@@ -230,14 +230,7 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
         lock_run(folder)
         separate_files(folder)
     checkpoint = None if existing is None else _choose_checkpoint(config, folder)
-    run = Run(
-        typed_config=_with_revision(config, folder, checkpoint),
-        folder=folder,
-        checkpoint=checkpoint,
-        manifest=compared.manifest,
-        resume_allow=config.resume_allow,
-        rewinds=typed_step(config.resume) is not None,
-    )
+    run = _run_from(config, folder, checkpoint, compared.manifest)
     if run.checkpoint is not None:
         check_documents(run.checkpoint)
         note_of_id = check_run_id(
@@ -265,23 +258,25 @@ def _open_as_rank(config: TrainConfig) -> Run:
             f"{folder / CHECKPOINTS}: every machine must see the same files; give all of them one "
             "output.dir"
         )
+    manifest = read_run_manifest(folder) if step and is_first_rank() else {}
+    return _run_from(config, folder, checkpoint, manifest)
+
+
+def _run_from(
+    config: TrainConfig, folder: Path, checkpoint: Checkpoint | None, manifest: Mapping[str, Any]
+) -> Run:
+    if checkpoint is not None and config.model.revision is None:
+        base = read_run_manifest(folder)["base"]
+        if base["path"] == config.model.path:  # its commit when the run started
+            config = replace(config, model=replace(config.model, revision=base["revision"]))
     return Run(
-        typed_config=_with_revision(config, folder, checkpoint),
+        typed_config=config,
         folder=folder,
         checkpoint=checkpoint,
-        manifest=read_run_manifest(folder) if step and is_first_rank() else {},
+        manifest=manifest,
         resume_allow=config.resume_allow,
         rewinds=typed_step(config.resume) is not None,
     )
-
-
-def _with_revision(config: TrainConfig, folder: Path, checkpoint: Checkpoint | None) -> TrainConfig:
-    if checkpoint is None or config.model.revision is not None:
-        return config
-    base = read_run_manifest(folder)["base"]
-    if base["path"] != config.model.path:
-        return config
-    return replace(config, model=replace(config.model, revision=base["revision"]))
 
 
 def _choose_checkpoint(config: TrainConfig, folder: Path) -> Checkpoint | None:
