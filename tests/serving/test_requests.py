@@ -64,59 +64,44 @@ def test_an_invalid_field_is_named(fields: dict[str, Any], param: str, why: str)
 
 
 def test_fields_of_the_request_override_the_defaults() -> None:
+    """With what clients send besides: none of it changes an answer here."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     earlier = message("assistant", "yes", refusal=None, tool_calls=None, annotations=[])
+    asked = (message("user", "hi", name="Ada"), earlier, message("user", parts))
     found = parse(
-        messages=[message("system", "Be brief."), *MESSAGES, earlier, message("user", parts)],
+        model=None,
+        messages=[message("developer", "Be brief.", name="ops"), *asked],
         max_completion_tokens=7,
         temperature=0.5,
         top_p=1,
         seed=-1,
-        stop="x",
+        stop=["", "x"],
         n=1,
-        user="me",
         tools=[],
+        tool_choice="auto",
         logprobs=False,
         stream=True,
+        stream_options={"include_usage": True},
         response_format={"type": "text"},
         presence_penalty=0.0,
         functions=None,
-        stream_options={"include_usage": True},
+        parallel_tool_calls=True,
+        metadata={"trace": "1"},
+        prompt_cache_key="k",
+        modalities=["text"],
+        user="me",
     )
     turns = (("system", "Be brief."), ("user", "hi"), ("assistant", "yes"), ("user", "ab"))
     assert found.turns == tuple(Turn(*turn) for turn in turns)
     assert found.sampling == ConversationConfig(max_new_tokens=7, temperature=0.5)
     assert (found.seed, found.stop_texts) == (-1, ("x",))
     assert found.is_stream and found.include_usage
-    assert parse().sampling == DEFAULTS
+    assert parse().sampling == parse(top_p=0, temperature=1).sampling == DEFAULTS
     defaults = ConversationConfig(system="Hello.")
     for own, expected in (([], ["Hello.", "hi"]), ([message("system", "Mine.")], ["Mine.", "hi"])):
         body = {"model": "m", "messages": [*own, *MESSAGES]}
         turns = parse_chat_request(body, "m", defaults).turns
         assert [turn.content for turn in turns] == expected
-
-
-def test_requests_of_common_clients_are_answered() -> None:
-    """What clients send besides the messages: none of it changes an answer here."""
-    found = parse(
-        model=None,
-        messages=[message("developer", "Be brief.", name="ops"), message("user", "hi", name="Ada")],
-        top_p=0,
-        temperature=1,
-        stop="",
-        parallel_tool_calls=True,
-        metadata={"trace": "1"},
-        service_tier="auto",
-        safety_identifier="u1",
-        prompt_cache_key="k",
-        modalities=["text"],
-        tool_choice="auto",
-        user="me",
-    )
-    assert found.turns == (Turn("system", "Be brief."), Turn("user", "hi"))
-    assert found.sampling == ConversationConfig(max_new_tokens=20)  # top_p=0 is greedy
-    assert found.stop_texts == ()
-    assert parse(stop=["", "end"]).stop_texts == ("end",)
 
 
 @pytest.mark.parametrize(
