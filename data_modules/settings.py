@@ -219,11 +219,13 @@ def check_datasets(config: DataConfig) -> list[str]:
     data sets are not fetched.
     """
     problems = _check_settings(config)
-    lists = {name: getattr(config, name) for name in _DATASET_LISTS}
     readable: list[DatasetConfig] = []
-    for name, datasets in lists.items():
-        for index, dataset in enumerate(datasets):
+    with_loss: dict[str, str | None] = {}
+    of_tests: dict[str, str | None] = {}
+    for name in _DATASET_LISTS:
+        for index, dataset in enumerate(getattr(config, name)):
             key = f"data.{name}[{index}]"
+            (of_tests if name == "test_datasets" else with_loss)[key] = dataset.name
             found = _check_dataset_settings(dataset, key)
             if name != "datasets" and dataset.weight != 1:
                 rows = "validation" if name == "val_datasets" else "test"
@@ -233,15 +235,7 @@ def check_datasets(config: DataConfig) -> list[str]:
                 )
             problems += found
             readable += [] if found else [dataset]
-    problems += _check_names(
-        {
-            f"data.{name}[{index}]": dataset.name
-            for name in ("datasets", "val_datasets")
-            for index, dataset in enumerate(lists[name])
-        }
-    )
-    tests = enumerate(config.test_datasets)
-    problems += _check_names({f"data.test_datasets[{n}]": test.name for n, test in tests})
+    problems += _check_names(with_loss) + _check_names(of_tests)
     if config.max_row_bytes < 1 or check_values(config.limits):
         return problems  # each row would be refused too
     # Rows come last: their problems are many, and only the first are printed.

@@ -352,23 +352,23 @@ def open_regular(file: Path) -> io.BufferedReader:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise DataError(special_file(file) or unreadable(file, error)) from error
-    if problem := _special_mode(file, os.fstat(descriptor).st_mode):
+    if kind := kind_of(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise DataError(problem)
+        raise DataError(_not_regular(file, kind))
     return os.fdopen(descriptor, "rb")
 
 
 def special_file(file: Path) -> str | None:
     """Return the message that `file` is not a regular file; None if it is, or on an error."""
     try:
-        return _special_mode(file, file.stat().st_mode)
+        kind = kind_of(file.stat().st_mode)
     except OSError:
         return None
+    return _not_regular(file, kind) if kind else None
 
 
-def _special_mode(file: Path, mode: int) -> str | None:
-    kind = kind_of(mode)
-    return f"{file}: is {kind}, not a file; give a regular file" if kind else None
+def _not_regular(file: Path, kind: str) -> str:
+    return f"{file}: is {kind}, not a file; give a regular file"
 
 
 @contextmanager

@@ -51,14 +51,10 @@ class Side:
         self.datasets = np.array([doc.dataset for doc in docs], dtype=np.int64)
         hashes = [hashlib.sha256(np.int32(doc.ids).tobytes()).digest()[:8] for doc in docs]
         self.digests = np.array([int.from_bytes(h, "little") for h in hashes], dtype=np.uint64)
-        self.ends_in_stop = np.array([self._stops(doc) for doc in docs], dtype=np.bool_)
+        last = [([0, *np.array(doc.ids)[np.array(doc.weights) > 0]])[-1] for doc in docs]
+        self.ends_in_stop = np.array(last, np.int64) == STOP
         self.double_bos = np.array([doc.double_bos for doc in docs], dtype=np.bool_)
         self.rejected_starts = np.array([doc.rejected_start for doc in docs], dtype=np.int64)
-
-    @staticmethod
-    def _stops(doc: Doc) -> bool:
-        trained = np.flatnonzero(doc.weights)
-        return bool(len(trained)) and doc.ids[trained[-1]] == STOP
 
     def __len__(self) -> int:
         return len(self.docs)

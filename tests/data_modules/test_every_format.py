@@ -242,9 +242,8 @@ def test_preference_pairs_are_refused_with_settings_that_train_on_the_chosen(
 
 def test_answers_with_a_verdict_are_refused_and_their_weight_can_be_it() -> None:
     for values in (ROWS["messages"], ROWS["alpaca"], ROWS["prompt_completion"], ROWS["sharegpt"]):
-        for key, verdict in (("label", False), ("label", True), ("kto_tag", False), ("label", "f")):
-            if verdict == "f":  # as in a csv file
-                verdict = "False"
+        # As text, as in a csv file, too.
+        for key, verdict in (("label", "False"), ("label", True), ("kto_tag", False)):
             row = Row({**values, key: verdict}, ORIGIN)
             with pytest.raises(
                 DataError, match=rf"objective=kto.*'{key}' is true, set .*weight: {key}"

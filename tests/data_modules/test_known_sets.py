@@ -23,12 +23,10 @@ VALUES: dict[str, Any] = {
     "endings": ["one", "two"],
     "label": 1,
     "answers": {"text": ["one"], "answer_start": [0]},
-    "translation": {"en": "one", "fr": "un"},
 }
 """values of columns; the others hold their own name"""
 READ = {
     "tatsu-lab/alpaca": ("instruction input output text", "instruction+input -> output"),
-    "nickrosh/Evol-Instruct-Code-80k-v1": ("output instruction", "instruction -> output"),
     "databricks/databricks-dolly-15k": (
         "instruction context response category",
         "instruction+context -> response",
@@ -45,9 +43,7 @@ READ = {
     "nomic-ai/gpt4all-j-prompt-generations": ("prompt response source", "prompt -> response"),
     "AI-MO/NuminaMath-CoT": ("source problem solution messages", "ask -> say"),
     "Open-Orca/SlimOrca": ("conversations", "ask -> say"),
-    "teknium/OpenHermes-2.5": ("conversations source category", "ask -> say"),
     "open-thoughts/OpenThoughts-114k": ("system conversations", "system | ask -> say"),
-    "timdettmers/openassistant-guanaco": ("text", "text"),
     "allenai/c4": ("text timestamp url", "text"),
 }
 """columns, and the texts that a row becomes; one set of those with the same columns"""
@@ -62,7 +58,6 @@ ASKED = {
         "columns: {instruction: question, input: context, output: answers.text.0}",
     ),
     "EdinburghNLP/xsum": ("document summary id", "not recognized"),
-    "Helsinki-NLP/opus_books": ("id translation", "not recognized"),
     "cais/mmlu": ("question subject choices answer", "questions with 'choices'"),
     "Rowan/hellaswag": ("ind activity_label ctx endings label", "questions with 'endings'"),
     "stanfordnlp/imdb": ("text label", "columns: {instruction: text, output: label}"),

@@ -84,6 +84,24 @@ def test_every_format_is_read_plain_and_compressed(
     assert count_rows(file, ReadOptions(budget=budget)) == 3 and budget.left == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("d.json", '[\n {"a": 1},\n {\n  "a": "x"\n }, {"a": 3}\n]\n', [(2, 1), (3, "x"), (5, 3)]),
+        ("d.json", '[{"a": 1}, {"a": 2}]\n', [(1, 1), (2, 2)]),
+        ("d.json", '\ufeff{"a": 1}\n\n  \n{"a": 2}', [(1, 1), (4, 2)]),
+        ("d.jsonl", '\ufeff{"a": 1}\n\n  \n{"a": 2}', [(1, 1), (4, 2)]),
+        ("d.csv", 'a,b\n"x\ny",2\n\nz,3\n', [(2, "x\ny"), (5, "z")]),
+    ],
+)
+def test_rows_have_their_line_number(
+    tmp_path: Path, name: str, text: str, expected: list[tuple[int, object]]
+) -> None:
+    (tmp_path / name).write_text(text)
+    rows = [row for row in read(tmp_path / name) if isinstance(row, Row)]
+    assert [(row.origin.line, row.values["a"]) for row in rows] == expected
+
+
 @pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
 def test_the_separator_of_a_table_is_that_of_its_header(tmp_path: Path, mark: str) -> None:
     for name in ("d.csv", "d.tsv"):
@@ -115,6 +133,13 @@ def test_the_separator_of_a_table_is_that_of_its_header(tmp_path: Path, mark: st
         ),
         ("d.csv", b'a,b\n"x\n\xe9",2\n', "d.csv:3 byte 0xE9 at column 1 is not UTF-8"),
         ("d.csv", b"a,b\n1,2\na,b\n3,4\n", "d.csv:3 repeats the header"),
+        ("d.csv", b"a\x1b]0;owned\x07,b\n1\n", "d.csv:2 1 cells, the header has 2 (a\\x1b]0;owned"),
+        (
+            "d.jsonl",
+            b'{"a": \x1b]0;owned\x07}\n',
+            "d.jsonl:1:7 invalid JSON: Expecting value, near",
+        ),
+        ("d.jsonl", b'{"\\u001b[2J": 1, "\\u001b[2J": 2}\n', "d.jsonl:1 key '\\x1b[2J' occurs tw"),
         ("d.txt", b"one\ntwo\n\nthr\xe9e\n", "d.txt:4 byte 0xE9 at column 4 is not UTF-8"),
         ("d.arrow", b"ARROW1\0\0nonsense", "d.arrow: not a readable arrow file"),
         ("d.json", b'[{"a": 1},\n{"a": "caf\xe9"}]', "d.json:2 byte 0xE9 at column 11 is not"),
@@ -126,7 +151,8 @@ def test_the_separator_of_a_table_is_that_of_its_header(tmp_path: Path, mark: st
 def test_content_that_does_not_match_the_file_name_is_reported(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
-    assert problems_of(tmp_path / name, content)[0].startswith(message)
+    problem = problems_of(tmp_path / name, content)[0]
+    assert problem.startswith(message) and problem.isprintable()
 
 
 def test_indexes_and_dictionaries_are_not_taken_for_a_second_file(tmp_path: Path) -> None:
