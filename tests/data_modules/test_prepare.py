@@ -163,13 +163,20 @@ def test_a_row_that_is_cut_begins_with_a_bos_if_it_did(
     assert together == (ids if on_long == "split" else ids[len(bos) - 16 :])
 
 
-def test_another_setting_or_row_is_tokenized_again(tmp_path: Path, tokenizer: Any) -> None:
+def test_another_setting_tokenizer_template_or_row_is_tokenized_again(
+    tmp_path: Path, tokenizer: Any, make_tokenizer: Callable[..., Any]
+) -> None:
     config = write_jsonl(tmp_path / "d.jsonl", alpaca("one", "two"))
     assert prepare(config, tokenizer, 99).how == "tokenized (now cached)"
     assert prepare(config, tokenizer, 99).how == "found in the cache"
     assert "settings changed: sequence_len" in prepare(config, tokenizer, 98).how
     again = prepare(config, tokenizer, 99, train_on_inputs=True)
     assert "settings changed:" in again.how and "train_on_inputs" in again.how
+    (tmp_path / "own.jinja").write_text(HEADER_AT_END)
+    other = prepare(config, tokenizer, 99, template=str(tmp_path / "own.jinja"))
+    assert "the chat template changed" in other.how
+    other = prepare(config, make_tokenizer(["</s>", "one"], eos="</s>"), 99)
+    assert "the tokenizer changed" in other.how
     write_jsonl(tmp_path / "d.jsonl", alpaca("one", "three"))
     changed = prepare(config, tokenizer, 99)
     assert "the data changed" in changed.how

@@ -91,6 +91,8 @@ def test_targets_are_stored_and_length_is_that_of_the_longer_side(tmp_path: Path
     assert first.weights.tolist() == [1, 1, 0.5]
     assert first.num_tokens == 3
     assert both.largest_token() == (9, "a.jsonl:1")
+    streamed = [each.target_ids for each in both.examples(0)]
+    assert [each is not None and each.tolist() for each in streamed] == [[7, 8, 9], [6]]
 
 
 def test_examples_choose_from_several_stores(tmp_path: Path) -> None:

@@ -119,6 +119,8 @@ def test_documents_start_as_texts_of_the_tokenizer_do(adds_bos: bool) -> None:
     prompt = template.prompt(item)
     assert prompt is not None and prompt.input_ids == expected[: len(prompt.input_ids)]
     assert template.bos_token_id == (tokenizer.bos_token_id if adds_bos else None)
+    with_bos = Document((Segment("<s>one", 1.0),), ORIGIN)
+    assert encode(template, with_bos).input_ids.tolist().count(tokenizer.bos_token_id) == 1
 
 
 def test_date_key_of_a_template_that_writes_the_date(tokenizer: Any) -> None:

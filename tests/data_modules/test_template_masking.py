@@ -92,7 +92,8 @@ def test_the_weight_of_a_turn_takes_precedence_over_its_role_and_is_multiplied_b
     quiet = Conversation((*turns[:3], Turn("assistant", "four", 0.0)), ORIGIN)
     assert runs(template_of(last_turn_only=True), quiet) == []
     chat = Conversation((Turn("user", "one"), Turn("assistant", "two", 0.5)), ORIGIN, weight=0.5)
-    assert by_weight(template_of(), chat)[-1] == (0.25, "two" + END)
+    for eos in ("turn", "all"):
+        assert by_weight(template_of(train_on_eos=eos), chat)[-1] == (0.25, "two" + END)
     everything = by_weight(template_of(train_on_inputs=True), chat)
     assert [weight for weight, _ in everything] == [0.5, 0.25, 0.5]
 

@@ -12,7 +12,7 @@ import pytest
 from common.errors import Origin
 from data_modules.template import ChatTemplate
 from data_modules.template.named_templates import TEST_CHATS, build_test_chat
-from data_modules.template.rendering import UNSUPPORTED_BY, rewrite_turns
+from data_modules.template.rendering import LATER_SYSTEM_TURNS, UNSUPPORTED_BY, rewrite_turns
 from data_modules.types import Conversation, Encoded, ToolCall, Turn
 from tests.data_modules.conftest import build_tokenizer
 
@@ -75,6 +75,13 @@ def test_every_test_chat_keeps_its_words_in_turns_of_the_same_side(name: str) ->
     # Reasoning, or an answer without text, is not joined to the answer before it.
     for turn, following in pairwise(rewritten.turns):
         assert turn.role != following.role or not (turn.content and following.content)
+
+
+def test_the_first_system_turn_is_kept_if_it_is_supported() -> None:
+    rewritten = rewrite_turns(build_test_chat("s u a s u a"), (LATER_SYSTEM_TURNS,))
+    roles = [turn.role for turn in rewritten.turns]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    assert rewritten.turns[3].content == "c3vq0\n\nc4vq0"
 
 
 def test_weights_and_the_position_of_an_input_are_kept() -> None:
