@@ -71,17 +71,8 @@ FOR_TOOLS = "tool_use"
 """name of the template for rows with tools, of a tokenizer that has several"""
 _MAX_TEMPLATE_BYTES = 1 << 20
 _FOLDER = Path(__file__).parent / "named"
-_QUESTION, _ANSWER = Turn("user", "a"), Turn("assistant", "b")
-_CALL = Turn("assistant", "", tool_calls=(ToolCall("f", {}),))
-_TOOL = {"type": "function", "function": {"name": "f", "description": "c", "parameters": {}}}
-_PROBES = (
-    Chat((_QUESTION,)),
-    Chat((_QUESTION, _ANSWER)),
-    Chat((_QUESTION, _ANSWER, _QUESTION, _ANSWER)),
-    Chat((Turn("system", "d"), _QUESTION, _ANSWER)),
-    Chat((_QUESTION, _CALL, Turn("tool", "e"), _ANSWER), (_TOOL,)),
-    Chat((Turn("system", "d"), _QUESTION), (_TOOL,)),
-)
+_BOS_PROBES = ("u", "u a", "u a u a", "s u a", "T u c t a", "T s u")
+"""test chats that tell whether a template writes the BOS always, sometimes or never"""
 # Jinja's lstrip_blocks removes blanks before a block only at the start of a line; once the BOS is
 # written before the block, they have to be removed here.
 _LEADING_BLANKS = re.compile(r"\A[ \t]+(?=\{[%#](?!\+))")
@@ -170,7 +161,8 @@ def add_bos(text: str, bos: str, renderer: Renderer) -> str:
     `renderer` renders `text`. A template that starts all chats with the BOS is returned unchanged;
     one that does so for some chats is rendered into a variable first, and the BOS added if missing.
     """
-    rendered = renderer.render(_PROBES) + renderer.render(_PROBES, add_prompt=True)
+    probes = [Chat(chat.turns, chat.tools) for chat in map(build_test_chat, _BOS_PROBES)]
+    rendered = renderer.render(probes) + renderer.render(probes, add_prompt=True)
     has_bos = [chat.lstrip().startswith(bos) for chat in rendered if isinstance(chat, str)]
     if has_bos and all(has_bos):
         return text

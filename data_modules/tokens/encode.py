@@ -272,15 +272,11 @@ class ChunkEncoder:
 def _texts_of(items: Iterable[Item]) -> Iterator[str]:
     """Yield the texts of items, without the blanks around them, which templates may remove."""
     for item in items:
-        if isinstance(item, Conversation):
-            texts: Iterable[str] = (
-                text for turn in item.turns for text in (turn.content, turn.reasoning or "")
-            )
-        elif isinstance(item, Document):
-            texts = [item.text]
-        else:
-            continue
-        yield from (text.strip() for text in texts)
+        if isinstance(item, Document):
+            yield item.text.strip()
+        elif isinstance(item, Conversation):
+            for turn in item.turns:
+                yield from (turn.content.strip(), (turn.reasoning or "").strip())
 
 
 def encode_chunks(

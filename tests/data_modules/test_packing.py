@@ -73,6 +73,15 @@ def test_fill_and_time_of_a_large_plan(window: int | None, fill: float) -> None:
     assert lengths.sum() / (len(packs) * 4096) > fill
 
 
+def test_packs_mix_long_and_short_documents_and_are_tight_without_short_ones() -> None:
+    lengths = np.random.default_rng(0).integers(1, 64, 1000)
+    packs = pack_documents(lengths, 256, 0, 0, "multipack")
+    spread = np.mean([lengths[packs[i]].std() for i in range(len(packs))])
+    assert spread > 0.8 * lengths.std()
+    alike = np.random.default_rng(0).integers(300, 600, 20_000)
+    assert alike.sum() / (1000 * len(pack_documents(alike, 1000, 0, 0, "multipack"))) > 0.95
+
+
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 40), max_size=80), st.lists(st.integers(0, 39), max_size=10))
 def test_best_fit_equals_the_sequential_algorithm(lengths: list[int], rooms: list[int]) -> None:
