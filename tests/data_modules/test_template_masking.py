@@ -252,6 +252,12 @@ def test_plain_writes_tools_calls_and_results(content: str) -> None:
     )
     assert runs(template, item) == [written + "</s>", "it is sun</s>"]
     assert [note.kind for note in encode(template, item).notes if note.kind[:4] == "lost"] == []
+    # As other programs render the saved template: arguments may be JSON already.
+    call = {"function": {"name": 'a"b', "arguments": '{"x": 1}'}}
+    said = template.tokenizer.apply_chat_template(
+        [{"role": "assistant", "content": None, "tool_calls": [call]}], tokenize=False
+    )
+    assert said.startswith('### Assistant:\n<tool_call>{"name": "a\\"b", "arguments": {"x": 1}}<')
 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
