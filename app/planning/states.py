@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import add, attrgetter
 
 from app.model.layers import num_layers_in_fp8
 from app.model.quantization import QuantizationConfig
@@ -55,10 +56,13 @@ class WeightBytes:
         return self.frozen + self.trained
 
     def __add__(self, other: WeightBytes) -> WeightBytes:
-        return WeightBytes(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+        return WeightBytes(*map(add, _values(self), _values(other)))
 
     def __mul__(self, factor: float) -> WeightBytes:
-        return WeightBytes(*(getattr(self, name) * factor for name in self.__slots__))
+        return WeightBytes(*(value * factor for value in _values(self)))
+
+
+_values = attrgetter(*WeightBytes.__slots__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,23 +128,23 @@ def _sum_weight_bytes(
     weights: Weights, layout: WeightLayout, plan: Mapping[str, str]
 ) -> WeightBytes:
     """Sum the bytes of weights that FSDP gathers together, split by the tensor-parallel `plan`."""
-    part = WeightBytes()
     in_bf16 = layout.precision == "bf16" and all(w.num_bytes == 4 for w in weights.values())
+    parts = []
     for name, weight in weights.items():
         dim, experts = split_dim(plan, name), layout.expert_size if EXPERTS in name else 1
         share = (1.0 if dim is None else 1 / layout.tensor_size) / experts
         size = num_bytes = float(weight.num_bytes)
-        if not weight.requires_grad and weight.ndim >= 2:
+        trains = weight.requires_grad
+        if not trains and weight.ndim >= 2:
             num_bytes = _bytes_per_weight(weight.num_bytes, layout.quantization)
         number = weight.numel() * share
-        trains = weight.requires_grad
         # A LoRA matrix of rank 16 gives each of 16 ranks one row, and further ranks nothing.
         rows = weight.shape[0] / (layout.tensor_size if dim == 0 else 1)
         rows /= 1 if ".lora_B." in name else experts  # whose columns belong to experts
         held = number * num_bytes * math.ceil(rows * experts / layout.num_shards) / rows
         trained = number * size if trains else 0.0
         gathered = number * (2.0 if in_bf16 else num_bytes)
-        part += WeightBytes(
+        part = WeightBytes(
             frozen=0.0 if trains else number * num_bytes,
             trained=trained,
             gathered=gathered,
@@ -150,7 +154,8 @@ def _sum_weight_bytes(
             experts=gathered * (experts > 1),
             experts_trained=trained * (experts > 1),
         )
-    return part
+        parts.append(_values(part))
+    return WeightBytes(*map(sum, zip(*parts, strict=True)))
 
 
 def size_for(

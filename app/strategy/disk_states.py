@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,10 @@ class StateFile:
 
     def reserve(self, shape: torch.Size, dtype: torch.dtype) -> DiskTensor:
         """Return a tensor of zeros in the file."""
-        tensor = DiskTensor(self, self._end, shape, dtype)
-        self._end += _padded(shape.numel() * dtype.itemsize)
-        return tensor
+        start, numel = self._end, shape.numel()
+        self._end += _padded(numel * dtype.itemsize)
+        whole = partial(self.map, start, numel, dtype)
+        return DiskTensor(shape, dtype, lambda: whole().view(shape), self, start)
 
     def map(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Map `numel` values as a flat tensor; they are unmapped when it is freed."""
@@ -76,21 +78,14 @@ class StateFile:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskTensor:
-    """A dense tensor in a rank's file: a moment of its part of a weight."""
+class DiskTensor(ShardedTensor):
+    """A dense tensor in a rank's file: a moment of its part of a weight.
+
+    `gather` maps this part: its pages are read from the disk when they are used.
+    """
 
     file: StateFile
     offset: int
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def read(self) -> Tensor:
-        """Map the whole tensor: pages are read from the disk when they are used."""
-        return self.file.map(self.offset, self.shape.numel(), self.dtype).view(self.shape)
-
-    def as_state(self) -> ShardedTensor:
-        """Return it for a checkpoint, which maps one tensor after the other."""
-        return ShardedTensor(self.shape, self.dtype, self.read)
 
     def block(self, number: int) -> Tensor:
         """Map one of the flat blocks that the tensor is stepped in."""
@@ -167,9 +162,9 @@ class AdamWOnDisk(torch.optim.AdamW):
         mapped: list[Tensor],
         step: Tensor,
     ) -> None:
-        mean, square = (moment.to(part.device) for moment in mapped)  # themselves on a CPU
+        moments = [moment.to(part.device) for moment in mapped]  # themselves on a CPU
         adamw(
-            *([part], [gradient], [mean], [square], [], [step]),
+            *([part], [gradient], moments[:1], moments[1:], [], [step]),
             fused=True,
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
@@ -181,9 +176,9 @@ class AdamWOnDisk(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        if part.device.type != "cpu":
-            mapped[0].copy_(mean)
-            mapped[1].copy_(square)
+        for kept, moment in zip(mapped, moments, strict=True):
+            if moment is not kept:
+                kept.copy_(moment)
 
     def close(self) -> None:
         """Give the disk space back; the states must not be used any more."""

@@ -401,7 +401,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
 
     def _gather_from_disks(self, weight: Tensor, value: DiskTensor, split: Split | None) -> Tensor:
         """Gather a state of which each rank has the part of its shard of `weight` on its disk."""
-        part = value.read()
+        part = value.gather()
         if isinstance(weight, DTensor):
             part = self._on_device(part, weight)
         return self._full(part, split)

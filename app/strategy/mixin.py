@@ -287,13 +287,7 @@ class State:
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
         """Return the optimizer state of a weight by key; empty before the first step."""
-        from app.strategy.disk_states import DiskTensor
-
-        # Those on a disk are read when they are gathered.
-        return {
-            key: value.as_state() if isinstance(value, DiskTensor) else value
-            for key, value in optimizer.state.get(weight, {}).items()
-        }
+        return dict(optimizer.state.get(weight, {}))
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
         """Copy a full tensor into a weight; all ranks call it for all weights, in one order."""

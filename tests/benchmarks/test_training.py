@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
+from benchmarks import gpu_ops
 from benchmarks.__main__ import NOT_BENCHMARKS
 from benchmarks.peers import PACKAGES
 from benchmarks.training.__main__ import (
@@ -17,7 +17,6 @@ from benchmarks.training.__main__ import (
     HERE,
     PEERS,
     ROWS,
-    asked_peers,
 )
 from benchmarks.training.task import (
     SEQUENCE_LEN,
@@ -29,22 +28,12 @@ from benchmarks.training.task import (
 )
 
 
-def test_only_those_that_are_asked_for_join() -> None:
-    assert asked_peers([]) == {}
-    assert list(asked_peers(["with=litgpt,torchtune"])) == ["litgpt", "torchtune"]
-    assert asked_peers(["with=all"]) == ASKED
-
-
-def test_an_unknown_peer_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SystemExit, match=r"with=unsloth.*torchtune"):
-        asked_peers(["with=unsloth,litgpt"])
-
-
 def test_every_benchmark_measures() -> None:
     named = {file.stem for file in HERE.parent.glob("*.py")} - NOT_BENCHMARKS
     assert {"loop", "loss"} < named
     for name in named:
         assert "\ndef measure()" in (HERE.parent / f"{name}.py").read_text(), name
+    assert len({case.name for case in gpu_ops.CASES}) == len(gpu_ops.CASES)
 
 
 def test_every_peer_has_its_environment_and_script() -> None:

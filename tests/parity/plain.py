@@ -23,7 +23,7 @@ from data_modules import (
 from tests.tiny import SAMPLES
 
 LISTS = SAMPLES / "lists.json"
-STEPS, ACCUMULATION, WARMUP, DECAY = 10, 2, 3, 0.1
+STEPS, ACCUMULATION, WARMUP, DECAY = 6, 2, 3, 0.1
 LR = {"lora": 2e-4, "full": 2e-5}  # the defaults; at larger rates rounding errors exceed 1e-6
 
 

@@ -34,19 +34,12 @@ SETTINGS = [
     "data.val_set_size=0",
     "logger=csv",
 ]
-ADAPTERS = {
-    "lora": [
-        *("adapter=lora", "adapter.dropout=0", "adapter.use_dora=true"),
-        "adapter.trainable_tokens=[<|im_end|>]",
-    ],
-    "ia3": ["adapter=ia3"],
-}
+ADAPTER = ["adapter=lora", "adapter.dropout=0", "adapter.use_dora=true"]
+NEW_TOKENS = "adapter.trainable_tokens=[<|im_end|>]"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+def data(folder: Path) -> str:
     """Return two data sets of one row each."""
-    folder = tmp_path_factory.mktemp("data")
     datasets = []
     for name in NAMES:
         row = {"instruction": f"Say {name}.", "input": "", "output": f"{name}, twice {name}"}
@@ -62,14 +55,12 @@ def losses(run: Path) -> list[tuple[str, ...]]:
     return [(row["train/loss"], *(row[f"train/loss/{name}"] for name in NAMES)) for row in rows]
 
 
-@pytest.mark.parametrize("kind", list(ADAPTERS))
-def test_two_plus_two_steps_equal_four(kind: str, data: str, tmp_path: Path) -> None:
-    settings = [*SETTINGS, *ADAPTERS[kind], data]
-    whole = train_into(tmp_path / "whole", *settings, "trainer.max_steps=4")
-    half = train_into(tmp_path / "half", *settings, "trainer.max_steps=2")
-    going_on = [word for word in settings if not word.startswith("adapter.trainable_tokens")]
-    going_on += ["trainer.max_steps=2", f"adapter.path={half / 'adapter'}"]
-    rest = train_into(tmp_path / "rest", *going_on, "trainer.checkpoint.every_steps=1")
+def test_two_plus_two_steps_equal_four(tmp_path: Path) -> None:
+    settings = [*SETTINGS, *ADAPTER, data(tmp_path)]
+    whole = train_into(tmp_path / "whole", *settings, NEW_TOKENS, "trainer.max_steps=4")
+    half = train_into(tmp_path / "half", *settings, NEW_TOKENS, "trainer.max_steps=2")
+    going_on = ("trainer.max_steps=2", f"adapter.path={half / 'adapter'}")
+    rest = train_into(tmp_path / "rest", *settings, *going_on, "trainer.checkpoint.every_steps=1")
     assert len(set(losses(whole))) == 4
     assert losses(half) + losses(rest) == losses(whole)
     expected, found = (

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.families import tiny_family
 from tests.parity.every_family import outcome, read_table, registry, save_tiny
 from tests.parity.first_step import check_equal, our_step, plain_step
 
@@ -38,6 +39,25 @@ def test_a_family(family: str, tmp_path: Path) -> None:
 def test_the_first_step_of_a_family(family: str, tmp_path: Path) -> None:
     save_tiny(family, tmp_path)
     check_equal(our_step(tmp_path), plain_step(tmp_path))
+
+
+PADDED = [
+    *("bert", "gemma2", "gpt2", "mixtral", "jamba", "lfm2", "mamba2", "qwen3_5_text"),
+    *("openai-gpt", "trocr"),  # never packed
+]
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_padded_rows_of_a_family(family: str, tmp_path: Path) -> None:
+    save_tiny(family, tmp_path)
+    check_equal(our_step(tmp_path, packing="none"), plain_step(tmp_path))
+
+
+def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path: Path) -> None:
+    tiny_family("bert", is_decoder=False).save_pretrained(tmp_path)
+    refused = 'bert models attend to later tokens.* with "is_decoder": true in config.json'
+    with pytest.raises(ValueError, match=refused):
+        our_step(tmp_path, "none")
 
 
 def test_the_daily_families_are_registered_and_in_the_table() -> None:

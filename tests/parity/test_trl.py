@@ -1,4 +1,4 @@
-"""Twenty steps of each objective that TRL has equal those of its trainer, in fp32."""
+"""Steps of each objective that TRL or transformers has equal those of its trainer, in fp32."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from transformers import (
 
 from app.config import load_config
 from app.python import train
+from data_modules import Batch
 from tests.conftest import ROOT
 from tests.tiny import TINY_BASE
 
@@ -36,10 +37,10 @@ pytestmark = [
     pytest.mark.skipif(not PREFERENCES.exists(), reason="../shared/data is absent"),
 ]
 
-STEPS, PAIRS, BETA, TOLERANCE = 20, 8, 0.1, 1e-5
+STEPS, PAIRS, BETA, TOLERANCE = 8, 8, 0.1, 1e-5
 LR, EPS = {"lora": 3e-4, "full": 3e-5}, 1e-2
 """of AdamW; with a smaller epsilon, rounding decides the sign of some updates"""
-IN_TEST_SLOW = [("dpo", "lora"), ("kto", "lora")]
+IN_TEST_SLOW = [("dpo", "lora"), ("classify", "full")]
 """the others by `make test-versions`; tests/training compares all with plain PyTorch"""
 Rows = list[dict[str, Any]]
 
@@ -65,6 +66,17 @@ def verdicts() -> Rows:
     ]
 
 
+CLASSES = ["short", "middle", "long"]
+
+
+def texts() -> Rows:
+    """Return texts with classes."""
+    return [
+        {"text": pair["prompt"] + pair["chosen"], "label": CLASSES[number % 3]}
+        for number, pair in enumerate(pairs())
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """The settings of an objective, and the trainer of TRL that has it."""
@@ -72,6 +84,8 @@ class Case:
     ours: list[str]
     module: str = "trl"
     trainer: str
+    arguments: str = ""
+    """the class of its arguments, if that is another one than the trainer's Config"""
     theirs: dict[str, Any]
     rows: Callable[[], Rows] = pairs
     is_reversed: bool = False
@@ -127,7 +141,19 @@ CASES = {
         has_reference=False,
         figures={"margin": "margin"},
     ),
+    "classify": Case(
+        ours=[f"model.labels=[{','.join(CLASSES)}]", "packing=none"],
+        module="transformers",
+        trainer="",
+        arguments="TrainingArguments",
+        theirs={},
+        rows=texts,
+        has_reference=False,
+        figures={},
+    ),
 }
+HEADS = {"reward": 1, "classify": len(CLASSES)}
+"""objectives with a head of their own -> its outputs"""
 
 
 @dataclass
@@ -137,11 +163,22 @@ class Training:
     weights: dict[str, Tensor] = field(default_factory=dict)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     figures: list[list[float]] = field(default_factory=list)
+    texts: Rows = field(default_factory=list)
+    """token ids and classes of a step's rows, if they are classified"""
 
 
 def trained(model: Any) -> dict[str, Any]:
     """Return the trainable weights of a model by name."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def texts_of(batch: Batch) -> Rows:
+    """Return the texts of a batch, each in a row of its own, with their classes."""
+    assert batch.unit_labels is not None
+    rows = zip(batch.input_ids, batch.document_lengths, batch.unit_labels, strict=True)
+    return [
+        {"input_ids": row[:length].tolist(), "labels": int(label)} for row, (length,), label in rows
+    ]
 
 
 def train_ours(name: str, adapter: str, folder: Path) -> Training:
@@ -155,6 +192,9 @@ def train_ours(name: str, adapter: str, folder: Path) -> Training:
 
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
             found.gradients.append({n: w.grad.clone() for n, w in trained(module.model).items()})
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            found.texts = [] if name != "classify" else texts_of(*rest[1])
 
     words = [
         *(f"objective={name}", *case.ours, f"adapter={adapter}"),
@@ -175,22 +215,22 @@ def train_ours(name: str, adapter: str, folder: Path) -> Training:
     return found
 
 
-def train_theirs(name: str, adapter: str, folder: Path, weights: dict[str, Tensor]) -> Training:
+def train_theirs(name: str, adapter: str, folder: Path, ours: Training) -> Training:
     """Run TRL's trainer on the same rows, from the same weights."""
     case, found, module = CASES[name], Training(), importlib.import_module(CASES[name].module)
-    if name == "reward":
+    if name in HEADS:
         model = AutoModelForSequenceClassification.from_pretrained(
-            TINY_BASE, dtype=torch.float32, num_labels=1
+            TINY_BASE, dtype=torch.float32, num_labels=HEADS[name]
         )
     else:
         model = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
     if adapter == "lora":
-        kind = "SEQ_CLS" if name == "reward" else "CAUSAL_LM"
+        kind = "SEQ_CLS" if name in HEADS else "CAUSAL_LM"
         lora = peft.LoraConfig(kind, r=16, lora_alpha=32, target_modules="all-linear")
         model = peft.get_peft_model(model, lora)
     with torch.no_grad():
         for parameter, weight in trained(model).items():
-            weight.copy_(weights[parameter])
+            weight.copy_(ours.weights[parameter])
 
     class Watch(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, model: Any, **rest: Any) -> None:
@@ -200,7 +240,7 @@ def train_theirs(name: str, adapter: str, folder: Path, weights: dict[str, Tenso
             if "loss" in logs:
                 found.figures.append([logs[key] for key in ("loss", *case.figures.values())])
 
-    arguments = getattr(module, f"{case.trainer}Config")(
+    arguments = getattr(module, case.arguments or f"{case.trainer}Config")(
         str(folder / "trl"),
         per_device_train_batch_size=case.micro_batch_size,
         gradient_accumulation_steps=PAIRS // case.micro_batch_size,
@@ -218,7 +258,7 @@ def train_theirs(name: str, adapter: str, folder: Path, weights: dict[str, Tenso
         disable_tqdm=True,
         **case.theirs,
     )
-    rows = case.rows()
+    rows = ours.texts or case.rows()
     getattr(module, f"{case.trainer}Trainer")(
         model,
         args=arguments,
@@ -240,7 +280,7 @@ def test_losses_margins_and_gradients_are_those_of_trl(
     name: str, adapter: str, tmp_path: Path
 ) -> None:
     ours = train_ours(name, adapter, tmp_path)
-    theirs = train_theirs(name, adapter, tmp_path, ours.weights)
+    theirs = train_theirs(name, adapter, tmp_path, ours)
     assert len(ours.figures) == len(ours.gradients) == STEPS
     for figures, expected in zip(ours.figures, theirs.figures, strict=True):
         assert figures == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)

@@ -35,7 +35,7 @@ LLAMA_8B = Widths(
 FUSED = LayerExecution(tokens=8192, fuses_norm_and_gate=True)
 
 
-def kept_a_layer(width: int = 2, **how: Any) -> float:
+def kept_a_layer(**how: Any) -> float:
     """Bytes a token that one more layer keeps, as autograd tells."""
     sizes = []
     for layers in (1, 2):
@@ -88,28 +88,17 @@ def test_eight_billion_parameters_and_8192_tokens() -> None:
     assert 32 * (repeated - of_layer) == 3 * 2**30
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
+def test_widths_are_read_from_configs() -> None:
+    for config, expected in (
         (LlamaConfig(num_key_value_heads=8), (32, 4096, 4096, 1024, 11008)),
         (GPT2Config(), (12, 768, 768, 768, 3072)),
         (T5Config(), (12, 512, 512, 512, 2048)),
         (MixtralConfig(), (32, 4096, 4096, 1024, 2 * 14336)),
-    ],
-)
-def test_widths_are_read_from_configs(config: PretrainedConfig, expected: tuple[int, ...]) -> None:
-    found = widths_of(config_getter(config))
-    assert found is not None
-    assert (
-        found.layers,
-        found.hidden,
-        found.query,
-        found.key_value,
-        found.feed_forward,
-    ) == expected
-
-
-def test_a_config_without_widths_says_so() -> None:
+    ):
+        found = widths_of(config_getter(config))
+        assert found is not None
+        numbers = found.layers, found.hidden, found.query, found.key_value, found.feed_forward
+        assert numbers == expected
     assert widths_of(config_getter(PretrainedConfig())) is None
 
 

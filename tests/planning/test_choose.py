@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import LlamaConfig
 
 from app.assembly.auto import resolve_auto, resolve_strategy
 from app.config import load_config
-from app.planning.advice import list_candidates
+from app.planning.advice import Candidate, list_candidates
 from app.planning.choose import (
     choose_micro_batch,
     choose_recompute,
@@ -43,68 +42,29 @@ SLOW = "hardware=4x8xa100_80gb hardware.network_gb_per_second=3"
 
 NO_SPLIT: dict[str, Any] = {"allows": lambda run: False}
 
-TABLE: list[tuple[str, dict[str, Any], str, str]] = [
-    (f"{LORA_8B} hardware=h100", {}, "single", "1 process"),
-    (f"{LORA_70B} hardware=rtx4090", {}, "single", "1 process"),
-    (
-        f"{LORA_8B} hardware=8xa100_80gb",
-        {},
-        "ddp",
-        "everything fits each GPU: unsharded, weights, gradients and optimizer states take",
-    ),
-    (
-        f"{LORA_70B} hardware=8xa100_80gb",
-        {},
-        "fsdp",
-        "it does not fit one GPU, but the 8 GPUs of a node: unsharded, weights",
-    ),
-    (
-        f"{LORA_8B} adapter=full hardware=8xa100_80gb",
-        {},
-        "fsdp_grad_op",
-        "the weights fit a GPU, but not their",
-    ),
-    (f"{LORA_70B} quantization=nf4 hardware=8xa100_40gb", {}, "fsdp", "it does not fit one GPU"),
-    (f"{LORA_70B} quantization=nf4 hardware=2xrtx4090", {}, "fsdp", "no strategy shards more"),
-    (
-        f"{LORA_70B} quantization=int8 hardware=8xl40s",
-        {},
-        "zero2",
-        "int8 weights cannot be sharded",
-    ),
-    (
-        f"{LORA_70B} quantization=int8 hardware=8xl40s",
-        {"has_deepspeed": False},
-        "ddp",
-        "int8 weights cannot be sharded",
-    ),
-    (
-        f"{LORA_70B} hardware=8xa100_80gb",
-        {"is_stored": True},
-        "ddp",
-        "the base's files are quantized",
-    ),
-    (f"{LORA_8B} hardware=4x8xa100_80gb", {}, "ddp", "everything fits each GPU"),
-    (
-        f"{LORA_70B} {SLOW}",
-        {},
-        "fsdp_hybrid",
-        "it fits the 8 GPUs of a node, and the links between",
-    ),
-    (f"{LORA_70B} hardware=4x8xa100_80gb", {}, "fsdp", "of 4 nodes with fast links"),
-    (f"{PURE_70B} {SLOW}", NO_SPLIT, "zero3_hpz", "only the weights fit the GPUs of a node"),
-    (f"{PURE_70B} {SLOW}", {"has_deepspeed": False} | NO_SPLIT, "fsdp", "it needs all 32 GPUs"),
-    (f"{PURE_70B} {SLOW}", {}, "zero3_hpz", "only the weights fit the GPUs of a node"),
-    (
-        f"{PURE_70B} {SLOW}",
-        {"has_micro_batch": True},  # of one pack, for each of which zero3_hpz gathers the weights
-        "fsdp_pp",
-        "stages on the 4 nodes, whose links are slow, are an",
-    ),
-    (f"{PURE_70B} hardware=4xa100_80gb", {}, "fsdp_offload", "it does not fit all 4 GPUs together"),
+OFFLOAD = "fsdp_offload"
+NO_DEEPSPEED: dict[str, Any] = {"has_deepspeed": False}
+TABLE: list[tuple[str, dict[str, Any], str]] = [
+    (f"{LORA_8B} hardware=h100", {}, "single"),
+    (f"{LORA_8B} hardware=8xa100_80gb", {}, "ddp"),
+    (f"{LORA_70B} hardware=8xa100_80gb", {}, "fsdp"),
+    (f"{LORA_8B} adapter=full hardware=8xa100_80gb", {}, "fsdp_grad_op"),
+    (f"{LORA_70B} quantization=nf4 hardware=2xrtx4090", {}, "fsdp"),  # no strategy shards more
+    (f"{LORA_70B} quantization=int8 hardware=8xl40s", {}, "zero2"),  # its weights stay whole
+    (f"{LORA_70B} quantization=int8 hardware=8xl40s", NO_DEEPSPEED, "ddp"),
+    (f"{LORA_70B} hardware=8xa100_80gb", {"is_stored": True}, "ddp"),  # quantized files
+    (f"{LORA_8B} hardware=4x8xa100_80gb", {}, "ddp"),
+    (f"{LORA_70B} {SLOW}", {}, "fsdp_hybrid"),
+    (f"{LORA_70B} hardware=4x8xa100_80gb", {}, "fsdp"),
+    (f"{PURE_70B} {SLOW}", NO_DEEPSPEED | NO_SPLIT, "fsdp"),
+    (f"{PURE_70B} {SLOW}", {}, "zero3_hpz"),
+    # Of one pack, for each of which zero3_hpz gathers the weights.
+    (f"{PURE_70B} {SLOW}", {"has_micro_batch": True}, "fsdp_pp"),
+    (f"{PURE_70B} hardware=4xa100_80gb", {}, OFFLOAD),
 ]
 
 
+@cache
 def planned(words: str) -> PlannedRun:
     """Return a planned run without `auto`."""
     defaults = ["data=dolly", "data.sequence_len=2048", "strategy=ddp", "recompute=full"]
@@ -114,18 +74,16 @@ def planned(words: str) -> PlannedRun:
     return replace(run, micro_batch_size=1, accumulation=8)
 
 
-@pytest.mark.parametrize(("words", "how", "name", "message"), TABLE)
+@pytest.mark.parametrize(("words", "how", "name"), TABLE)
 def test_the_strategy_with_the_least_communication_that_fits(
-    words: str, how: dict[str, Any], name: str, message: str
+    words: str, how: dict[str, Any], name: str
 ) -> None:
     run, modes = planned(words), recompute_modes("auto", compiles=False)
     choice = choose_strategy(run, STRATEGIES, modes, **how)
     assert choice.strategy.name == name, choice
-    assert message in choice.reason
-    assert str(choice) == f"{words_of(choice.strategy)} ({choice.reason})"
     tried = [replace(run.under(choice.strategy), recompute=mode) for mode in modes]
-    if run.num_ranks > 1 and not how and "no strategy shards" not in message and name != "zero2":
-        assert any(fits(each, estimate_gpu_memory(each)) for each in tried) or "offload" in name
+    if run.num_ranks > 1 and not how and "nf4" not in words and name not in ("zero2", OFFLOAD):
+        assert any(fits(each, estimate_gpu_memory(each)) for each in tried)
 
 
 ROWS = "model=llama8b hardware=8xh100 model.context_len={n} data.sequence_len={n}"
@@ -137,11 +95,9 @@ MIXTURE = "model=qwen3_30b_a3b hardware="
     [
         (f"{PURE_70B} {SLOW}", "fsdp_pp strategy.pipeline_parallel_size=4 "
          "strategy.tensor_parallel_size=8", 256),
-        (f"{LORA_70B} {SLOW}", "fsdp_hybrid", 8),  # sends only the adapter's gradients
         (ROWS.format(n=32768), "ddp", 8),
         (ROWS.format(n=65536), "ddp strategy.context_parallel_size=8", 64),
         (ROWS.format(n=131072) + " adapter=full", "fsdp strategy.context_parallel_size=4", 32),
-        (ROWS.format(n=2**20), "ddp strategy.context_parallel_size=2", 16),
         (ROWS.format(n=2**20) + " quantization=int8", "ddp strategy.context_parallel_size=4", 32),
         (MIXTURE + "8xh100 adapter=full", "fsdp strategy.expert_parallel_size=8", 8),
         (MIXTURE + "8xh100 adapter=full", "fsdp", 8),  # gathers weights once for all its packs
@@ -172,12 +128,6 @@ def test_rows_layers_and_experts_are_split_where_that_is_needed_or_faster(
     assert ("nothing else does" in choice.reason) == (found[1] == 0)
 
 
-def test_cpu_ranks_use_ddp() -> None:
-    run = replace(planned(f"{LORA_70B} hardware=8xa100_80gb"), is_on_gpu=False)
-    choice = choose_strategy(run, STRATEGIES, ["none"])
-    assert str(choice) == "ddp (8 processes on a CPU share its memory)"
-
-
 def of_memory(gib: float, words: str = LORA_8B, packs: int = 8) -> PlannedRun:
     """Return a Llama 8B with LoRA and sequences of 4,096 tokens on a GPU with `gib` of memory."""
     run = planned(f"{words} hardware=h100 hardware.memory_gib={gib} strategy=single")
@@ -189,9 +139,7 @@ def of_memory(gib: float, words: str = LORA_8B, packs: int = 8) -> PlannedRun:
     [
         (79.2, 2, "none"),
         (79.2, 4, "selective"),
-        (47.5, 2, "selective"),
         (31.5, 2, "full"),
-        (23.5, 1, "full"),
         (19.5, 1, "offload"),
     ],
 )
@@ -199,7 +147,6 @@ def test_the_fastest_recompute_that_fits(gib: float, packs: int, mode: str) -> N
     run = replace(of_memory(gib), micro_batch_size=packs)
     choice = choose_recompute(run)
     assert choice.name == mode, choice
-    assert "\n" not in str(choice) and "tokens per micro-batch" in choice.reason
     order = ["none", "selective", "full", "offload"]
     each = replace(run, recompute=mode)
     assert fits(each, estimate_gpu_memory(each)) != choice.reason.startswith("no mode fits")
@@ -214,7 +161,6 @@ def test_gradients_are_averaged_once_per_step_where_that_is_faster() -> None:
     run, modes = replace(run, sequence_len=4096), recompute_modes("auto", compiles=False)
     choice = choose_strategy(run, STRATEGIES, modes)
     assert words_of(choice.strategy) == "fsdp_grad_op strategy.sync_each_micro_batch=false"
-    assert "gradients, averaged once per step, make it 1.0" in choice.reason
     under = run.under(choice.strategy)
     assert estimate_gpu_memory(under).gradients == 2 * run.model.count(trained=True)  # in bf16
     # Twice the activations leave no room for whole gradients.
@@ -257,7 +203,6 @@ def test_only_as_many_layers_are_recomputed_as_memory_asks_for(
     [
         # Without recompute one pack fits, and its experts are gathered for 2,048 tokens.
         ("model=qwen3_30b_a3b hardware=8xl40s", "none", "selective", 8),
-        ("+experiment=qwen3_30b_a3b hardware=8xl40s", "selective", "full", 8),
         # A gain of 1.7 % is within the error of an estimate.
         ("+experiment=qwen3_30b_a3b hardware=4xa100_40gb", "selective", "selective", 2),
         # On a card whose links are not known, nothing can be said about speed.
@@ -283,22 +228,17 @@ def test_a_mode_is_chosen_with_the_micro_batch_that_it_leaves_room_for(
     ("gib", "packs", "mode", "size"),
     [
         (79.2, 8, "none", 2),  # 35 GiB of activations, as traced; four packs would be 70
-        (139.8, 8, "none", 4),
         (79.2, 8, "full", 8),
-        (79.2, 1, "none", 1),
         (79.2, 7, "none", 1),  # 7 packs divide into 1 or 7
-        (47.5, 8, "none", 1),
     ],
 )
 def test_the_largest_divisor_that_fits(gib: float, packs: int, mode: str, size: int) -> None:
     run = replace(of_memory(gib, packs=packs), recompute=mode)
     choice = choose_micro_batch(run)
     assert choice.size == size, choice
-    assert "\n" not in str(choice)
     if size < packs:
-        assert f"{min(one for one in divisors(packs) if one > size)}, the next divisor" in str(
-            choice
-        )
+        larger = next(number for number in divisors(packs) if number > size)
+        assert f"{larger}, the next divisor" in str(choice)
 
 
 def test_untried_micro_batches_leave_more_memory_free() -> None:
@@ -373,9 +313,7 @@ def test_recompute_is_chosen_on_gpus_only(gpu: Any, caplog: pytest.LogCaptureFix
         chosen, _, estimate = resolve_auto(config, base_of(), data_of(4096), EIGHT, NewRun())
     assert (chosen.recompute.mode, chosen.strategy.name) == ("none", "ddp")
     assert "strategy: ddp (everything fits each GPU" in caplog.text
-    assert "recompute: none (all activations fit" in caplog.text
     assert "GiB of a GPU's 79.0 at the peak of a step" in caplog.text
-    assert "h for 1,000, by arithmetic" in caplog.text
     assert estimate is not None and estimate.speed is not None
     gpu.total_memory, gpu.name = 24 * 2**30, "Some Card"
     less, _, estimate = resolve_auto(config, base_of(), data_of(4096), EIGHT, NewRun())
@@ -383,9 +321,7 @@ def test_recompute_is_chosen_on_gpus_only(gpu: Any, caplog: pytest.LogCaptureFix
     assert estimate is not None and estimate.speed is None  # its rates are not known
 
 
-def test_micro_batch_on_gpu_on_cpu_and_in_a_resumed_run(
-    gpu: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_micro_batch_on_gpu_on_cpu_and_in_a_resumed_run(gpu: Any) -> None:
     config: Any = load_config(
         "train", ["+experiment=llama8b", "trainer.devices=1", "plan.enforce=off"]
     )
@@ -397,9 +333,7 @@ def test_micro_batch_on_gpu_on_cpu_and_in_a_resumed_run(
         assert taken == [found.micro_batch_size]
         return found.micro_batch_size, found.accumulation, found.probes_micro_batch
 
-    with caplog.at_level(logging.INFO):
-        assert resolve(config, ONE, NewRun()) == (4, 2, True)
-    assert "micro-batch: 4 packs (of the 8 per rank and step: " in caplog.text
+    assert resolve(config, ONE, NewRun()) == (4, 2, True)
     on_cpu = replace(ONE, accelerator="cpu", precision="fp32")
     assert resolve(config, on_cpu, NewRun()) == (1, 8, False)
     streamed = replace(config, data=replace(config.data, streaming=True))
@@ -410,16 +344,14 @@ def test_micro_batch_on_gpu_on_cpu_and_in_a_resumed_run(
     assert describe_global_batch(config.trainer, 1, before) == before
 
 
-def test_unknown_layer_sizes(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_layer_sizes(gpu: Any) -> None:
     config: Any = load_config("train", ["+experiment=llama8b"])
     base = base_of()
     base.shapes_builder = lambda *_: lambda: SimpleNamespace(config=SimpleUnknown())
     base.architecture = SimpleUnknown()
-    with caplog.at_level(logging.INFO):
-        chosen, env, estimate = resolve_auto(config, base, data_of(2048), EIGHT, NewRun())
+    chosen, env, estimate = resolve_auto(config, base, data_of(2048), EIGHT, NewRun())
     assert (chosen.recompute.mode, chosen.strategy.name, estimate) == ("full", "fsdp", None)
     assert env.micro_batch_size == 1
-    assert "sizes of the model's layers are unknown" in caplog.text
 
 
 class SimpleUnknown(SimpleNamespace):
@@ -436,22 +368,18 @@ class SimpleUnknown(SimpleNamespace):
 
 def test_a_chosen_strategy_has_the_settings_of_its_file(gpu: Any) -> None:
     words = ["+experiment=llama8b", "trainer.devices=8"]
-    for row in TABLE[2:5]:
-        plan = replace(planned(row[0]), is_on_gpu=True)
-        chosen = resolve_strategy(load_config("train", words), base_of(), EIGHT, plan)  # type: ignore[arg-type]
-        assert chosen == load_config("train", [*words, f"strategy={row[2]}"]).strategy  # type: ignore[union-attr]
+    config: Any = load_config("train", words)
+    chosen = resolve_strategy(config, base_of(), EIGHT, planned(TABLE[3][0]))
+    assert chosen == load_config("train", [*words, "strategy=fsdp_grad_op"]).strategy  # type: ignore[union-attr]
     typed: Any = load_config("train", [*words, "strategy=fsdp_tp"])
     assert resolve_strategy(typed, base_of(), EIGHT, None) == FsdpConfig(
         name="fsdp_tp", tensor_parallel_size=2
     )
 
 
-@pytest.mark.parametrize("steps", ["auto", 8])
-def test_a_run_whose_rows_are_split_keeps_its_packs_and_is_resumed(
-    steps: int | str, gpu: Any, tmp_path: Path
-) -> None:
+def test_a_run_whose_rows_are_split_keeps_its_packs_and_is_resumed(gpu: Any) -> None:
     words = ["model=llama8b", "data=dolly", "trainer.devices=8", "data.sequence_len=1048576"]
-    words += ["model.context_len=1048576", f"trainer.gradient_accumulation_steps={steps}"]
+    words += ["model.context_len=1048576", "trainer.gradient_accumulation_steps=auto"]
     config: Any = load_config("train", words)
     long = LlamaConfig(**{**LLAMA_8B.to_dict(), "max_position_embeddings": 1048576})
     env = replace(EIGHT, accumulation=8)
@@ -466,13 +394,9 @@ def test_a_run_whose_rows_are_split_keeps_its_packs_and_is_resumed(
     strategy, found, batching = resolve(NewRun())
     size = strategy.context_parallel_size  # by this machine's host memory
     assert size > 1 and found.split == f"context parallel {size}"
-    assert (found.num_data_ranks, found.context_size, found.accumulation) == (
-        8 // size,
-        size,
-        8 * size,
-    )
+    assert (found.num_data_ranks, found.context_size) == (8 // size, size)
     assert (batching.num_ranks, batching.row_slices) == (8 // size, size)
-    assert batching.accumulation_steps == 8 * size
+    assert found.accumulation == batching.accumulation_steps == 8 * size
     before = global_batch_of(batching.micro_batch_size, batching.accumulation_steps, 8 // size)
     folder: Any = partial(describe_global_batch, config.trainer, before=before)
     again = SimpleNamespace(global_batch=folder)
@@ -496,69 +420,51 @@ def test_a_choice_that_conflicts_with_an_override_is_refused(gpu: Any) -> None:
     assert "; but optimizer=muon cannot update shards" in message
 
 
-def test_the_smallest_gpu_of_this_machine_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {0: 79 * 2**30, 1: 40 * 2**30}
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda index: SimpleNamespace(name="Some Card", total_memory=sizes[index]),
-    )
-    found = detect_hardware(
-        replace(ONE, devices=2, num_ranks=2), 2, lambda card: HardwareConfig(name=card)
-    )
-    assert (found.memory_gib, found.gpus_per_node, found.num_nodes) == (40, 2, 2)
-    assert found.name == "Some Card" and found.host_memory_gib > 0
-
-
 @pytest.mark.parametrize(
-    ("free_gib", "own_gib", "found_gib"),
-    [(79.5, 0, 80), (30, 0, 31), (30, 20, 51), (79, 0.5, 80)],
+    ("free_gib", "own_gib", "found_gib"), [(79.5, 0, 80), (30, 20, 51), (79, 0.5, 80)]
 )
 def test_memory_that_other_processes_use_is_not_planned_with(
-    free_gib: float, own_gib: float, found_gib: float, monkeypatch: pytest.MonkeyPatch
+    free_gib: float, own_gib: float, found_gib: float, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This process's own allocations and context are its own to use."""
     gib = 2**30
-    card = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", total_memory=80 * gib)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    gpu.name, gpu.total_memory = "NVIDIA A100-SXM4-80GB", 80 * gib
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free_gib * gib), 80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: int(own_gib * gib))
     found = detect_hardware(ONE, 1, lambda card: HardwareConfig(name=card))
     assert found.memory_gib == pytest.approx(found_gib)
     assert found.name == "a100_80gb"
+    sizes = [79 * gib, 40 * gib]  # of several, the smallest counts
+    smaller = [SimpleNamespace(name="Some Card", total_memory=size) for size in sizes]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", smaller.__getitem__)
+    two = replace(ONE, devices=2, num_ranks=2)
+    found = detect_hardware(two, 1, lambda card: HardwareConfig(name=card))
+    assert (found.name, found.memory_gib, found.gpus_per_node) == ("Some Card", 40, 2)
 
 
-def test_a_plan_lists_shared_rows_where_they_are_worth_it() -> None:
-    words = ["model=llama3_8b", "data=dolly", "strategy=fsdp", "hardware=8xh100"]
-
-    def listed(tokens: int) -> dict[tuple[str, ...], bool]:
-        rows = [f"model.context_len={tokens}", f"data.sequence_len={tokens}"]
-        config: Any = load_config("plan", [*words, *rows])
-        hardware, numbers = on_hardware(config, config.hardware), config.model.architecture
-        run, _ = plan_run(config, hardware, numbers, strategies=STRATEGIES)
-        found = list_candidates(config, hardware, numbers, run.model, STRATEGIES)
-        return {each.overrides: each.fits for each in found if each.run.context_size > 1}
-
-    assert not listed(4096)
-    fitting = listed(1048576)
-    assert fitting and all(fitting.values())
-    assert ("strategy.context_parallel_size=2", "recompute=offload") in fitting
+def listed(words: list[str], strategy: str) -> list[Candidate]:
+    """Return the candidates of a plan under one strategy."""
+    config: Any = load_config("plan", words)
+    hardware, numbers = on_hardware(config, config.hardware), config.model.architecture
+    run, _ = plan_run(config, hardware, numbers, strategies=STRATEGIES)
+    known = {strategy: STRATEGIES[strategy]}
+    return list_candidates(config, hardware, numbers, run.model, known)
 
 
-def test_a_plan_leaves_out_split_experts_that_are_slower() -> None:
+def test_a_plan_lists_shared_rows_and_split_experts_where_they_are_worth_it() -> None:
     """With more packs in a micro-batch, weights are gathered less often, for more tokens."""
-    words = ["model=qwen3_30b_a3b", "data=dolly", "strategy=fsdp", "hardware=8xl40s"]
-
-    def sizes(*typed: str) -> set[int]:
-        config: Any = load_config("plan", [*words, *typed])
-        hardware, numbers = on_hardware(config, config.hardware), config.model.architecture
-        run, _ = plan_run(config, hardware, numbers, strategies=STRATEGIES)
-        known = {"fsdp": STRATEGIES["fsdp"]}
-        found = list_candidates(config, hardware, numbers, run.model, known)
-        return {each.run.expert_size for each in found if each.fits}
-
-    assert sizes() == {1}
-    assert sizes("strategy.expert_parallel_size=8") == {8}
+    rows = ["model=llama3_8b", "data=dolly", "strategy=fsdp", "hardware=8xh100"]
+    for tokens, is_worth_it in ((4096, False), (2**20, True)):
+        length = [f"model.context_len={tokens}", f"data.sequence_len={tokens}"]
+        found = [each for each in listed([*rows, *length], "fsdp") if each.run.context_size > 1]
+        assert bool(found) is is_worth_it and all(each.fits for each in found)
+    assert ("strategy.context_parallel_size=2", "recompute=offload") in [
+        each.overrides for each in found
+    ]
+    mixture = ["model=qwen3_30b_a3b", "data=dolly", "strategy=fsdp", "hardware=8xl40s"]
+    for typed, size in (([], 1), (["strategy.expert_parallel_size=8"], 8)):
+        fitting = [each for each in listed([*mixture, *typed], "fsdp") if each.fits]
+        assert {each.run.expert_size for each in fitting} == {size}
 
 
 def test_chunks_of_feed_forwards_nearly_halve_a_recomputed_layer() -> None:
@@ -569,9 +475,7 @@ def test_chunks_of_feed_forwards_nearly_halve_a_recomputed_layer() -> None:
     assert fits(run, estimate_gpu_memory(run))
     chunked, need = (estimate_gpu_memory(each).activations for each in (run, whole))
     assert chunked < 0.55 * need
-    for other in ("none", "selective"):
-        assert replace(run, recompute=other).feed_forward_share == 1
-    assert replace(run, sequence_len=4096).feed_forward_share == 1
+    assert replace(run, recompute="none").feed_forward_share == 1
     for strategy in ("zero3", "fsdp_tp"):
         assert replace(run, strategy=STRATEGIES[strategy]).feed_forward_share == 1
     experts = planned("model=qwen3_30b_a3b hardware=h100 strategy=single recompute=full")
@@ -599,23 +503,3 @@ def test_recurrent_layers_compute_whole_rows_on_each_rank_that_shares_them() -> 
     assert flops[0].model == flops[1].model
     added = flops[1].recomputed_products - flops[0].recomputed_products
     assert added == pytest.approx(2 * 3 * 3 * one.model.recurrent_weights)
-
-
-def test_ranks_that_gather_keys_are_planned_with_them_and_their_masks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Four ranks cannot share 14 heads: each has 512 queries, and 1,024 keys before one on average.
-
-    If they could, without repeating key heads, each would save the output of attention twice: by
-    head and by token.
-    """
-    whole = replace(planned("model=qwen0_5b hardware=4xh100 strategy=ddp"), recompute="none")
-    four = replace(whole, strategy=DdpConfig(context_parallel_size=4))
-    gathered = estimate_gpu_memory(four).activations
-    monkeypatch.setattr("app.planning.activations.gather_reason", lambda *_: None)
-    monkeypatch.setattr("app.planning.activations.key_repeats", lambda *_: 1)
-    keys = 512 * (3 * 2 * 128 + 4 * 2 * 14 * 64) * 2 * four.model.num_layers  # as sent, repeated
-    masks = 2 * 512 * 1024
-    outputs = 512 * 2 * (14 * 64) * four.model.num_layers
-    exchanged = estimate_gpu_memory(four).activations
-    assert gathered - exchanged == pytest.approx(keys + masks - outputs)

@@ -24,11 +24,9 @@ from app.planning.states import WeightBytes, size_for
 from app.strategy.settings import DdpConfig
 
 WAYS = (
-    ("adapter=lora",),
     ("adapter=lora", "adapter.use_dora=true", "adapter.rank_pattern={down_proj: 4}"),
     ("adapter=full",),
     ("adapter=ia3",),
-    ("adapter=freeze",),
     ("adapter=lora", "quantization=nf4", "strategy=fsdp"),
     ("adapter=lora", "strategy=fsdp_tp"),
 )
@@ -91,9 +89,8 @@ def test_a_head_for_classes_stands_in_place_of_that_of_the_vocabulary(
         left_out = norms if trains == (adapter == "full") else 0
         expected = sum(each.numel() for each in weights) - left_out
         assert planned.count(trained=trains) == expected
-    run = plan_run(config, settings_of("hardware", "h100"), numbers, model=planned, strategies={})[
-        0
-    ]
+    card = settings_of("hardware", "h100")
+    run, _ = plan_run(config, card, numbers, model=planned, strategies={})
     assert estimate_gpu_memory(run).loss == 0
     head = 2 * planned.widths.vocabulary * planned.widths.hidden
     sft = replace(run, model=replace(planned, head={}, has_head=True))
@@ -114,14 +111,7 @@ def test_a_token_meets_some_of_the_experts() -> None:
 
 FOUND = {
     "qwen3_30b_a3b": LayerKind(norms_heads=True, has_gate=False),
-    "olmo3_7b": LayerKind(norms_heads=True),
-    "smollm3_3b": LayerKind(),
-    "ministral3_3b": LayerKind(),
     "glm4_9b": LayerKind(num_norms=4, has_gate=False),
-    "gemma4_12b": LayerKind(
-        num_norms=4, norms_heads=True, norms_values=True, activation="gelu_pytorch_tanh"
-    ),
-    "gpt_oss_20b": LayerKind(has_gate=False),
     "gemma4_26b_a4b": LayerKind(
         num_norms=7,
         norms_heads=True,

@@ -49,7 +49,7 @@ def passes(strategy: PipelineConfig, rank: int, size: int, batches: int) -> Iter
 @pytest.mark.parametrize(
     "strategy", [ONE_STAGE, TWO_STAGES, replace(TWO_STAGES, stages_per_rank=3)]
 )
-@pytest.mark.parametrize(("size", "batches"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 16)])
+@pytest.mark.parametrize(("size", "batches"), [(2, 8), (4, 4), (8, 16)])
 def test_micro_batches_in_flight_are_those_of_the_schedule(
     strategy: PipelineConfig, size: int, batches: int
 ) -> None:
@@ -61,7 +61,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(
 
 @pytest.mark.parametrize(
     ("family", "adapter"),
-    [("llama", "top layers"), ("tied", "full"), ("gemma3", "full"), ("gpt2", "top layers")],
+    [("llama", "top layers"), ("tied", "full"), ("gpt2", "top layers")],
 )
 def test_a_rank_is_planned_with_the_weights_that_it_holds(family: str, adapter: str) -> None:
     whole = model_from_modules("", builder((family, adapter, "none"))(), {})
@@ -97,7 +97,6 @@ def test_a_rank_waits_for_its_published_share_of_a_step(stages: int) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "most"),
     [
-        ("llama70b_3d", ["recompute=none"], 0.001),
         ("llama8b", ["recompute=full"], 0.001),
         ("llama8b", ["adapter=full", "recompute=none"], 0.001),
         # Other kernels than products count, too.

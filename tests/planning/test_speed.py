@@ -128,13 +128,13 @@ def test_the_base_s_own_pass_is_a_forward_pass_of_the_frozen_products() -> None:
     assert added == pytest.approx(2 * (6.979e9 + 0.525e9) + attention, rel=0.01)
     assert estimate_flops(run).model == estimate_flops(alone).model
     assert 1.2 < estimate_speed(run).step / estimate_speed(alone).step < 1.6
-    for name, more in (("fsdp", 1.5), ("zero3", 1.5)):
+    for name in ("fsdp", "zero3"):
         sharded = run_of("llama8b", strategy=settings_of("strategy", name), gpus=8)
         gathers = [
             sum(each.sent for each in list_collectives(one) if "weights" in each.what)
             for one in (sharded, replace(sharded, runs_base=True))
         ]
-        assert gathers[1] / gathers[0] == pytest.approx(more)
+        assert gathers[1] / gathers[0] == pytest.approx(1.5)
 
 
 def test_the_other_rows_answers_of_kto_run_forward_only() -> None:
@@ -211,33 +211,23 @@ def test_a_pass_takes_as_long_as_its_copies_if_the_link_is_slower() -> None:
     assert between.step > max(estimate_speed(resident).step, between.host) * 1.02
 
 
-@pytest.mark.parametrize("nodes", [2, 4, 16])
+@pytest.mark.parametrize("nodes", [2, 16])
 def test_zero3_between_nodes_by_the_rule_of_thumb(nodes: int) -> None:
     """48 x M / N bits per node and step: three collectives of M 16-bit weights on N nodes."""
+    words, strategy = ("adapter=full", "trainer.precision=bf16-pure"), "zero3"
     run = run_of(
-        "llama70b",
-        "adapter=full",
-        "trainer.precision=bf16-pure",
-        strategy=settings_of("strategy", "zero3"),
-        gpus=8,
-        nodes=nodes,
+        "llama70b", *words, strategy=settings_of("strategy", strategy), gpus=8, nodes=nodes
     )
-    bits = 8 * sum(each.own for each in list_collectives(run))
+    # What a node has of each tensor, which the others need.
+    bits = 8 * sum(each.num_bytes * each.times / nodes for each in list_collectives(run))
     assert bits == pytest.approx(48 * run.model.num_weights / nodes, rel=1e-3)
 
 
 def test_bytes_sent_by_each_strategy() -> None:
     def sent(name: str, nodes: int = 1, **how: Any) -> tuple[float, float]:
         strategy = settings_of("strategy", name)
-        run = run_of(
-            "llama8b",
-            "adapter=full",
-            "trainer.precision=bf16-pure",
-            strategy=strategy,
-            gpus=8,
-            nodes=nodes,
-            **how,
-        )
+        words = ("adapter=full", "trainer.precision=bf16-pure")
+        run = run_of("llama8b", *words, strategy=strategy, gpus=8, nodes=nodes, **how)
         weights = 2 * run.model.num_weights  # bytes
         found = list_collectives(run)
         inside, between = sum(e.sent for e in found), sum(e.sent_between_nodes for e in found)
@@ -268,18 +258,9 @@ def test_tensor_parallel_has_two_all_reduces_per_layer_and_pass() -> None:
     assert only.num_bytes == 1000 * 4096 * 2
 
 
-def test_context_parallel_splits_a_row_and_exchanges_its_heads_twice_per_layer_and_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole, split = (
-        run_of(
-            "llama8b",
-            strategy=DdpConfig(context_parallel_size=size),
-            gpus=16,
-            sequence_len=1600,
-        )
-        for size in (1, 16)
-    )
+def test_context_parallel_splits_a_row_and_exchanges_its_heads_twice_per_layer_and_pass() -> None:
+    sizes = [DdpConfig(context_parallel_size=size) for size in (1, 16)]
+    whole, split = (run_of("llama8b", strategy=each, gpus=16, sequence_len=1600) for each in sizes)
     assert (split.tokens, split.num_data_ranks) == (100, 1)
     assert split.tokens_per_step == whole.tokens_per_step / 16  # one row instead of sixteen
     exchange = list_collectives(split)[-1]
@@ -295,24 +276,13 @@ def test_context_parallel_splits_a_row_and_exchanges_its_heads_twice_per_layer_a
     whole = run_of("llama8b", strategy=DdpConfig(), gpus=3, sequence_len=300)
     # Each has early and late tokens of the row.
     assert estimate_speed(odd).attention == pytest.approx(estimate_speed(whole).attention / 3)
-    split = replace(split, recompute="none")
-    repeated = estimate_gpu_memory(split).activations
-    monkeypatch.setattr("app.planning.activations.key_repeats", lambda *_: 1)
-    saved = repeated - estimate_gpu_memory(split).activations
-    assert saved == pytest.approx(32 * 100 * 2 * 8 * 128 * 2)
 
 
 @pytest.mark.slow
 def test_split_experts_are_gathered_by_fewer_ranks_and_receive_hidden_states() -> None:
     whole, split, alone = (
-        run_of(
-            "qwen3_30b_a3b",
-            "adapter=full",
-            strategy=FsdpConfig(expert_parallel_size=size),
-            gpus=8,
-            sequence_len=1000,
-        )
-        for size in (1, 4, 8)
+        run_of("qwen3_30b_a3b", "adapter=full", strategy=each, gpus=8, sequence_len=1000)
+        for each in (FsdpConfig(expert_parallel_size=size) for size in (1, 4, 8))
     )
     in_experts = 48 * 128 * 3 * 768 * 2048
     common = whole.model.num_weights - in_experts
@@ -331,24 +301,16 @@ def test_split_experts_are_gathered_by_fewer_ranks_and_receive_hidden_states() -
     assert estimate_disk(split) == estimate_disk(whole)
 
 
-def test_half_precision_halves_ddps_bytes() -> None:
-    runs = [
-        run_of("llama8b", "adapter=full", strategy=DdpConfig(compression=how), gpus=8)
-        for how in ("none", "bf16")
-    ]
-    whole, half = (sum(each.sent for each in list_collectives(run)) for run in runs)
-    assert half == pytest.approx(whole / 2, rel=1e-3)
-
-
-def test_topk_sends_values_and_indices_to_every_rank() -> None:
-    def sent(strategy: DdpConfig, gpus: int) -> float:
-        run = run_of("llama8b", "adapter=full", strategy=strategy, gpus=gpus)
+def test_compression_sends_halves_or_values_and_indices_to_every_rank() -> None:
+    def sent(gpus: int, **how: Any) -> float:
+        run = run_of("llama8b", "adapter=full", strategy=DdpConfig(**how), gpus=gpus)
         return sum(each.sent for each in list_collectives(run))
 
-    largest, plain = DdpConfig(compression="topk", topk_share=0.01), DdpConfig()
+    assert sent(8, compression="bf16") == pytest.approx(sent(8) / 2, rel=1e-3)
     # Value and place, 8 bytes instead of 4, to each of the others; a ring sends 2 x 7/8.
-    assert sent(largest, 8) == pytest.approx(sent(plain, 8) * 0.01 * 2 * 7 / (2 * 7 / 8), rel=1e-3)
-    assert sent(largest, 2) == pytest.approx(sent(plain, 2) * 0.01 * 2, rel=1e-3)
+    for gpus, passes in ((8, 7 / (7 / 8)), (2, 2)):
+        largest = sent(gpus, compression="topk", topk_share=0.01)
+        assert largest == pytest.approx(sent(gpus) * 0.01 * passes, rel=1e-3)
 
 
 def test_a_slow_network_bounds_a_step() -> None:

@@ -15,17 +15,17 @@ from app.model.adapter import FullConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from app.planning.advice import MICRO_BATCHES
+from app.planning.advice import MICRO_BATCHES, list_candidates
 from app.planning.hardware import HardwareConfig
-from app.planning.memory import GIB, GpuMemory, estimate_gpu_memory, fits
-from app.planning.planned import build_planned_run
+from app.planning.memory import GIB, GpuMemory, PlannedRun, estimate_gpu_memory, fits
+from app.planning.planned import build_planned_run, on_hardware, plan_run
 from app.planning.planned_model import build_planned_model, model_from_modules
 from app.planning.speed import estimate_speed
 from app.planning.states import optimizer_state_bytes, size_for
 from app.strategy.settings import DdpConfig, StrategyConfig
 from app.training.optimizers import build_optimizer
 from tests.conftest import ROOT
-from tests.planning.test_planned import run_of
+from tests.planning.test_planned import STRATEGIES
 from tests.tiny import tiny_llama
 
 EXPERIMENTS = sorted(
@@ -60,6 +60,15 @@ def memory_of(name: str, num_gpus: int, card: int, *words: str) -> GpuMemory:
     return estimate_gpu_memory(replace(run, accumulation=8))
 
 
+CARDS = {24: "rtx4090", 40: "a100_40gb", 48: "l40s", 80: "h100"}
+"""cards of the sizes that experiments need"""
+TRIED = ("none", "selective", "full")
+"""recompute modes; that of offload rests on the host link's rate, which was never measured"""
+SHOWS_A_STRATEGY = ("falcon180b", "llama70b_zero3", "llama70b_3d", "llama405b_3d")
+"""experiments that show a strategy, as their name or header says, where another one is faster"""
+SPLITS_ROWS = ("qwen3_5_9b_256k",)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -67,39 +76,25 @@ def memory_of(name: str, num_gpus: int, card: int, *words: str) -> GpuMemory:
         for name in EXPERIMENTS
     ],
 )
-def test_an_experiment_fits_on_the_gpus_that_it_says_it_needs(name: str) -> None:
+def test_an_experiment_fits_the_gpus_that_it_names_and_is_as_fast_as_its_plan_knows(
+    name: str,
+) -> None:
+    """With the same base and adapter, and nothing in host memory, whose links differ widely."""
     header = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().partition("# Results")[0]
     needs = NEEDS.findall(" ".join(header.replace("#", " ").split()))
     assert needs, "no card is named"
     for number, card, strategy in needs:
-        num_gpus = NUMBERS.get(number) or int(number)
-        memory = memory_of(name, num_gpus, int(card), *([strategy] if strategy else []))
+        typed, num_gpus = [strategy] if strategy else [], NUMBERS.get(number) or int(number)
+        memory = memory_of(name, num_gpus, int(card), *typed)
         assert memory.total <= USABLE * int(card) * GIB, f"{number} x {card} GB: {memory}"
-
-
-CARDS = {24: "rtx4090", 40: "a100_40gb", 48: "l40s", 80: "h100"}
-"""cards of the sizes that experiments need"""
-TRIED = ("none", "selective", "full")
-"""recompute modes; that of offload rests on the host link's rate, which was never measured"""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("llama70b", "llama8b_full") else pytest.mark.slow)
-        for name in EXPERIMENTS
-    ],
-)
-def test_an_experiment_is_about_as_fast_as_its_plan_knows(name: str) -> None:
-    header = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().partition("# Results")[0]
-    for number, card, strategy in NEEDS.findall(" ".join(header.replace("#", " ").split())):
         if int(card) not in CARDS:
             continue
         nodes = load_config("train", [f"+experiment={name}"]).trainer.num_nodes
-        of_node = (NUMBERS.get(number) or int(number)) // nodes
-        hardware = f"hardware={nodes}x{of_node}x{CARDS[int(card)]}"
-        run, _ = run_of(f"+experiment={name}", hardware, *([strategy] if strategy else []))
-        packs = run.micro_batch_size * run.accumulation
+        words = f"hardware={nodes}x{num_gpus // nodes}x{CARDS[int(card)]}"
+        config: Any = load_config("plan", [f"+experiment={name}", words, *typed])
+        hardware, numbers = on_hardware(config, config.hardware), config.model.architecture
+        run, _ = plan_run(config, hardware, numbers, strategies=STRATEGIES)
+        speed, packs = tokens_per_second(run), run.micro_batch_size * run.accumulation
         others = [
             replace(run, recompute=mode).with_micro_batch(size)
             for mode in TRIED
@@ -107,8 +102,21 @@ def test_an_experiment_is_about_as_fast_as_its_plan_knows(name: str) -> None:
             if packs % size == 0
         ]
         fitting = [other for other in others if fits(other, estimate_gpu_memory(other))]
-        best = max((estimate_speed(other).tokens_per_second for other in fitting), default=0.0)
-        assert estimate_speed(run).tokens_per_second >= 0.97 * best, hardware
+        assert speed >= 0.97 * max(map(tokens_per_second, fitting), default=0.0), words
+        if strategy or name in SHOWS_A_STRATEGY:
+            continue
+        speeds = [
+            each.speed.tokens_per_second
+            for each in list_candidates(config, hardware, numbers, run.model, STRATEGIES)
+            if each.fits and each.run.quantization.method == config.quantization.method
+            if "offload" not in each.run.strategy.name
+            if name not in SPLITS_ROWS or each.run.context_size > 1
+        ]
+        assert speed >= 0.95 * max(speeds, default=0.0), words
+
+
+def tokens_per_second(run: PlannedRun) -> float:
+    return estimate_speed(run).tokens_per_second
 
 
 def test_what_the_page_on_gpus_types_fits_on_one_large_card() -> None:
@@ -123,17 +131,12 @@ def test_what_the_page_on_gpus_types_fits_on_one_large_card() -> None:
         assert memory.total <= USABLE * 80 * GIB, f"{name} {words}: {memory}"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bloom", "bart"])
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_families_that_name_no_feed_forward_are_measured(family: str) -> None:
     words = ["data=skills", f"model.architecture={{model_type: {family}}}", "adapter=full"]
     config = load_config("train", [*words, "model.from_scratch=true", "model.path=null"])
     built = build_model(
-        config.model,
-        QuantizationConfig(),
-        "eager",
-        config.adapter,
-        RecomputeConfig(),
-        "fp32",
+        *(config.model, QuantizationConfig(), "eager", config.adapter, RecomputeConfig(), "fp32"),
         on_meta=True,
     )
     model = model_from_modules(family, built, {})

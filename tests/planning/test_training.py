@@ -18,10 +18,9 @@ from app.planning import training
 from app.planning.memory import GIB, estimate_gpu_memory
 from app.planning.training import check_room, estimate_training, plan_training, suggest_overrides
 from app.training.machine import LOST
-from app.training.trainer import Environment
 from common.errors import UserError
 from tests.conftest import TrainRun
-from tests.planning.test_choose import planned
+from tests.planning.test_choose import ONE, planned
 from tests.planning.test_planned import STRATEGIES
 from tests.tiny import small_run
 
@@ -30,10 +29,6 @@ TWO_CARDS = "model=llama70b quantization=nf4 hardware=2xrtx4090 strategy=fsdp re
 
 MEASURED = {"speed/data_wait": 0.1, "machine/gpu_utilization": 0.7, "speed/padding": 0.3}
 PLANNED_CAUSES = ("kernels", "recompute", "micro_batch")
-
-
-def ways() -> str:
-    return "type recompute=full"
 
 
 def test_a_run_that_will_not_fit_is_refused_with_overrides() -> None:
@@ -47,9 +42,7 @@ def test_a_run_that_will_not_fit_is_refused_with_overrides() -> None:
     with pytest.raises(UserError) as caught:
         check_room(run, estimate_training(run), "error", found)
     message = str(caught.value)
-    assert message.startswith(
-        "this run will not fit: a step takes an estimated 28.9 of a GPU's 23.6 GiB"
-    )
+    assert message.startswith("this run will not fit: a step takes an estimated 28.9 of a GPU's")
     assert "; type " in message and message.endswith("or type plan.enforce=warn to try it")
 
 
@@ -64,7 +57,7 @@ def test_too_large_runs_are_refused_and_tight_ones_warned_of(
         for enforce in ("error", "warn", "off"):
             caplog.clear()
             try:
-                check_room(here, estimate_training(here), enforce, ways)
+                check_room(here, estimate_training(here), enforce, str)
             except UserError:
                 answers[round(memory / need, 2), enforce] = "refused"
             else:
@@ -76,24 +69,10 @@ def test_too_large_runs_are_refused_and_tight_ones_warned_of(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("model_type", "guess"), [("llama", ""), ("olmo2", "olmo2")])
-def test_guesses_are_marked_at_the_start_and_in_refusals(model_type: str, guess: str) -> None:
-    run = planned("model=llama8b hardware=h100 strategy=single")
-    widths = replace(run.model.widths, model_type=model_type)
-    hardware = replace(run.hardware, memory_gib=1.0)
-    small = replace(run, hardware=hardware, model=replace(run.model, widths=widths))
-    estimate = estimate_training(small)
-    with pytest.raises(UserError) as refused:
-        check_room(small, estimate, "error", ways)
-    for message in (estimate.line(10), str(refused.value)):
-        assert ("are a guess" in message) is bool(guess)
-        assert f"; activations of model type {guess} are a guess" in message or not guess
-
-
 def test_too_little_host_memory_is_refused() -> None:
     run = planned("model=llama70b hardware=8xh100 strategy=fsdp hardware.host_memory_gib=64")
     with pytest.raises(UserError, match=r"of a machine's 64\.0 GiB host memory"):
-        check_room(run, estimate_training(run), "error", ways)
+        check_room(run, estimate_training(run), "error", str)
 
 
 @pytest.mark.parametrize("idle", ["launches", "mixers"])
@@ -173,17 +152,9 @@ def test_keys_repeated_before_pytorch_2_12_are_counted(
     )
     kernel = VarlenKernel(lambda: torch.empty(0), True, True, takes_gqa)
     monkeypatch.setattr(VarlenKernel, "installed", lambda: kernel)
-    env = Environment(
-        accelerator="gpu",
-        devices=1,
-        num_ranks=1,
-        num_data_ranks=1,
-        precision="bf16",
-        accumulation=1,
-    )
     run = plan_training(
         config,
-        env,
+        ONE,
         settings_of("hardware", "h100"),
         whole=config.model.architecture,
         backend=backend,

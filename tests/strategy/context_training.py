@@ -115,11 +115,8 @@ LORA = LoraConfig(r=4, dropout=0.0)
 CASES: dict[str, tuple[dict[str, Any], AdapterConfig, str]] = {
     "llama": (LLAMA, FullConfig(), "none"),
     "long rows": (LLAMA | {"max_position_embeddings": 8 * TOKENS}, FullConfig(), "none"),
-    "one document": (LLAMA, FullConfig(), "none"),
     "padded rows": (LLAMA, FullConfig(), "none"),
     "lora, recompute": (LLAMA, LORA, "full"),
-    "selective": (LLAMA, FullConfig(), "selective"),
-    "qwen3": (LLAMA | {"model_type": "qwen3", "head_dim": HEAD_DIM}, FullConfig(), "none"),
     "window": (LLAMA | {"model_type": "mistral", "sliding_window": 24}, FullConfig(), "none"),
     "gpt2": (GPT2, FullConfig(), "none"),
     "longrope": (PHI3, FullConfig(), "none"),
@@ -129,13 +126,10 @@ CASES: dict[str, tuple[dict[str, Any], AdapterConfig, str]] = {
     "delta rule": (HYBRIDS["qwen3_5_text"], FullConfig(), "none"),
     "convolution": (HYBRIDS["lfm2"], FullConfig(), "none"),
     "mamba 2": (HYBRIDS["granitemoehybrid"], FullConfig(), "none"),
-    "delta rule, recompute": (HYBRIDS["qwen3_5_text"], LORA, "full"),
     "odd heads": (ODD, FullConfig(), "none"),
     "odd heads, recompute": (ODD, LORA, "selective"),
-    "odd heads, padded rows": (ODD, FullConfig(), "none"),
     "odd heads, sinks, window": (ODD | GPT_OSS, FullConfig(), "selective"),
     "odd heads, gemma3": (GEMMA3 | ODD_SIZES, LORA, "full"),
-    "odd heads, convolution": (HYBRIDS["lfm2"] | ODD_SIZES, FullConfig(), "none"),
 }
 
 
@@ -154,7 +148,7 @@ class Slices(Placement):
 
 def make_batch(case: str) -> Batch:
     """Return a row of documents up to half as long as a slice of it, or longer than one."""
-    lengths = [TOKENS - 9] if "one document" in case else [5, 61, 17, 33, 90, 30, 11]
+    lengths = [5, 61, 17, 33, 90, 30, 11]
     if case == "long rows":
         lengths = [8 * length for length in lengths]
     return batch_of(lengths, packed="padded rows" not in case)
@@ -176,10 +170,6 @@ def batch_of(lengths: Sequence[int], *, packed: bool = True) -> Batch:
     batch = Collator(0, packed=packed, row_multiple=64)(rows, 1.0)
     batch.step_weight = batch.own_weight
     return batch
-
-
-def make_model(case: str) -> Any:
-    return model_of(*CASES[case])
 
 
 def model_of(numbers: dict[str, Any], adapter: AdapterConfig, recompute: str) -> Any:
@@ -229,7 +219,7 @@ def step(model: Any, batch: Batch) -> dict[str, Any]:
 
 def compare(case: str, counted: dict[str, int]) -> dict[str, float]:
     """Return how far a step of slices is from one of whole rows, and what it saved and sent."""
-    slices, model, batch = Slices(), make_model(case), make_batch(case)
+    slices, model, batch = Slices(), model_of(*CASES[case]), make_batch(case)
     assert slices.context_ranks is not None
     check_isolation(model, "sdpa", slices.root_device)
     check_exchange(model, "sdpa", slices.root_device, slices.context_ranks)
@@ -298,7 +288,7 @@ def refused_and_balanced() -> tuple[list[str], list[list[float]], list[float]]:
     by data set and in all, and the routers'.
     """
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
-    slices, model = Slices(), make_model("llama")
+    slices, model = Slices(), model_of(*CASES["llama"])
     assert slices.context_ranks is not None
     losses = [evaluated(model, None, None), evaluated(model, slices, summed)]
     kind = model.config._attn_implementation

@@ -420,30 +420,6 @@ def shards_of_scales() -> list[tuple[bool, float]]:
     ]
 
 
-def train_under_two_strategies(first: FsdpConfig, second: FsdpConfig, kind: str) -> dict[str, Any]:
-    """Train two steps under one strategy, and continue for two steps under another."""
-    strategy, model = build_sharded_model(first, model_builder(kind))
-    optimizer = make_optimizer(model)
-    train(model, strategy, steps=2, optimizer=optimizer)
-    kept = {
-        name: (
-            _gather_all({"": strategy.weight_state(weight)})[""],
-            _gather_all(strategy.optimizer_state_of(optimizer, weight)),
-        )
-        for name, weight in trainable_parameters(model).items()
-    }
-    strategy, model = build_sharded_model(second, model_builder(kind))
-    optimizer = make_optimizer(model)
-    with torch.no_grad():
-        for name, weight in trainable_parameters(model).items():
-            value, states = kept[name]
-            strategy.restore_weight(weight, value)
-            strategy.restore_optimizer_state(
-                optimizer, weight, states, lambda _, v: torch.empty_like(v)
-            )
-    return train(model, strategy, begins=2, optimizer=optimizer)
-
-
 def _gather_all(parts: dict[str, Any]) -> dict[str, Tensor]:
     wholes = {}
     for key, part in parts.items():
@@ -474,10 +450,10 @@ def measure_loading_memory(numbers: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def replicated_weights_after_unequal_gradients(config: FsdpConfig, kind: str) -> dict[str, Tensor]:
+def replicated_weights_after_unequal_gradients(config: FsdpConfig) -> dict[str, Tensor]:
     """Return replicated weights after a step in which each rank has slightly other gradients."""
     strategy, model = build_sharded_model(
-        config, model_builder(kind, model_type="qwen3", head_dim=8)
+        config, model_builder("full", model_type="qwen3", head_dim=8)
     )
     optimizer, weights = make_optimizer(model), trainable_parameters(model)
     compute_loss(model, *make_batch(0)).backward()

@@ -184,7 +184,7 @@ class Saved:
 
     def hooks(self) -> Any:
         return torch.autograd.graph.saved_tensors_hooks(
-            self._Held.of(self), lambda held: held.tensor
+            partial(self._Held, self), lambda held: held.tensor
         )
 
     class _Held:
@@ -196,10 +196,6 @@ class Saved:
                 saved.now += self.size
                 saved.peak = max(saved.peak, saved.now)
             saved._counts[self.key] += 1
-
-        @classmethod
-        def of(cls, saved: Saved) -> Callable[[Tensor], Any]:
-            return lambda tensor: cls(saved, tensor)
 
         def __del__(self) -> None:
             self.saved._counts[self.key] -= 1
@@ -260,9 +256,9 @@ def steps(module: Module, strategy: Any, count: int) -> dict[str, Any]:
 
 
 @cache
-def train_alone(case: Case, count: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def train_alone(case: Case, count: int) -> dict[str, Any]:
     """Take the steps of a case in one process."""
-    module = Module(builder(case)().to(dtype))
+    module = Module(builder(case)())
     fuse_layers(module.model)
     found = steps(module, None, count)
     tensors, _ = optimizer_state(module.model, module.optimizer)

@@ -123,21 +123,6 @@ def test_nonfinite_gradients_are_not_fed_back(compression: str, answers: Answers
         assert all(gradient.isfinite().all() for gradient in found[BAD + 1 :])
 
 
-@pytest.mark.parametrize(("compression", "lines"), [("powersgd", 1), ("bf16", 0)])
-def test_a_resumed_run_logs_missing_error_feedback(
-    compression: str, lines: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    config = DdpConfig(compression=compression)
-    strategy = build_strategy(config, accelerator="cpu", num_ranks=2)
-    strategy.checkpoint_io = SimpleNamespace(load_checkpoint=lambda path: {"step": path})
-    assert strategy.load_checkpoint(3) == {"step": 3}
-    messages = [
-        line for line in caplog.messages if line.startswith("RESUME: PowerSGD starts without")
-    ]
-    assert len(messages) == lines
-
-
 def test_state_of_another_strategy_is_not_restored() -> None:
     strategy: Any = build_strategy(DdpConfig(compression="topk"), accelerator="cpu", num_ranks=2)
     module = Matrix()

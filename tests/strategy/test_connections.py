@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import struct
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
@@ -30,30 +28,18 @@ from tests.ranks import on_ranks, prepare_strategy
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 SEVERAL = [
-    StrategyConfig(),
-    DdpConfig(),
-    DdpConfig(compression="bf16"),
-    FsdpConfig(),
-    FsdpConfig(tensor_parallel_size=2),
-    ZeroConfig(stage=2),
-    ZeroConfig(),
+    *(StrategyConfig(), DdpConfig(), DdpConfig(compression="powersgd")),
+    *(FsdpConfig(), ZeroConfig(stage=2), ZeroConfig()),
 ]
 
 
-@pytest.mark.parametrize("config", SEVERAL, ids=str)
-def test_every_strategy_has_the_same_timeout(
-    config: StrategyConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if isinstance(config, ZeroConfig):
-        pytest.importorskip("deepspeed")
-    built: Any = build_strategy(config, accelerator="cpu", num_ranks=2)
-    assert built._timeout is TIMEOUT
-
-
-@pytest.mark.parametrize("config", [DdpConfig(), DdpConfig(compression="powersgd")], ids=str)
-def test_ddp_sends_no_buffers(config: DdpConfig) -> None:
-    built: Any = build_strategy(config, accelerator="cpu", num_ranks=2)
-    assert built._ddp_kwargs == {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+def test_every_strategy_has_the_same_timeout_and_ddp_sends_no_buffers() -> None:
+    for config in SEVERAL:
+        built: Any = build_strategy(config, accelerator="cpu", num_ranks=2)
+        assert built._timeout is TIMEOUT, config
+        if isinstance(config, DdpConfig):
+            kept = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+            assert built._ddp_kwargs == kept
 
 
 def time_outs() -> list[set[timedelta]]:
@@ -78,26 +64,9 @@ def test_all_groups_have_the_strategys_timeout() -> None:
     assert on_ranks(4, time_outs) == [[{timedelta(minutes=7)}] * 2] * 4
 
 
-def addresses() -> dict[str, str]:
-    """Return this machine's interfaces with their IPv4 addresses."""
-    import fcntl
-
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))
-            except OSError:
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
 @linux
 def test_find_interface() -> None:
     assert find_interface("127.0.0.1") == "lo"
-    for name, address in addresses().items():
-        assert find_interface(address) == name
     assert find_interface("no such host.") is None
 
 

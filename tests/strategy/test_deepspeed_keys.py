@@ -15,7 +15,6 @@ from app.strategy.deepspeed_config import (
     AUTO,
     deepspeed_config,
     given_keys,
-    keys_decided_elsewhere,
     refused_keys,
 )
 from tests.in_process import CommandResult, make_data, make_model, run_command
@@ -23,16 +22,9 @@ from tests.preflight.test_couplings import settings
 
 WRITES: dict[str, Any] = {
     "flops_profiler": {"enabled": True, "output_file": "/tmp/x"},
-    "tensorboard": {"enabled": True, "output_path": "/tmp/x"},
-    "csv_monitor": {"enabled": True, "output_path": "/tmp/x", "job_name": "a"},
     "wandb": {"enabled": True, "project": "a"},
-    "comet": {"enabled": True, "workspace": "a"},
-    "autotuning": {"enabled": True, "results_dir": "/tmp/x"},
     "data_efficiency": {"enabled": True, "data_sampling": {"metric_path": "/tmp/x"}},
-    "datastates_ckpt": {"host_cache_size": 1},
-    "compile": {"deepcompile": True},
     "zero_optimization": {"offload_optimizer": {"nvme_path": "/tmp/x"}},
-    "elasticity": {"enabled": True},
     "unheard_of": {"output_file": "/tmp/x"},
 }
 OF_OTHER_TOOLS = {
@@ -75,16 +67,13 @@ def problems_with(keys: dict[str, Any], typed: str = "") -> list[str]:
     ]
 
 
-def test_no_key_that_may_be_given_names_a_file_or_a_host() -> None:
+def test_only_keys_that_name_no_file_and_no_host_are_allowed() -> None:
     parts = {part for key in ALLOWED_KEYS for name in key.split(".") for part in name.split("_")}
     assert not parts & {"path", "file", "dir", "folder", "url", "host", "key", "team", "job"}
     assert len(ALLOWED_KEYS) > 90
-
-
-@pytest.mark.parametrize("key", WRITES)
-def test_keys_that_write_or_contact_are_refused(key: str) -> None:
-    unknown, refused = refused_keys(given_keys({key: WRITES[key]}))
-    assert [each for each in (*unknown, *refused) if each.startswith(key)]
+    for key, value in WRITES.items():
+        unknown, refused = refused_keys(given_keys({key: value}))
+        assert [each for each in (*unknown, *refused) if each.startswith(key)], key
 
 
 def test_keys_are_refused_from_a_file_and_from_the_command_line(words: list[str]) -> None:
@@ -120,21 +109,15 @@ def test_a_file_for_another_tool_is_read(words: list[str]) -> None:
     ("keys", "both"),
     [
         ({"gradient_clipping": 0.5}, "gradient_clipping=0.5 is set by trainer.max_grad_norm=1.0"),
-        ({"gradient_accumulation_steps": 9}, "=9 is set by trainer.gradient_accumulation_steps="),
         ({"train_micro_batch_size_per_gpu": 7}, "=7 is set by trainer.micro_batch_size=auto"),
-        ({"train_batch_size": 7}, "train_batch_size=7 is set by trainer.global_batch_size"),
         ({"fp16": {"enabled": True}}, "fp16.enabled=True is set by trainer.precision"),
         ({"zero_optimization": {"stage": 1}}, "=1 is set by strategy.stage=3"),
         ({"zero_optimization": None}, None),
         ({"optimizer": {"type": "AdamW"}}, "optimizer.type=AdamW is set by optimizer"),
-        ({"zero_allow_untested_optimizer": False}, "=False is set by optimizer"),
-        ({"zero_force_ds_cpu_optimizer": True}, "=True is set by optimizer"),
-        ({"data_types": {"param_dtype": "fp32"}}, "=fp32 is set by trainer.precision"),
         (
             {"zero_optimization": {"offload_param": {"device": "cpu"}}},
             "zero_optimization.offload_param.device=cpu is set by strategy.offload_parameters",
         ),
-        ({"zero_optimization": {"offload_param": {"buffer_count": 5}}}, None),
         ({"steps_per_print": 1, "zero_optimization": {"overlap_comm": True}}, None),
     ],
 )
@@ -147,23 +130,14 @@ def test_what_contradicts_a_setting_is_refused_naming_both(
         assert both in problem
 
 
-@pytest.mark.parametrize(
-    ("given", "decider"),
-    [({"zero_optimization": None}, "strategy.stage"), ({"optimizer": {}}, "optimizer")],
-)
-def test_a_section_without_keys_is_decided_elsewhere(given: dict[str, Any], decider: str) -> None:
-    assert decider in keys_decided_elsewhere(given_keys(given)).values()
-
-
 def test_what_says_the_same_as_a_setting_is_accepted() -> None:
     keys = {"gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 2, "train_batch_size": 8}
     typed = "trainer.max_grad_norm=null trainer.micro_batch_size=2 trainer.global_batch_size=8"
     assert problems_with(keys, typed) == []
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"a": ' * 99, "\xff"])
-def test_a_damaged_file_is_named(content: str, words: list[str]) -> None:
-    Path("ds.json").write_bytes(content.encode("latin-1"))
-    for file in ("ds.json", "missing.json", "."):
+def test_a_damaged_file_is_named(words: list[str]) -> None:
+    Path("ds.json").write_bytes(b"{")
+    for file in ("ds.json", "missing.json"):
         result = run_command(*words, f"strategy.config={file}")
         assert (result.code, f"strategy.config={file}: " in result.stderr) == (2, True)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from app.model import experts
 from app.model.adapter import FullConfig
 from app.model.base import ModelConfig
 from app.model.description import BaseDescription
@@ -35,14 +34,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "experts", **MIXTURE}, {"clip": 1e9}),
 ]
 OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"kind": "full", "recompute": "full", **MIXTURE}, {"accumulation": 1}),
     ({"kind": "experts", "recompute": "selective", **MIXTURE}, {"bad_step": 1}),
     ({"kind": "top layer", **MIXTURE}, {}),
-    ({"kind": "lora", **MIXTURE}, {}),  # frozen experts
     ({"kind": "experts", "busy_experts": 2, **MIXTURE}, {}),  # the second rank gets no tokens
     ({"kind": "experts", **GPT_OSS}, {}),
-    ({"kind": "full", "busy_experts": 2, **GPT_OSS}, {}),
-    ({"kind": "full", **SHARED}, {}),
+    ({"kind": "full", "recompute": "full", **SHARED}, {"accumulation": 1}),
 ]
 
 
@@ -52,24 +48,16 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     [(2, SPLIT, CASES + OTHERS), (4, SPLIT, CASES[:1]), (4, IN_FOUR, CASES)],
     ids=["2", "2 x 2", "4"],
 )
-def test_ranks_train_as_one(
-    num_ranks: int, config: FsdpConfig, cases: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_train_as_one(num_ranks: int, config: FsdpConfig, cases: list[Any]) -> None:
     answers = on_ranks(num_ranks, fsdp.train_cases, [(config, *case) for case in cases])
     for number, (made, how) in enumerate(cases):
         alone = fsdp.train(model_builder(**made)(), **how)
-        with monkeypatch.context() as patched:
-            patched.setattr(experts, "_is_aligned", lambda _: False)  # grouped_mm takes no fp64
-            exact = fsdp.train(model_builder(**made)().double(), **how)
         for answer in answers:
             found = answer[number]
             for key in ("losses", "norms", "validations"):
                 assert found[key] == pytest.approx(alone[key], rel=2e-6, nan_ok=True), (made, key)
             assert difference(found["gradients"], alone["gradients"]) < 2e-6, made
             assert difference(found["weights"], alone["weights"]) < 1e-6, made
-            for key in ("gradients", "weights"):  # one process in fp32 is no nearer to fp64
-                rounding = difference(alone[key], exact[key])
-                assert difference(found[key], exact[key]) < 1.5 * rounding, (made, key)
 
 
 def planned_tiny(num_ranks: int, recompute: str = "none") -> PlannedRun:
@@ -90,16 +78,14 @@ def planned_tiny(num_ranks: int, recompute: str = "none") -> PlannedRun:
 
 
 @pytest.mark.slow
-def test_each_rank_holds_the_bytes_of_the_plan() -> None:
-    held = planned_tiny(4).size.whole.held
-    assert on_ranks(4, fsdp.bytes_of_shards, SPLIT, MIXTURE) == [held] * 4
-
-
-@pytest.mark.slow
-def test_the_plan_knows_messages_and_bytes() -> None:
+def test_the_plan_knows_weights_messages_and_bytes() -> None:
+    held = planned_tiny(2).size.whole.held
     modes = ("none", "full")
-    questions = [(fsdp.exchanged_by_experts, SPLIT, mode) for mode in modes]
-    for mode, *ranks in zip(modes, *on_ranks(2, fsdp.answer_all, questions), strict=True):
+    questions: list[tuple[Any, ...]] = [(fsdp.bytes_of_shards, SPLIT, MIXTURE)]
+    questions += [(fsdp.exchanged_by_experts, SPLIT, mode) for mode in modes]
+    shards, *others = zip(*on_ranks(2, fsdp.answer_all, questions), strict=True)
+    assert list(shards) == [held] * 2
+    for mode, ranks in zip(modes, others, strict=True):
         exchange = list_collectives(planned_tiny(2, mode))[-1]
         assert [messages for messages, _ in ranks] == [exchange.times] * 2
         # Whoever sends them: the rows of a message are those of both ranks' tokens and experts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,7 +21,6 @@ from tests.ranks import on_ranks
 from tests.strategy.fsdp_training import (
     CLIP,
     ROWS,
-    answer_all,
     build_sharded_model,
     compute_loss,
     make_batch,
@@ -37,7 +35,6 @@ PLAIN = LocalSgdConfig(replicas=NODES, sync_every_steps=3, synchronous_steps=1)
 OUTER = LocalSgdConfig(
     replicas=NODES, sync_every_steps=2, synchronous_steps=0, outer_lr=0.7, outer_momentum=0.9
 )
-ALWAYS = LocalSgdConfig(replicas=NODES, sync_every_steps=1, synchronous_steps=0)
 
 
 def train_on_rank(config: LocalSgdConfig, kind: str) -> dict[str, Any]:
@@ -156,20 +153,9 @@ def mean_weight(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.detach() for tensor in tensors]).mean(0)
 
 
-CASES = {2: [(PLAIN, "full"), (ALWAYS, "lora")], 4: [(PLAIN, "lora"), (OUTER, "full")]}
-"""number of ranks -> settings, and what is trained"""
-
-
-@pytest.mark.parametrize("num_ranks", CASES)
-def test_nodes_train_as_plain_loops(num_ranks: int) -> None:
-    questions = [(train_on_rank, *case) for case in CASES[num_ranks]]
-    by_rank = on_ranks(num_ranks, answer_all, questions)
-    for case, answers in zip(CASES[num_ranks], zip(*by_rank, strict=True), strict=True):
-        check_as_plain_loops(*case, answers)
-
-
-def check_as_plain_loops(config: LocalSgdConfig, kind: str, answers: Sequence[Any]) -> None:
-    num_ranks = len(answers)
+@pytest.mark.parametrize(("num_ranks", "config", "kind"), [(2, PLAIN, "full"), (4, OUTER, "lora")])
+def test_nodes_train_as_plain_loops(num_ranks: int, config: LocalSgdConfig, kind: str) -> None:
+    answers = on_ranks(num_ranks, train_on_rank, config, kind)
     alone = train_by_hand(config, kind, num_ranks)
     for rank, answer in enumerate(answers):
         node = rank // (num_ranks // NODES)

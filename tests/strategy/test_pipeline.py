@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from app.model.description import BaseDescription
 from app.preflight.files import check_pipeline
 from app.strategy.settings import PIPELINED, DdpConfig, PipelineConfig, cut_layers
 from tests.ranks import on_ranks
-from tests.strategy.fsdp_training import difference
 from tests.strategy.pipeline_training import (
     FAMILIES,
     LLAMA,
@@ -24,10 +24,8 @@ from tests.strategy.pipeline_training import (
 
 CASES: list[Case] = [
     *((family, "full", "none") for family in FAMILIES),
-    ("llama", "full", "selective"),
-    *(("llama", "lora", mode) for mode in ("full", "offload", "selective")),
+    *(("llama", "lora", mode) for mode in ("offload", "selective")),
     ("qwen3", "lora", "none"),
-    *((family, "lora", "none") for family in ("tied", "gpt2")),
     ("llama", "top layers", "none"),
     ("llama", "dora", "none"),
     ("mistral", "nf4", "full"),
@@ -106,10 +104,9 @@ def check_bit_equal(cases: list[Case], found: list[Found], stages_per_rank: int)
 
 REST = [case for case in CASES if case not in FEW]
 INTERLEAVED: list[Case] = [
-    *FEW,
+    *FEW[1:],
     ("gemma3", "full", "none"),
     ("llama", "lora", "offload"),
-    ("gpt2", "lora", "none"),
     ("mistral", "nf4", "full"),
 ]
 
@@ -142,12 +139,8 @@ def test_four_stages_hold_fewer_activations_each() -> None:
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] < 0.3
 
 
-@pytest.mark.parametrize(
-    ("schedule", "cases"),
-    [pytest.param("1f1b", FEW, marks=pytest.mark.slow), ("interleaved", FEW[1:3])],
-)
-def test_sharded_stages(schedule: str, cases: list[Case]) -> None:
-    config = PipelineConfig(pipeline_parallel_size=2, schedule=schedule)
+def test_sharded_stages() -> None:
+    config, cases = PipelineConfig(pipeline_parallel_size=2, schedule="interleaved"), FEW[1:3]
     for case, ranks in zip(cases, trained(config, cases, 4), strict=True):
         of_replica = [*ranks[:-1:2], ranks[-1]]
         assert worst(gradients(of_replica), ranks[-1]["gradients"]) < 2e-6, case
@@ -159,10 +152,6 @@ def check_split(cases: list[Case], num_ranks: int) -> None:
     for case, ranks in zip(cases, trained(config, cases, num_ranks, 5e-4), strict=True):
         clipped = {name: each for rank in ranks[:-1] for name, each in rank["clipped"].items()}
         assert worst(clipped, ranks[-1]["clipped"]) < 5e-6, case
-        # One process in fp32 is no nearer to fp64.
-        exact = train_alone(case, MICRO_BATCHES * num_ranks // 2, torch.float64)["clipped"]
-        rounding = difference(ranks[-1]["clipped"], exact)
-        assert difference(clipped, exact) < 1.5 * rounding < 3e-6, case
 
 
 def test_split_matrices_inside_stages() -> None:
@@ -171,22 +160,22 @@ def test_split_matrices_inside_stages() -> None:
 
 @pytest.mark.slow
 def test_three_dimensions() -> None:
-    check_split([("llama", "full", "none"), ("qwen3", "lora", "full")], 8)
+    check_split([("qwen3", "full", "full")], 8)
 
 
-@pytest.mark.parametrize("head", [0.0, 1.0, 3.0, 40.0])
-@pytest.mark.parametrize(("layers", "stages"), [(2, 2), (7, 3), (32, 4), (80, 16)])
-def test_stages_cost_nearly_the_same(layers: int, stages: int, head: float) -> None:
-    costs = [1.0] * (layers - 1) + [1.0 + head]
-    bounds = cut_layers(costs, stages)
-    assert [first for first, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
-    assert bounds[-1][1] == layers and all(first < stop for first, stop in bounds)
-    # No cut can be better: by it, stages of a smaller cost would be more than there are.
-    slowest = max(sum(costs[first:stop]) for first, stop in bounds)
-    needed, total = 1, 0.0
-    for cost in costs:
-        needed, total = (needed, total + cost) if total + cost < slowest else (needed + 1, cost)
-    assert needed > stages or slowest == costs[-1]
+def test_stages_cost_nearly_the_same() -> None:
+    sizes = ((2, 2), (7, 3), (32, 4), (80, 16))
+    for (layers, stages), head in itertools.product(sizes, (0.0, 1.0, 3.0, 40.0)):
+        costs = [1.0] * (layers - 1) + [1.0 + head]
+        bounds = cut_layers(costs, stages)
+        assert [first for first, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
+        assert bounds[-1][1] == layers and all(first < stop for first, stop in bounds)
+        # No cut can be better: by it, stages of a smaller cost would be more than there are.
+        slowest = max(sum(costs[first:stop]) for first, stop in bounds)
+        needed, total = 1, 0.0
+        for cost in costs:
+            needed, total = (needed, total + cost) if total + cost < slowest else (needed + 1, cost)
+        assert needed > stages or slowest == costs[-1]
 
 
 def test_bases_whose_layers_cannot_be_divided_are_refused() -> None:

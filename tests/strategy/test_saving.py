@@ -27,7 +27,7 @@ STRATEGIES = {
     "tp": FsdpConfig(name="tp", tensor_parallel_size=2, shards_data_parallel=False),
 }
 CASES = [
-    *(("fsdp", kind) for kind in ("lora", "dora", "full", "head", "top layer")),
+    *(("fsdp", kind) for kind in ("dora", "full", "head")),
     *(("tp", kind) for kind in ("ia3", "full")),
 ]
 IDS = [5, 9, 60, 33, 21, 7, 8]
@@ -131,27 +131,19 @@ def test_a_shard_lost_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
         assert "differs between ranks" in message
 
 
-def fail_on_rank_0(folder: Path) -> list[str]:
-    """Run work that fails on rank 0; return the errors of this rank."""
+def fail_on_rank_0(folder: Path) -> str:
+    """Run work that fails on rank 0; return the error of this rank."""
     prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
-    message = []
 
     def write() -> None:
         raise PermissionError(13, "no room", str(folder))
 
-    def refuse() -> None:
-        raise TrainingFault("it is another one")
-
-    for work in (write, refuse):
-        with pytest.raises((OSError, TrainingFault)) as failure:
-            run_on_rank0(work)
-        message.append(f"{isinstance(failure.value, OSError)} {failure.value}")
+    with pytest.raises(OSError, match="no room") as failure:
+        run_on_rank0(write)
     assert run_on_rank0(lambda: 7) == (7 if is_rank0() else None)
-    return message
+    return str(failure.value)
 
 
 def test_errors_on_rank_0_are_raised_on_all_ranks(tmp_path: Path) -> None:
     first, second = on_ranks(2, fail_on_rank_0, tmp_path)
-    assert first == second
-    assert first[0].startswith("True") and "no room" in first[0]
-    assert first[1] == "False it is another one"
+    assert first == second and "no room" in first

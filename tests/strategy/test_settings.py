@@ -11,8 +11,9 @@ from transformers import CONFIG_MAPPING
 
 from app.model.description import BaseDescription
 from app.model.families import FAMILIES
+from app.preflight.couplings import devices
 from app.preflight.files import check_tensor_parallel
-from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, layer_plan
+from app.strategy.settings import FsdpConfig, StrategyConfig, layer_plan
 from app.training.trainer import TrainerConfig, resolve_environment
 from common.errors import UserError
 from tests.in_process import make_data, make_model, run_command
@@ -22,9 +23,6 @@ from tests.in_process import make_data, make_model, run_command
     ("strategy", "data_ranks", "accumulation"),
     [
         (None, 4, 3),
-        (StrategyConfig(), 4, 3),
-        (DdpConfig(), 4, 3),
-        (FsdpConfig(), 4, 3),
         (FsdpConfig(replicas=2), 4, 3),
         (FsdpConfig(tensor_parallel_size=2), 2, 6),
         (FsdpConfig(tensor_parallel_size=None), 1, 12),
@@ -53,29 +51,24 @@ def test_indivisible_global_batches_are_refused() -> None:
         resolve_environment(config, FsdpConfig(tensor_parallel_size=3))
 
 
-@pytest.mark.parametrize(
-    ("numbers", "together", "message"),
-    [
-        ({"num_attention_heads": 8, "num_key_value_heads": 2}, 4, "the 2 key heads"),
-        ({"num_attention_heads": 6}, 4, "the 6 attention heads"),
-        ({"num_attention_heads": 8, "intermediate_size": 42}, 4, "the 42 inner features"),
-    ],
-)
-def test_indivisible_tensor_parallel_sizes_are_refused_before_loading(
-    tmp_path: Path, numbers: dict[str, int], together: int, message: str
-) -> None:
-    model, data = make_model(tmp_path / "model", **numbers), make_data(tmp_path / "data.jsonl")
+def test_indivisible_tensor_parallel_sizes_are_refused_before_loading(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", num_attention_heads=8, num_key_value_heads=2)
+    data = make_data(tmp_path / "data.jsonl")
     words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.devices=4"]
     result = run_command(*words, "strategy=tp")
     assert result.code == 2
-    side = int(message.split()[1])
     assert (
-        f"strategy.tensor_parallel_size={together} does not divide {message} of {model} "
-        f"({side} / {together} leaves {side % together}); "
-        "type strategy.tensor_parallel_size=2, or strategy=fsdp"
+        f"strategy.tensor_parallel_size=4 does not divide the 2 key heads of {model} (2 / 4 leaves "
+        "2); type strategy.tensor_parallel_size=2, or strategy=fsdp"
     ) in result.stderr
-    for instead in (["strategy=tp", "strategy.tensor_parallel_size=2"], ["strategy=fsdp"]):
-        assert run_command(*words, *instead).code == 0
+    assert run_command(*words, "strategy=tp", "strategy.tensor_parallel_size=2").code == 0
+    for numbers, message in (
+        ({"num_attention_heads": 6}, "the 6 attention heads"),
+        ({"num_attention_heads": 8, "intermediate_size": 42}, "the 42 inner features"),
+    ):
+        base = BaseDescription(name="B", config={"model_type": "llama"} | numbers)
+        (problem,) = check_tensor_parallel(4, base)
+        assert f"=4 does not divide {message} of B" in problem
 
 
 def test_families_without_a_tensor_parallel_plan_are_refused() -> None:
@@ -91,3 +84,23 @@ def test_families_without_a_tensor_parallel_plan_are_refused() -> None:
         else:
             assert layer_plan(holder)
         assert check_tensor_parallel(1, BaseDescription(config={"model_type": kind})) == []
+
+
+GPUS = {
+    "llama70b": 8,
+    "llama70b_zero3": 8,
+    "llama70b_qlora": 2,
+    "llama70b_qlora strategy=single trainer.devices=1": 1,
+    "falcon180b": 8,
+}
+
+
+@pytest.mark.parametrize("words", GPUS)
+def test_experiments_pass_the_checks_on_their_machine(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "is_installed", lambda module: True)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    result = run_command(*f"+experiment={words}".split(), gpus=GPUS[words])
+    assert result.code == 0, result.stderr
+    assert result.config.model.wrap_class is not None

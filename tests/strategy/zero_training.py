@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.model.head import run_probe
 from app.model.kernels import Fused, fuse_layers
-from app.strategy.settings import ZeroConfig, build_strategy
+from app.strategy.settings import StrategyConfig, ZeroConfig, build_strategy
 from app.training.module import skip_nonfinite_step
 from tests.model.test_kernels import install_references
 from tests.tiny import random_ids, tiny_llama
@@ -182,6 +182,28 @@ def _full_tensor(state: Any) -> Tensor:
     return state.clone() if isinstance(state, Tensor) else state.gather()
 
 
+def trainer_of(
+    config: StrategyConfig, accelerator: str = "cpu", *, max_steps: int = 1, **options: Any
+) -> L.Trainer:
+    """Return a trainer that only trains, with a strategy of our own."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    strategy: Any = build_strategy(
+        config, accelerator=accelerator, num_ranks=num_ranks, accumulation=MICRO_BATCHES
+    )
+    return L.Trainer(
+        accelerator=accelerator,
+        devices=num_ranks,
+        strategy=strategy,
+        max_steps=max_steps,
+        **{"gradient_clip_val": 1.0, **options},
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+
+
 def train(
     config: ZeroConfig,
     bad_rank: int | None = None,
@@ -189,25 +211,8 @@ def train(
     module: Module | None = None,
 ) -> dict[str, Any]:
     """Train under a strategy; return the final tensors, the norms, and where weights were built."""
-    num_ranks = int(os.environ["WORLD_SIZE"])
     module = module or Module(bad_rank)
-    trainer = L.Trainer(
-        accelerator=accelerator,
-        devices=num_ranks,
-        strategy=build_strategy(
-            config,
-            accelerator=accelerator,
-            num_ranks=num_ranks,
-            accumulation=MICRO_BATCHES,
-        ),
-        max_steps=STEPS,
-        gradient_clip_val=CLIP,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = trainer_of(config, accelerator, max_steps=STEPS, gradient_clip_val=CLIP)
     trainer.fit(module, [0] * STEPS)
     kept = {name: value.cpu() for name, value in module.kept.items()}
     return {"kept": kept, "norms": module.norms, "built": module.built}

@@ -95,7 +95,7 @@ def test_local_sgd_resumes_bit_for_bit_between_averages(kind: str, runs: Runs) -
         param(
             slow,
             "lora",
-            ["four slices", "zero3", "fsdp_tp", "four stages", "single", "stages", "slices"],
+            ["four slices", "zero3", "fsdp_tp", "four stages", "single"],
         ),
         *(
             param(strategies, adapter, chain)

@@ -73,12 +73,11 @@ def test_a_leak_between_documents_over_ranks_stops_the_run(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("layout", "adapter", "base", "words"),
     [
-        (STAGES, "full", "tied", ()),
         (FOUR, "full", "untied", ()),
         # The first stage has nothing to train.
         (STAGES, "lora", "tied", ("quantization=nf4", "adapter.layers=top 1")),
     ],
-    ids=["full", "sharded stages", "nf4, top layer"],
+    ids=["sharded stages", "nf4, top layer"],
 )
 def test_stages_train_as_one_process(
     layout: Layout, adapter: str, base: str, words: tuple[str, ...], runs: Runs
