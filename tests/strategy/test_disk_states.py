@@ -105,7 +105,9 @@ def test_steps_and_states_equal_those_in_memory_bit_for_bit(
 ) -> None:
     if device == "copied":  # blocks are copied to the device and back
         device, to = "cpu", torch.Tensor.to
-        monkeypatch.setattr(torch.Tensor, "to", lambda self, *how: to(self, *how).clone())
+        monkeypatch.setattr(
+            torch.Tensor, "to", lambda self, *args, **how: to(self, *args, **how).clone()
+        )
     mine, plain = Net(dtype, device), Net(dtype, device)
     states = []
     for net, optimizer in ((mine, on_disk(mine, tmp_path)), (plain, in_memory(plain))):

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -229,7 +230,7 @@ def set_up_zero(num_ranks: int) -> dict[str, float]:
 
     with pytest.MonkeyPatch.context() as patch:
         silence(patch, deepspeed_strategy)
-        patch.setattr("deepspeed.comm.torch.build_shm_op", lambda: None)
+        patch.setattr(import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)
         deepspeed.init_distributed("fake", verbose=False)
         strategy = OneOfMany(config.strategy)
         model = strategy.build_model(lambda **_: build(config, **narrow).to_empty(device="cpu"))
