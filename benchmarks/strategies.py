@@ -198,7 +198,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
 
     from app.config import settings_of
     from app.model.adapter import LoraConfig
-    from app.strategy.settings import build_strategy
+    from app.strategy import build_strategy
     from app.training.trainer import TrainerConfig, resolve_environment
 
     class Clock(L.Callback):

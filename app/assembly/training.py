@@ -45,7 +45,8 @@ from app.run.folder import CONFIG_FILE
 from app.run.manifest import identity_of, installed_versions, save_manifest
 from app.run.ranks import build_peers
 from app.run.remote import url_of
-from app.strategy.settings import build_strategy, states_folder, words_of
+from app.strategy import build_strategy
+from app.strategy.settings import states_folder, strategy_words
 from app.training.callbacks import (
     GradientCheck,
     Heartbeat,
@@ -431,7 +432,7 @@ def describe_run(
         "data": [asdict(dataset) for dataset in data.report.datasets],
         "test_data": [asdict(dataset) for dataset in data.report.test_datasets],
         "precision": "fp8" if config.trainer.precision == "fp8" else env.precision,
-        "strategy": words_of(config.strategy),
+        "strategy": strategy_words(config.strategy),
         "global_batch": _global_batch(data),
         "total_steps": data.total_steps,
         **data.fingerprints(),

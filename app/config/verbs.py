@@ -28,7 +28,7 @@ from app.run import ALLOWED
 from app.run.find import FINAL, saved_folder
 from app.run.folder import OutputConfig, TrainOutputConfig
 from app.serving.api import ServeConfig
-from app.strategy.settings import FAMILIES, StrategyConfig
+from app.strategy.settings import STRATEGY_CONFIGS, StrategyConfig
 from app.training.objective.settings import OBJECTIVES, ObjectiveConfig
 from app.training.optimizers import (
     AdafactorConfig,
@@ -483,7 +483,7 @@ PARTS: dict[str, dict[str, type]] = {
         "schedule_free": ScheduleFreeConfig,
     },
     "objective": OBJECTIVES,
-    "strategy": FAMILIES,
+    "strategy": STRATEGY_CONFIGS,
 }
 """groups whose settings depend on the option: group -> option -> schema"""
 _LIST_INDEX = re.compile(r"\[\d+\]")

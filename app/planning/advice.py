@@ -34,8 +34,8 @@ from app.strategy.settings import (
     ZeroConfig,
     context_parallel_size,
     expert_parallel_size,
+    strategy_words,
     with_states_of,
-    words_of,
 )
 from app.training.objective.settings import DistillConfig
 from common.errors import UserError
@@ -155,7 +155,7 @@ def _shardings(
             if name != config.strategy.name:
                 overrides += (f"strategy={name}",)
             if each is not mine:
-                overrides += tuple(words_of(each).split()[1:])
+                overrides += tuple(strategy_words(each).split()[1:])
             if method != config.quantization.method:
                 overrides += (f"quantization={method}",)
             yield replace(config, strategy=each, quantization=quantization), overrides
@@ -275,46 +275,42 @@ def suggest_larger_changes(
     and more GPUs.
     """
     found = []
-    objective = config.objective
+
+    def suggest(changed: TrainConfig, *first: str, on: HardwareConfig = hardware) -> bool:
+        """Add the overrides with which a changed run fits; `first`: those for the change."""
+        candidates = list_candidates(changed, on, config_json, model, strategies)
+        if (change := smallest_change(candidates)) is None:
+            return False
+        found.append(" ".join((*first, *change.overrides)))
+        return True
+
+    objective, strategy = config.objective, config.strategy
     if isinstance(objective, DistillConfig) and objective.teacher_quantization == "none":
-        packed = replace(config, objective=replace(objective, teacher_quantization="nf4"))
-        candidates = list_candidates(packed, hardware, config_json, model, strategies)
-        if (change := smallest_change(candidates)) is not None:
-            found.append(" ".join(("objective.teacher_quantization=nf4", *change.overrides)))
-    is_zero = isinstance(config.strategy, ZeroConfig)
-    if config.strategy.offload_optimizer == "none" and not is_zero:
-        strategy = replace(config.strategy, offload_optimizer="disk")
-        on_disk = replace(config, strategy=strategy)
-        candidates = list_candidates(on_disk, hardware, config_json, model, strategies)
-        if (change := smallest_change(candidates)) is not None:
-            found.append(" ".join((*change.overrides, "strategy.offload_optimizer=disk")))
+        packed = replace(objective, teacher_quantization="nf4")
+        suggest(replace(config, objective=packed), "objective.teacher_quantization=nf4")
+    if strategy.offload_optimizer == "none" and not isinstance(strategy, ZeroConfig):
+        on_disk = replace(config, strategy=replace(strategy, offload_optimizer="disk"))
+        if suggest(on_disk):  # after the strategy that it is a setting of
+            found[-1] = f"{found[-1]} strategy.offload_optimizer=disk".lstrip()
     if hardware.num_gpus == 1 and config.model.stream is None:
         streamed = replace(config, model=replace(config.model, stream="host"))
-        candidates = list_candidates(streamed, hardware, config_json, model, strategies)
-        if (change := smallest_change(candidates)) is not None:
-            found.append(" ".join(("model.stream=host", *change.overrides)))
+        suggest(streamed, "model.stream=host")
     length = sequence_len // 2
     while length >= 128:
         shorter = replace(config, data=replace(config.data, sequence_len=length))
-        candidates = list_candidates(shorter, hardware, config_json, model, strategies)
-        if (change := smallest_change(candidates)) is not None:
-            found.append(" ".join((f"data.sequence_len={length}", *change.overrides)))
+        if suggest(shorter, f"data.sequence_len={length}"):
             break
         length //= 2
     more = hardware
     for _ in range(_MAX_DOUBLINGS):
-        more = _double(more)
+        more, scaled = _double(more), config
         nodes = f"{more.num_nodes}x" if more.num_nodes > 1 else ""
-        scaled = config
         overrides = [f"hardware={nodes}{more.gpus_per_node}x{more.name}"]
         if (config.trainer.global_batch_size or more.num_gpus) < more.num_gpus:
-            scaled = replace(
-                config, trainer=replace(config.trainer, global_batch_size=more.num_gpus)
-            )
+            trainer = replace(config.trainer, global_batch_size=more.num_gpus)
+            scaled = replace(config, trainer=trainer)
             overrides.append(f"trainer.global_batch_size={more.num_gpus}")
-        candidates = list_candidates(scaled, more, config_json, model, strategies)
-        if (change := smallest_change(candidates)) is not None:
-            found.append(" ".join((*overrides, *change.overrides)))
+        if suggest(scaled, *overrides, on=more):
             break
     return found
 

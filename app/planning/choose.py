@@ -29,7 +29,7 @@ from app.strategy.settings import (
     context_parallel_size,
     divisors,
     pipeline_parallel_size,
-    words_of,
+    strategy_words,
 )
 from common.text import counted
 
@@ -41,7 +41,7 @@ _UNTRIED_SHARE = 0.8
 _NEAR = 0.98
 """share of the highest speed that is enough for a split over fewer ranks"""
 
-MIN_GAIN = 1.01
+_MIN_GAIN = 1.01
 """factor by which gradients that are averaged once per step must be faster"""
 
 
@@ -76,7 +76,7 @@ class StrategyChoice:
     reason: str
 
     def __str__(self) -> str:
-        return f"{words_of(self.strategy)} ({self.reason})"
+        return f"{strategy_words(self.strategy)} ({self.reason})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def choose_strategy(
     once = syncs_once(whole.strategy, run)
     if once and without and (best := expected(run.under(once))) and run.hardware.has_known_rates:
         factor = _tokens_per_second(best) / _tokens_per_second(without)
-        if factor > MIN_GAIN:
+        if factor > _MIN_GAIN:
             reason = f"gradients, averaged once per step, make it {factor:.2f} x as fast"
             whole, without = StrategyChoice(once, f"{choice.reason}; {reason}"), best
     if without is not None and not run.hardware.has_known_rates:

@@ -21,7 +21,7 @@ from app.strategy.settings import (
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 ALL_TO_ALL, SEND = "all-to-all", "send"
-QUANTIZED_WEIGHT, QUANTIZED_GRADIENT = 1.0, 0.5
+_QUANTIZED_WEIGHT, _QUANTIZED_GRADIENT = 1.0, 0.5
 """bytes per element that ZeRO++'s qwZ and qgZ send"""
 _AVERAGED_WEIGHT = 4.0
 """bytes per weight that local SGD sends to average it, for every dtype"""
@@ -31,7 +31,7 @@ _DDP_BUCKET = 25 * 2**20
 """bytes of gradients that DistributedDataParallel reduces at once (its bucket_cap_mb)"""
 LINKS = 0.8
 """share of a link's datasheet rate that collectives reach (assumed)"""
-CALL, HOP, NETWORK_HOP = 8.4e-6, 3.4e-6, 14e-6
+_CALL, _HOP, _NETWORK_HOP = 8.4e-6, 3.4e-6, 14e-6
 """seconds of a message that do not depend on its bytes: of a call, and of each step to another GPU
 of the node and to another node (NCCL's own model, src/graph/tuning.cc: ring, NVLink, Simple)"""
 CONTENTION, MOST_CONTENTION = 0.189, 0.40
@@ -72,7 +72,7 @@ class Collective:
         inside, between = (self.num_ranks - nodes), float(nodes - 1)
         if self.kind == ALL_REDUCE:
             inside, between = 2 * (self.num_ranks // nodes - 1), 2 * math.log2(nodes)
-        return self.times * self.messages * (CALL + inside * HOP + between * NETWORK_HOP)
+        return self.times * self.messages * (_CALL + inside * _HOP + between * _NETWORK_HOP)
 
     @property
     def sent(self) -> float:
@@ -89,11 +89,6 @@ class Collective:
         if self.kind == SEND:
             return self.sent if nodes > 1 else 0.0
         return self._passes * self.num_bytes * self.times * (nodes - 1) / nodes
-
-    @property
-    def own(self) -> float:
-        """Bytes of a node's own shard, which the others need; what rules of thumb count."""
-        return self.num_bytes * self.times / self.num_nodes
 
 
 def sent_by_node(run: PlannedRun, each: Collective) -> float:
@@ -230,10 +225,10 @@ def _of_zero(run: PlannedRun, strategy: ZeroConfig) -> list[Collective]:
         ]
     weights, gradients = whole.total, whole.trained
     num_weights = run.model.num_weights
-    forward = num_weights * QUANTIZED_WEIGHT if strategy.quantized_weights else weights
+    forward = num_weights * _QUANTIZED_WEIGHT if strategy.quantized_weights else weights
     backward = forward
     if strategy.quantized_gradients:
-        gradients = whole.num_trained * QUANTIZED_GRADIENT
+        gradients = whole.num_trained * _QUANTIZED_GRADIENT
     within = Collective(
         what="weights, backward",
         kind=ALL_GATHER,

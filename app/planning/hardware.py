@@ -17,20 +17,11 @@ from common.facts import setting
 
 _MANY = re.compile(r"(?:(?P<nodes>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d?)x(?P<card>[a-z].*)")
 """`8xh100`, or `2x8xh100`: two nodes of eight"""
-_NVIDIA_NAMES = (
-    ("h200", "h200"),
-    ("h100", "h100"),
-    ("b200", "b200"),
-    ("l40s", "l40s"),
-    ("4090", "rtx4090"),
-    ("3090", "rtx3090"),
-    ("a100", "a100"),
-    ("v100", "v100"),
-)
-"""words of the driver's names for cards, and the options of conf/hardware for them"""
+_CARDS = ("h200", "h100", "b200", "l40s", "rtx4090", "rtx3090", "a100", "v100")
+"""options of conf/hardware; the driver has other words for some: `RTX 4090`"""
 _FABRIC = Path("/sys/class/infiniband")
 """where Linux lists InfiniBand, RoCE and EFA adapters"""
-FAST_NETWORK, SLOW_NETWORK = 25.0, 1.25
+FAST_NETWORK, _SLOW_NETWORK = 25.0, 1.25
 """GB/s of a node: with one 200 Gb/s adapter, which counts as fast, and with 10 Gb/s Ethernet, which
 is assumed without InfiniBand, RoCE or EFA"""
 _CONTAINER_LIMITS = (
@@ -114,7 +105,7 @@ def known_card(name: str, memory_gib: float) -> str | None:
     if " mig " in f" {name.lower()} ":
         return None
     words = re.split(r"[^a-z0-9]+", name.lower())  # GH200 has its own specifications
-    found = next((ours for part, ours in _NVIDIA_NAMES if {part, ours} & {*words}), None)
+    found = next((card for card in _CARDS if {card, card.removeprefix("rtx")} & {*words}), None)
     if found == "a100":
         return "a100_80gb" if memory_gib > 60 else "a100_40gb"
     if found == "v100":
@@ -174,7 +165,7 @@ def with_local_host(card: HardwareConfig) -> HardwareConfig:
         card,
         host_memory_gib=host_memory_gib(),
         nvme_gib=shutil.disk_usage(Path.cwd()).free / _GIB,
-        network_gb_per_second=network if any(_FABRIC.glob("*")) else SLOW_NETWORK,
+        network_gb_per_second=network if any(_FABRIC.glob("*")) else _SLOW_NETWORK,
     )
 
 

@@ -419,14 +419,19 @@ def estimate_moments(run: PlannedRun) -> list[GpuMemory]:
         accumulation=run.accumulation,
     )
     execution, copies = run.execution, autocast_copy_bytes(run)
-    gathered = _gathered(run.size, run.strategy, states.gathered)
+    # DeepSpeed holds as many bytes all the time.
+    at_ends = at_loss = in_layers = at_first = at_step = states.gathered
+    if isinstance(run.strategy, FsdpConfig) and states.gathered:
+        at_ends, at_loss, in_layers, at_first = gathered_by_fsdp(run.size, run.strategy)
+        at_step = 0.0
     gradients = _gradients(run, states.gradients)
     layers = estimate_activations(run, execution)
     of_loss, kept_by_loss = estimate_loss(run, execution)
     trained_layers = max(1, run.model.trained_layers)
+    before = {"gradients": gradients.at_loss, "activations": layers.all, "copies": copies}
     moments: dict[str, dict[str, float]] = {
-        "embedding or head gathered": {"gathered": gathered.at_ends, "loss": 0.0},
-        "loss": {"gathered": gathered.at_loss, "loss": of_loss},
+        "embedding or head gathered": {"gathered": at_ends, "loss": 0.0, **before},
+        "loss": {"gathered": at_loss, "loss": of_loss, **before},
         "backward pass of the last layer": {
             "gradients": gradients.at_last,
             "activations": layers.at_last,
@@ -437,18 +442,15 @@ def estimate_moments(run: PlannedRun) -> list[GpuMemory]:
             "activations": layers.at_second,
         },
         "backward pass of the first layer": {
-            "gathered": gathered.at_first,
+            "gathered": at_first,
             "gradients": gradients.at_first,
             "activations": layers.at_first,
         },
         "end of the backward pass": {"activations": layers.of_stream},
-        "optimizer step": {"gathered": gathered.at_step, "copies": 0.0},
+        "optimizer step": {"gathered": at_step, "copies": 0.0},
     }
-    for moment in ("embedding or head gathered", "loss"):
-        moments[moment] |= {"gradients": gradients.at_loss, "activations": layers.all}
-        moments[moment] |= {"copies": copies}
     defaults = _constant_parts(run, states) | {
-        "gathered": gathered.in_layers,
+        "gathered": in_layers,
         "copies": copies / trained_layers if run.recompute == "none" else copies,
         "loss": kept_by_loss,
         "gradients": gradients.at_end,
@@ -549,34 +551,6 @@ def _secondary_partition(run: PlannedRun, weights: float) -> float:
     """Return the bytes of ZeRO++ hpZ's second copy of `weights`, sharded within each node."""
     is_within_node = isinstance(run.strategy, ZeroConfig) and run.strategy.partition_within_node
     return weights / run.hardware.gpus_per_node if is_within_node else 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Gathered:
-    """Bytes of gathered weights at several moments of a step."""
-
-    at_ends: float
-    """while the embedding or the head is gathered"""
-    at_loss: float
-    in_layers: float
-    at_first: float
-    """during the backward pass of the first layer"""
-    at_step: float
-
-
-def _gathered(size: ModelSize, strategy: StrategyConfig, gathered: float) -> _Gathered:
-    """Return the gathered weights at each moment; DeepSpeed holds `gathered` bytes all the time."""
-    at_ends = at_loss = in_layers = at_first = at_step = gathered
-    if isinstance(strategy, FsdpConfig) and gathered:
-        at_ends, at_loss, in_layers, at_first = gathered_by_fsdp(size, strategy)
-        at_step = 0.0
-    return _Gathered(
-        at_ends=at_ends,
-        at_loss=at_loss,
-        in_layers=in_layers,
-        at_first=at_first,
-        at_step=at_step,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

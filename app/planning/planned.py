@@ -37,7 +37,7 @@ from app.preflight.files import (
     check_tensor_parallel,
 )
 from app.strategy.settings import (
-    FAMILIES,
+    STRATEGY_CONFIGS,
     StrategyConfig,
     tensor_parallel_size,
     with_states_of,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NOT_PLANNED = ("auto", "zero3_nvme")
+_NOT_PLANNED = ("auto", "zero3_nvme")
 """strategy names that are resolved before planning, or that are not implemented"""
 _NO_FLASH = ("attention_chunk_size", "attention_dropout", "attn_pdrop")
 """keys of config.json that FlashAttention does not support, and sdpa does"""
@@ -94,7 +94,9 @@ def load_strategies(
 
     `settings_of(group, name)` loads an option from conf/.
     """
-    return {name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED}
+    return {
+        name: settings_of("strategy", name) for name in STRATEGY_CONFIGS if name not in _NOT_PLANNED
+    }
 
 
 def read_config_json(model: ModelConfig) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ from app.model.quantization import QuantizationConfig
 from app.strategy.settings import BY_COLUMNS, BY_ROWS
 from common.errors import UserError
 
-Getter = Callable[[str], Any]
+_Getter = Callable[[str], Any]
 """returns the value of a key of config.json, None if it has none"""
 
 _DROPOUTS = ("resid_pdrop", "hidden_dropout", "dropout")
@@ -46,7 +46,7 @@ _UNGATED = ("fc1", "fc_in", "c_fc", "dense_h_to_4h")
 """names of the first matrix of an ungated feed-forward"""
 
 
-def _kind_of_type(get: Getter) -> LayerKind:
+def _kind_of_type(get: _Getter) -> LayerKind:
     kind = family_of(get("model_type")).layer
     if get("model_type") != "falcon" or get("new_decoder_architecture"):
         return kind
@@ -146,7 +146,7 @@ class Widths:
         return self.query + 2 * self.key_value + 2 * self.hidden + 2 * self.feed_forward
 
 
-def widths_of(get: Getter, kind: LayerKind | None = None) -> Widths | None:
+def widths_of(get: _Getter, kind: LayerKind | None = None) -> Widths | None:
     """Return the dimensions of a model's layers; None if its config lacks the basic ones.
 
     `get`: reads config.json, as `BaseDescription.get` or a `config_getter`. `kind`: structure of
@@ -205,7 +205,7 @@ def widths_of(get: Getter, kind: LayerKind | None = None) -> Widths | None:
     )
 
 
-def config_getter(architecture: Any) -> Getter:
+def config_getter(architecture: Any) -> _Getter:
     """Return a function that reads the language model's values of a transformers config.
 
     If each layer has its own value (Gemma 4), it returns their mean.

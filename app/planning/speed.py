@@ -26,7 +26,7 @@ from app.planning.states import num_shards
 from app.strategy.settings import FsdpConfig, PipelineConfig, ZeroConfig
 from common.text import percent
 
-PRODUCTS, ATTENTION, BANDWIDTH = 0.72, 0.45, 0.69
+_PRODUCTS, ATTENTION, BANDWIDTH = 0.72, 0.45, 0.69
 """share of the datasheet's rate that large kernels reach: half-precision matrix products, attention
 and memory-bound kernels (measured on an H100 on 2026-11-27: benchmarks/results; other cards are
 assumed to reach the same shares, in products in proportion to hardware.product_share)"""
@@ -35,7 +35,7 @@ MEASURED, KERNEL_ERROR = {"h100": 0.05, "h200": 0.1}, 0.15
 SPREAD = 0.015
 """standard deviation of the speed of GPUs of one model: they vary by 8 % (arXiv 2208.11035), taken
 as the range of 99 % of them. All ranks wait for the slowest"""
-LAUNCHES, LORA_LAUNCHES, PLAIN_LAUNCHES = 42, 49, 2.5
+_LAUNCHES, _LORA_LAUNCHES, _PLAIN_LAUNCHES = 42, 49, 2.5
 """kernels per layer and micro-batch, those that LoRA adds, and their factor without fused kernels
 (results/2026-11-26_gpu-modelled.md)"""
 _LAUNCH = 5e-6
@@ -224,8 +224,8 @@ def _copied_bytes(run: PlannedRun, collectives: list[Collective]) -> float:
 
 def _launch_seconds(run: PlannedRun) -> float:
     """Return the seconds of an optimizer step that the host takes to launch its kernels."""
-    kernels: float = LAUNCHES + LORA_LAUNCHES * _has_lora(run)
-    kernels *= 1 if run.execution.fuses_norm_and_gate else PLAIN_LAUNCHES
+    kernels: float = _LAUNCHES + _LORA_LAUNCHES * _has_lora(run)
+    kernels *= 1 if run.execution.fuses_norm_and_gate else _PLAIN_LAUNCHES
     return _LAUNCH * kernels * run.model.num_layers * run.accumulation
 
 
@@ -285,7 +285,7 @@ def peak_tokens_per_second(run: PlannedRun) -> float:
 
 
 def _product_share(hardware: HardwareConfig) -> float:
-    return PRODUCTS * hardware.product_share / HardwareConfig().product_share
+    return _PRODUCTS * hardware.product_share / HardwareConfig().product_share
 
 
 def _full_rate(run: PlannedRun) -> float:

@@ -98,7 +98,7 @@ class ModelStates:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightLayout:
+class _WeightLayout:
     """Precision, quantization and sharding, which determine the bytes of a weight on a rank."""
 
     precision: str
@@ -125,7 +125,7 @@ def _bytes_per_weight(num_bytes: int, quantization: QuantizationConfig) -> float
 
 
 def _sum_weight_bytes(
-    weights: Weights, layout: WeightLayout, plan: Mapping[str, str]
+    weights: Weights, layout: _WeightLayout, plan: Mapping[str, str]
 ) -> WeightBytes:
     """Sum the bytes of weights that FSDP gathers together, split by the tensor-parallel `plan`."""
     in_bf16 = layout.precision == "bf16" and all(w.num_bytes == 4 for w in weights.values())
@@ -171,11 +171,11 @@ def size_for(
     tensor_size = tensor_parallel_size(strategy, num_ranks // num_nodes)
     weight_shards, _, _ = num_shards(strategy, num_ranks, num_nodes)
     experts = expert_parallel_size(strategy)
-    layout = WeightLayout(precision, quantization, weight_shards, tensor_size, experts)
+    layout = _WeightLayout(precision, quantization, weight_shards, tensor_size, experts)
     of_ends = replace(layout, quantization=QuantizationConfig())  # they are never quantized
     plan = model.plan if tensor_size > 1 else {}
 
-    def sum_layers(layout: WeightLayout) -> WeightBytes:
+    def sum_layers(layout: _WeightLayout) -> WeightBytes:
         parts = (
             _sum_weight_bytes(weights, layout, plan) * times for weights, times in model.layers
         )

@@ -65,7 +65,7 @@ class CompressedDdp(Ddp):
 
     def __init__(self, config: DdpConfig) -> None:
         super().__init__()
-        self._topk = TopK(config.topk_share) if config.compression == "topk" else None
+        self._topk = _TopK(config.topk_share) if config.compression == "topk" else None
         self._compression = config.compression
         self._rank = config.powersgd_rank
         self._powersgd: Any = None
@@ -155,7 +155,7 @@ class CompressedDdp(Ddp):
             self._topk.residuals[weight] = saved.to(weight.device, copy=True)
 
 
-class TopK:
+class _TopK:
     """Averages the largest gradients of each weight; adds the rest to the next step's gradients.
 
     Error feedback as in arXiv 1809.07599. Each rank selects its own largest gradients, and all

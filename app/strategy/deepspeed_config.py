@@ -108,7 +108,7 @@ REFUSED = {
     "zero_optimization.offload_param.nvme_path": "names a folder to write to",
 }
 """further keys that DeepSpeed has, and why they may not be given; `enabled: false` is no problem"""
-AUTO = "auto"
+_AUTO = "auto"
 """value of a key that the integrations of other tools fill in: it is left out"""
 
 
@@ -125,7 +125,7 @@ def given_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in _dotted_keys(config, "")
-        if value != AUTO and not (key.endswith(".enabled") and value is False)
+        if value != _AUTO and not (key.endswith(".enabled") and value is False)
     }
 
 
@@ -151,7 +151,7 @@ def conflicting_keys(given: Mapping[str, Any], config: TrainConfig) -> dict[str,
     }
     if trainer.global_batch_size is not None:  # it decides the accumulation
         del ours["gradient_accumulation_steps"]
-    decided = keys_decided_elsewhere(given)
+    decided = _keys_decided_elsewhere(given)
     return {
         key: f"{name}={ours[key]}" if ours.get(key) is not None else name
         for key, name in decided.items()
@@ -159,7 +159,7 @@ def conflicting_keys(given: Mapping[str, Any], config: TrainConfig) -> dict[str,
     }
 
 
-def keys_decided_elsewhere(given: Mapping[str, Any]) -> dict[str, str]:
+def _keys_decided_elsewhere(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the keys, with dots, that one of our settings decides, with the setting."""
     decided: dict[str, str] = {}
     for key in given:
@@ -184,7 +184,7 @@ def refused_keys(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """
     # DeepSpeed's own model, deepspeed.runtime.config, imports torch and takes two seconds.
     unknown, refused = [], []
-    for key in sorted(set(given) - ALLOWED_KEYS - keys_decided_elsewhere(given).keys()):
+    for key in sorted(set(given) - ALLOWED_KEYS - _keys_decided_elsewhere(given).keys()):
         reasons = (why for known, why in REFUSED.items() if f"{key}.".startswith(f"{known}."))
         if (why := next(reasons, None)) is None:
             unknown.append(_unknown_part(key))

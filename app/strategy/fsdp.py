@@ -46,7 +46,7 @@ from app.strategy.mixin import (
 )
 from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import MAX_UNSHARDED_SHARE, TIMEOUT, FsdpConfig
-from app.strategy.tensor_parallel import ExpertParallel, Split, TensorParallel, experts_of
+from app.strategy.tensor_parallel import ExpertParallel, SplitWeight, TensorParallel, experts_of
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         self.model_root: Any = None
         self._accumulates_unsharded = False
         """whether gradients stay unsharded between the micro-batches of a step"""
-        self._splits: dict[torch.nn.Parameter, Split] = {}
+        self._splits: dict[torch.nn.Parameter, SplitWeight] = {}
         """weights that tensor or expert parallelism has split"""
         self._partial_grads: set[torch.nn.Parameter] = set()
         """replicated weights whose gradients are partial sums under tensor parallelism"""
@@ -399,7 +399,9 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         is_step_count = not isinstance(value, Tensor) or value.shape != weight.shape
         return value if is_step_count else self._as_state(value, split)
 
-    def _gather_from_disks(self, weight: Tensor, value: DiskTensor, split: Split | None) -> Tensor:
+    def _gather_from_disks(
+        self, weight: Tensor, value: DiskTensor, split: SplitWeight | None
+    ) -> Tensor:
         """Gather a state of which each rank has the part of its shard of `weight` on its disk."""
         part = value.gather()
         if isinstance(weight, DTensor):
@@ -439,19 +441,19 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
                 state = allocate(key, value).copy_(part)
             optimizer.state[weight][key] = state
 
-    def _as_state(self, tensor: Tensor, split: Split | None) -> StateTensor:
+    def _as_state(self, tensor: Tensor, split: SplitWeight | None) -> StateTensor:
         if not isinstance(tensor, DTensor) and split is None:
             return tensor
         gather = partial(self._full, tensor, split)
         return ShardedTensor(self._full_shape(tensor, split), tensor.dtype, gather)
 
-    def _full_shape(self, tensor: Tensor, split: Split | None) -> torch.Size:
+    def _full_shape(self, tensor: Tensor, split: SplitWeight | None) -> torch.Size:
         if split is None:
             return tensor.shape
         return split.full_shape(tensor.shape, self._split_group.size())
 
     @torch.no_grad()
-    def _full(self, tensor: Tensor, split: Split | None) -> Tensor:
+    def _full(self, tensor: Tensor, split: SplitWeight | None) -> Tensor:
         if isinstance(tensor, DTensor):
             if tensor.device != self.root_device:  # offloaded shards are gathered on the devices
                 tensor = self._on_device(tensor.to_local(), tensor)

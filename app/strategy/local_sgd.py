@@ -35,7 +35,7 @@ from app.process.launch import is_first_rank
 from app.process.signals import signal_received
 from app.strategy.fsdp import Fsdp
 from app.strategy.mixin import ShardedTensor, StateTensor, local
-from app.strategy.rendezvous import POLL_SECONDS, listen
+from app.strategy.rendezvous import STORE_POLL_SECONDS, listen
 from app.strategy.settings import TIMEOUT, LocalSgdConfig
 from common.errors import Interrupted, UserError
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 _BUCKET_SIZE = 2**24
 """elements that nodes average in one message: 64 MiB in fp32"""
-T = TypeVar("T")
+_T = TypeVar("_T")
 _MESSAGE_SIZE = 2**20
 """elements of a message: 4 MiB, of the 8 MiB that a value of the store may have"""
 _SIGNAL_SECONDS = 5.0
@@ -518,11 +518,11 @@ class _Link:
                 unsignalled = time.monotonic()
             elif time.monotonic() - unsignalled > _SIGNAL_SECONDS:
                 raise Interrupted(signum, f"site {site} did not answer; this step is not saved")
-            time.sleep(POLL_SECONDS)
+            time.sleep(STORE_POLL_SECONDS)
         value: bytes = self._ask(lambda: self._store.get(key))
         return value
 
-    def _ask(self, ask: Callable[[], T]) -> T:
+    def _ask(self, ask: Callable[[], _T]) -> _T:
         try:
             return ask()
         except (dist.DistError, OSError) as error:

@@ -36,12 +36,12 @@ from app.strategy.settings import PipelineConfig
 from common.errors import UserError
 from data_modules import Batch
 
-Described = dict[str, tuple[torch.Size, torch.dtype]]
+_Described = dict[str, tuple[torch.Size, torch.dtype]]
 """shape and dtype of each optimizer state of a weight"""
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class _Section:
     """A stage: the layers [first, stop), computed by a rank of the pipeline."""
 
     number: int
@@ -71,10 +71,10 @@ class Stages:
         self._slots = [model.get_submodule(name.rpartition(".")[0]) for name in names]
         self.first_ends, self.last_ends = _ends(model, names)
         self.sections = [
-            Section(number, *bound, number % group.size()) for number, bound in enumerate(bounds)
+            _Section(number, *bound, number % group.size()) for number, bound in enumerate(bounds)
         ]
         self.own = [section for section in self.sections if section.rank == self.rank]
-        self.active: Section | None = None
+        self.active: _Section | None = None
         """the section that runs alone; None if all ranks run the whole model"""
         self._passed: Tensor | None = None
         """hidden states on their way into the active section, or out of it"""
@@ -101,7 +101,7 @@ class Stages:
         first = [] if self.has_first else self.first_ends
         return [*layers, *first, *([] if self.has_last else self.last_ends)]
 
-    def modules_of(self, section: Section) -> list[torch.nn.Module]:
+    def modules_of(self, section: _Section) -> list[torch.nn.Module]:
         """Return the layers of a section, and the end before or after them."""
         layers = self.layers[section.first : section.stop]
         first = [] if section.number else self.first_ends
@@ -130,7 +130,7 @@ class Stages:
         return any(weight.requires_grad for module in below for weight in module.parameters())
 
     @contextmanager
-    def running(self, section: Section, hidden: Tensor) -> Iterator[None]:
+    def running(self, section: _Section, hidden: Tensor) -> Iterator[None]:
         """Run only `section` in this context, on `hidden` [rows, tokens, width].
 
         Afterwards `take_output` returns what it passes on, unless it is the last one.
@@ -315,7 +315,7 @@ class Pipeline(Fsdp):
         """rank of the pipeline that holds a weight; of a tied one, the first"""
         self._tied: list[torch.nn.Parameter] = []
         """weights of both the first and the last stage"""
-        self._described: dict[torch.nn.Parameter, Described] = {}
+        self._described: dict[torch.nn.Parameter, _Described] = {}
         """optimizer states of the weights of other stages"""
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
         self._step: tuple[Sequence[Batch], Callable[[Batch], Tensor]]
@@ -414,7 +414,7 @@ class Pipeline(Fsdp):
             )
         return self._schedules[key]
 
-    def _stage(self, section: Section, shape: torch.Size) -> PipelineStage:
+    def _stage(self, section: _Section, shape: torch.Size) -> PipelineStage:
         """Return PyTorch's stage of a section, with the shapes that it receives and sends.
 
         Without them PyTorch would run a further pass to see them, which draws random numbers and
@@ -437,7 +437,7 @@ class Pipeline(Fsdp):
             group=self._group,
         )
 
-    def _run_section(self, section: Section, hidden: Tensor, number: int) -> Tensor:
+    def _run_section(self, section: _Section, hidden: Tensor, number: int) -> Tensor:
         """Return what a section makes of a micro-batch: hidden states, or the loss [1]."""
         batches, loss = self._step
         batch = batches[number].to(self.root_device, non_blocking=True)
@@ -452,7 +452,7 @@ class Pipeline(Fsdp):
         self.precision_plugin.post_backward(output, self.lightning_module)  # a sign of life
         return output
 
-    def _set_last_backward(self, section: Section, *, is_last: bool) -> None:
+    def _set_last_backward(self, section: _Section, *, is_last: bool) -> None:
         """Have FSDP reduce a section's gradients in its last backward pass of a step only.
 
         Until then they are unsharded, and so are its weights.
@@ -505,7 +505,7 @@ class Pipeline(Fsdp):
             for number, w in enumerate(trained)
             if w in optimizer.state
         }
-        found: list[dict[int, Described]] = [{} for _ in range(self.pipeline_size)]
+        found: list[dict[int, _Described]] = [{} for _ in range(self.pipeline_size)]
         dist.all_gather_object(found, own, group=self._group)
         for number, described in (pair for each in found for pair in each.items()):
             self._described.setdefault(trained[number], described)

@@ -28,7 +28,7 @@ ANY_REMOTE_ADDRESS = "192.0.2.1"
 """an address reserved for documentation, which is reached by the default route; nothing is sent"""
 _BACKLOG = 1024
 """maximum number of pending connections of the store's socket"""
-POLL_SECONDS = 0.05
+STORE_POLL_SECONDS = 0.05
 """interval at which rank 0 checks for requests of other ranks"""
 _SIOCGIFADDR = 0x8915
 """Linux's ioctl for the IPv4 address of an interface"""
@@ -260,4 +260,4 @@ def _announce_endpoint(shared: TCPStore, endpoint: str, num_ranks: int) -> None:
             received = f"loft/received/{request}"
             if shared.check([received]) and shared.get(received).decode() == endpoint:
                 waiting.remove(rank)
-        time.sleep(POLL_SECONDS)
+        time.sleep(STORE_POLL_SECONDS)

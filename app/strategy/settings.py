@@ -9,13 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.errors import UserError
 from common.facts import setting
-
-if TYPE_CHECKING:
-    from app.strategy.mixin import StrategyMixin
 
 _OFFLOAD_DEVICES = ("none", "cpu")
 """devices that states can be offloaded to: none, or host memory"""
@@ -200,7 +197,7 @@ PIPELINED = (
     *("gemma3_text", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"),
 )
 """model types whose stages are tested against one process"""
-FAMILIES: dict[str, type[StrategyConfig]] = {
+STRATEGY_CONFIGS: dict[str, type[StrategyConfig]] = {
     **dict.fromkeys(("auto", "single"), StrategyConfig),
     **dict.fromkeys(("ddp", "ddp_compressed"), DdpConfig),
     **dict.fromkeys(("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"), ZeroConfig),
@@ -324,7 +321,7 @@ def describe_split(config: StrategyConfig, ranks_per_node: int) -> str:
     return ", ".join(f"{kind} parallel {size}" for kind, size in sizes.items() if size > 1)
 
 
-def words_of(config: StrategyConfig) -> str:
+def strategy_words(config: StrategyConfig) -> str:
     """Return what to type after `strategy=`: the name, and what `auto` chooses under it."""
     sizes = {
         "context_parallel_size": context_parallel_size(config),
@@ -386,52 +383,3 @@ def split_dim(plan: Mapping[str, str], name: str) -> int | None:
         return None if ".lora_A." in part else 0
     is_whole = kind != BY_COLUMNS or ".lora_B." in part or part.endswith(".bias")
     return None if is_whole else 1
-
-
-def build_strategy(
-    config: StrategyConfig,
-    *,
-    accelerator: str,
-    num_ranks: int,
-    accumulation: int = 1,
-    stages: Sequence[tuple[int, int]] = (),
-) -> StrategyMixin:
-    """Build the strategy for `num_ranks` processes; `auto` must already be resolved.
-
-    `accumulation`: micro-batches of a rank's optimizer step. `stages`: layers [first, stop) of each
-    stage of a pipeline.
-    """
-    from app.strategy.rendezvous import use_separate_store
-
-    use_separate_store()
-    if isinstance(config, PipelineConfig):
-        from app.strategy.pipeline import Pipeline
-
-        return Pipeline(config, stages)
-    strategy = _build_family(config, accelerator, num_ranks, accumulation)
-    strategy.context_size = context_parallel_size(config)
-    return strategy
-
-
-def _build_family(
-    config: StrategyConfig, accelerator: str, num_ranks: int, accumulation: int
-) -> StrategyMixin:
-    from app.strategy.ddp import CompressedDdp, Ddp, SingleDevice
-
-    if isinstance(config, ZeroConfig):
-        from app.strategy.deepspeed import build_zero
-
-        return build_zero(config, accelerator=accelerator, accumulation=accumulation)
-    if isinstance(config, LocalSgdConfig):
-        from app.strategy.local_sgd import LocalSgd, SiteSgd
-
-        return SiteSgd(config) if config.sites > 1 else LocalSgd(config)
-    if isinstance(config, FsdpConfig):
-        from app.strategy.fsdp import Fsdp
-
-        return Fsdp(config)
-    if isinstance(config, DdpConfig) and config.compression != "none":
-        return CompressedDdp(config)
-    if isinstance(config, DdpConfig) or num_ranks > 1:
-        return Ddp()
-    return SingleDevice("cuda:0" if accelerator == "gpu" else "cpu")

@@ -36,7 +36,7 @@ from common.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitWeight:
     """A split weight, of which each rank has a part of a dimension."""
 
     module: torch.nn.Module
@@ -72,7 +72,7 @@ class TensorParallel:
 
     def __init__(self, model: Any, group: Any, names: Sequence[str]) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.splits: list[Split] = []
+        self.splits: list[SplitWeight] = []
         self.partial_grads: list[torch.nn.Module] = []
         """replicated modules whose gradients are partial sums, such as norms of heads"""
         self._last_copy: tuple[Tensor, Tensor] | None = None
@@ -146,7 +146,7 @@ class TensorParallel:
     def _split_weight(self, module: Any, name: str, dim: int) -> None:
         if getattr(module, name) is None:
             return
-        split = Split(module, name, dim)
+        split = SplitWeight(module, name, dim)
         split.keep(self.rank, self.size)
         self.splits.append(split)
 
@@ -292,7 +292,7 @@ class ExpertParallel:
 
     def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.splits: list[Split] = []
+        self.splits: list[SplitWeight] = []
         self._check(model)
 
     def split(self, layer: torch.nn.Module) -> None:
@@ -301,7 +301,7 @@ class ExpertParallel:
         for _, experts in expert_modules(layer):
             experts.exchange = Exchange(self.group)
         for module, name, dim, blocks in _weights_of_experts(layer):
-            split = Split(module, name, dim, blocks)
+            split = SplitWeight(module, name, dim, blocks)
             split.keep(rank, size)
             if isinstance(module, torch.nn.Linear):  # a matrix of an adapter
                 module.out_features, module.in_features = module.weight.shape

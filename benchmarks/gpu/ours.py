@@ -31,7 +31,8 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     from app.model.attention import AttentionConfig, choose_backend
     from app.model.base import ModelConfig
     from app.model.recompute import WHOLE_LAYERS
-    from app.strategy.settings import StrategyConfig, build_strategy
+    from app.strategy import build_strategy
+    from app.strategy.settings import StrategyConfig
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.objective.objective import Sft

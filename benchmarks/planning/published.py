@@ -11,9 +11,8 @@ from dataclasses import dataclass, fields, replace
 
 from app.config import load_config, settings_of
 from app.planning.memory import GIB, PlannedRun, estimate_gpu_memory
-from app.planning.planned import on_hardware, plan_run
+from app.planning.planned import load_strategies, on_hardware, plan_run
 from app.planning.speed import estimate_speed
-from app.strategy.settings import FAMILIES
 from common.text import percent
 
 
@@ -308,12 +307,11 @@ def compare() -> list[Said]:
         precision = [] if "trainer.precision" in row.words else ["trainer.precision=bf16"]
         config = load_config("plan", ["data=dolly", *precision, *typed])
         hardware = on_hardware(config, config.hardware)  # type: ignore[union-attr, arg-type]
-        names = [name for name in FAMILIES if name not in ("auto", "zero3_nvme")]
         run, _ = plan_run(
             config,  # type: ignore[arg-type]
             hardware,
             config.model.architecture,
-            strategies={name: settings_of("strategy", name) for name in names},
+            strategies=load_strategies(settings_of),
         )
         run = replace(run, accumulation=max(1, run.accumulation))
         if row.fuses:

@@ -30,7 +30,7 @@ from app.planning.speed import estimate_speed
 from app.planning.training import detect_hardware
 from app.preflight import check_compatibility
 from app.run import describe_global_batch, global_batch_of
-from app.strategy.settings import DdpConfig, FsdpConfig, divisors, words_of
+from app.strategy.settings import DdpConfig, FsdpConfig, divisors, strategy_words
 from app.training.trainer import Environment
 from common.errors import UserError
 from data_modules import BatchSpec
@@ -111,7 +111,7 @@ def test_rows_layers_and_experts_are_split_where_that_is_needed_or_faster(
     run, modes = planned(words), recompute_modes("auto", compiles=False)
     has_one_pack = "pipeline" in typed or "expert" in typed
     choice = choose_strategy(run, STRATEGIES, modes, has_micro_batch=has_one_pack)
-    assert words_of(choice.strategy) == typed, choice
+    assert strategy_words(choice.strategy) == typed, choice
     split, whole = run.under(choice.strategy), choose_strategy(run, STRATEGIES, modes, **NO_SPLIT)
     assert (split.accumulation, split.tokens_per_step) == (packs, run.tokens_per_step)
     found = [
@@ -160,13 +160,13 @@ def test_gradients_are_averaged_once_per_step_where_that_is_faster() -> None:
     run = planned(f"{LORA_8B} adapter=full trainer.precision=bf16-pure hardware=8xh100")
     run, modes = replace(run, sequence_len=4096), recompute_modes("auto", compiles=False)
     choice = choose_strategy(run, STRATEGIES, modes)
-    assert words_of(choice.strategy) == "fsdp_grad_op strategy.sync_each_micro_batch=false"
+    assert strategy_words(choice.strategy) == "fsdp_grad_op strategy.sync_each_micro_batch=false"
     under = run.under(choice.strategy)
     assert estimate_gpu_memory(under).gradients == 2 * run.model.count(trained=True)  # in bf16
     # Twice the activations leave no room for whole gradients.
     larger = run.with_micro_batch(2)
     choice = choose_strategy(larger, STRATEGIES, modes, has_micro_batch=True)
-    assert words_of(choice.strategy) == "fsdp_grad_op"
+    assert strategy_words(choice.strategy) == "fsdp_grad_op"
     rounded = replace(choice.strategy, reduce_dtype="bf16")
     sums = [larger.under(each) for each in (choice.strategy, rounded)]
     assert estimate_speed(sums[0]) == estimate_speed(sums[1])  # they are in bf16 anyway
@@ -405,8 +405,8 @@ def test_a_run_whose_rows_are_split_keeps_its_packs_and_is_resumed(gpu: Any) -> 
     eager = base_of(long)
     eager.backend = "eager"
     plan = replace(planned(f"{LORA_8B} hardware=8xh100"), sequence_len=1048576)
-    assert words_of(resolve_strategy(config, base_of(long), env, plan)) != "fsdp_offload"
-    assert words_of(resolve_strategy(config, eager, env, plan)) == "fsdp_offload"
+    assert strategy_words(resolve_strategy(config, base_of(long), env, plan)) != "fsdp_offload"
+    assert strategy_words(resolve_strategy(config, eager, env, plan)) == "fsdp_offload"
 
 
 def test_a_choice_that_conflicts_with_an_override_is_refused(gpu: Any) -> None:

@@ -19,12 +19,12 @@ from app.planning.memory import (
     estimate_moments,
     fits,
 )
-from app.planning.planned import NOT_PLANNED, on_hardware, plan_run
+from app.planning.planned import load_strategies, on_hardware, plan_run
 from app.planning.speed import estimate_speed
-from app.strategy.settings import FAMILIES, STATE_BLOCK_BYTES, DdpConfig
+from app.strategy.settings import STATE_BLOCK_BYTES, DdpConfig
 from tests.tiny import TINY_BASE
 
-STRATEGIES = {name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED}
+STRATEGIES = load_strategies(settings_of)
 
 
 def run_of(*words: str) -> tuple[PlannedRun, list[str]]:

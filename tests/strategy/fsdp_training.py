@@ -30,10 +30,10 @@ from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.model.residuals import fuse_sums
-from app.strategy import tensor_parallel
+from app.strategy import build_strategy, tensor_parallel
 from app.strategy.loading import Broadcaster, peak_host_bytes
 from app.strategy.mixin import ShardedTensor, local
-from app.strategy.settings import FsdpConfig, build_strategy
+from app.strategy.settings import FsdpConfig
 from app.training.checkpoint.state import trainable_parameters
 from app.training.module import StepSkipped, propagate_nonfinite, skip_nonfinite_step
 from common.errors import UserError

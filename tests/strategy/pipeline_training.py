@@ -22,8 +22,9 @@ from app.model.kernels import fuse_layers
 from app.model.layers import eval_mode
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
+from app.strategy import build_strategy
 from app.strategy.mixin import local
-from app.strategy.settings import PipelineConfig, build_strategy, cut_layers, num_stages
+from app.strategy.settings import PipelineConfig, cut_layers, num_stages
 from app.training.checkpoint.state import model_state, optimizer_state, trainable_parameters
 from app.training.objective.objective import DatasetSums, Sft, batch_loss, head_inputs
 from common.errors import Origin

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import app.strategy.loading as loading
 import app.strategy.rendezvous as rendezvous
 from app.process.launch import Launch
+from app.strategy import build_strategy
 from app.strategy.rendezvous import connect_ranks, find_interface
 from app.strategy.settings import (
     TIMEOUT,
@@ -22,7 +23,6 @@ from app.strategy.settings import (
     FsdpConfig,
     StrategyConfig,
     ZeroConfig,
-    build_strategy,
 )
 from tests.ranks import on_ranks, prepare_strategy
 

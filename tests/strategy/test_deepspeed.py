@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from app.strategy import build_strategy
 from app.strategy.deepspeed import Zero, check_zero_config
 from app.strategy.deepspeed_config import (
     ALLOWED_KEYS,
@@ -17,7 +18,7 @@ from app.strategy.deepspeed_config import (
     REFUSED,
     deepspeed_config,
 )
-from app.strategy.settings import ZeroConfig, build_strategy
+from app.strategy.settings import ZeroConfig
 from app.training.module import skip_nonfinite_step
 from common.errors import UserError
 from tests.conftest import read_column

@@ -12,7 +12,6 @@ import torch
 from app.preflight import check_compatibility
 from app.strategy.deepspeed_config import (
     ALLOWED_KEYS,
-    AUTO,
     deepspeed_config,
     given_keys,
     refused_keys,
@@ -28,18 +27,18 @@ WRITES: dict[str, Any] = {
     "unheard_of": {"output_file": "/tmp/x"},
 }
 OF_OTHER_TOOLS = {
-    "train_batch_size": AUTO,
-    "train_micro_batch_size_per_gpu": AUTO,
-    "gradient_accumulation_steps": AUTO,
-    "gradient_clipping": AUTO,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
     "fp16": {"enabled": False},
-    "bf16": {"enabled": AUTO},
+    "bf16": {"enabled": "auto"},
     "wandb": {"enabled": False},
-    "optimizer": AUTO,
+    "optimizer": "auto",
     "zero_optimization": {
         "stage": 3,
         "overlap_comm": True,
-        "reduce_bucket_size": AUTO,
+        "reduce_bucket_size": "auto",
         "stage3_max_live_parameters": 1000000000,
         "offload_param": {"device": "none", "pin_memory": True},
     },

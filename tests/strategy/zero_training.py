@@ -12,7 +12,8 @@ from torch import Tensor
 
 from app.model.head import run_probe
 from app.model.kernels import Fused, fuse_layers
-from app.strategy.settings import StrategyConfig, ZeroConfig, build_strategy
+from app.strategy import build_strategy
+from app.strategy.settings import StrategyConfig, ZeroConfig
 from app.training.module import skip_nonfinite_step
 from tests.model.test_kernels import install_references
 from tests.tiny import random_ids, tiny_llama

@@ -31,10 +31,11 @@ from app.model.hub import newest_cached_file
 from app.model.kernels import FusedGate, unfuse_layers
 from app.model.recompute import WHOLE_LAYERS
 from app.planning.memory import PlannedRun
+from app.strategy import build_strategy
 from app.strategy.fsdp import Fsdp
 from app.strategy.loading import Broadcaster
 from app.strategy.mixin import Placement, StrategyMixin
-from app.strategy.settings import DdpConfig, build_strategy
+from app.strategy.settings import DdpConfig
 from app.training.algorithms import MuonWithAdamW
 from app.training.metrics import Metrics
 from app.training.module import FinetuneModule
