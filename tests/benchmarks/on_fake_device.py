@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.fake_device.trace import Job, Numbers, architecture_of, trace
-from benchmarks.gpu_ops import FULL_PACKS, SEQUENCE_LEN, real_lengths, words_of
+from benchmarks.gpu_ops import FULL_PACKS, real_lengths, words_of
 from tools.simulate.device import start
 
 LAYERS = 4
@@ -37,48 +36,6 @@ def traced() -> dict[str, Numbers]:
     for depth in DEPTHS:
         found[f"full {depth}"] = trace(job("full", METHODS["full"], depth))
     return found
-
-
-def mixtures() -> dict[str, Numbers]:
-    """A layer of a mixture of experts, by method."""
-    model = "qwen3_30b_a3b"
-    return {
-        method: trace(
-            Job(
-                name=method,
-                model=model,
-                num_layers=1,
-                words=[*words_of(method), f"model={model}", "recompute=none"],
-                lengths=FULL_PACKS,
-            )
-        )
-        for method in ("lora", "qlora", "full")
-    }
-
-
-def objectives() -> dict[str, Numbers]:
-    """A layer trained on pairs, and on answers with a verdict."""
-    lengths = [SEQUENCE_LEN // 2] * 4
-    return {
-        name: trace(
-            Job(
-                name=name,
-                model="llama8b",
-                num_layers=1,
-                words=[*words_of("lora"), f"objective={name}", "recompute=full"],
-                lengths=lengths,
-            )
-        )
-        for name in ("dpo", "kto")
-    }
-
-
-def as_shipped() -> Numbers:
-    """Two layers of the experiment for 8B, its micro-batches chosen and tried."""
-    words = ["+experiment=llama8b", "trainer.max_steps=1"]
-    return trace(
-        Job(name="as shipped", model="llama8b", num_layers=2, words=words, lengths=2 * FULL_PACKS)
-    )
 
 
 def graphs() -> list[int]:
@@ -130,12 +87,8 @@ def main() -> None:
     start()
     from torch.nn.attention import current_flash_attention_impl
 
-    if "slow" in sys.argv:
-        found: dict[str, object] = {"mixtures": mixtures(), "as shipped": as_shipped()}
-        found["objectives"] = objectives()
-    else:
-        found = {"known": known_program(), "traced": traced()}
-        found |= {"attention": current_flash_attention_impl(), "graphs": graphs()}
+    found: dict[str, object] = {"known": known_program(), "traced": traced()}
+    found |= {"attention": current_flash_attention_impl(), "graphs": graphs()}
     print(json.dumps(found))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,12 @@ from app.model.adapter import (
     Ia3Config,
     LoraConfig,
     apply_adapter,
-    report_trainable,
 )
 from app.model.base import ModelConfig, load_base
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig, apply_recompute
-from tests.tiny import probe_of, tiny_bart, tiny_llama, tiny_t5
+from tests.tiny import probe_of, tiny_llama, tiny_t5
 
 pytestmark = pytest.mark.slow
 
@@ -141,12 +140,8 @@ def test_gradients_reach_the_lowest_adapter(lowest: int, recompute: str, tmp_pat
     assert all(gradient is not None and gradient.any() for gradient in b)
 
 
-@pytest.mark.parametrize(("make", "recompute"), [(tiny_t5, "none"), (tiny_bart, "full")])
-def test_an_adapter_on_the_decoder_needs_no_encoder_backward(
-    make: Callable[[], Any], recompute: str
-) -> None:
-    base = make()
-    apply_recompute(base, RecomputeConfig(mode=recompute))
+def test_an_adapter_on_the_decoder_needs_no_encoder_backward() -> None:
+    base = tiny_t5()
     model = apply_adapter(base, LoraConfig(r=4, layers="top 1"), half_precision=False).train()
     watch = SavedBytes(model)
     with watch.watching():
@@ -154,32 +149,6 @@ def test_an_adapter_on_the_decoder_needs_no_encoder_backward(
     assert watch.enters == dict.fromkeys(range(4), False)
     saved = watch.bytes_by_layer()
     assert [saved[layer] for layer in range(3)] == [0, 0, 0]
-    assert recompute == "full" or saved[3] > 0
+    assert saved[3] > 0
     loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
-def test_parameters_and_memory_decrease_with_the_layers() -> None:
-    """Two of eight layers: a quarter of the adapter, and of what is saved."""
-    numbers = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
-    base = {"vocab_size": 64, **numbers}
-    models = {
-        layers: apply_adapter(
-            tiny_llama(**base), LoraConfig(r=8, layers=layers), half_precision=False
-        ).train()
-        for layers in ("all", "top 2")
-    }
-    trainable = {name: report_trainable(model).num_trainable for name, model in models.items()}
-    assert trainable["top 2"] * 4 == trainable["all"]
-
-    row = {"input_ids": torch.randint(3, 64, (4, 128))}
-    saved: dict[str, Counter[int]] = {}
-    for name, model in models.items():
-        watch = SavedBytes(model)
-        with watch.watching():
-            loss = model(**row).logits.square().mean()
-        saved[name] = watch.bytes_by_layer()
-        del loss
-    inside = {name: sum(found[n] for n in range(8)) for name, found in saved.items()}
-    assert inside["top 2"] <= 0.26 * inside["all"]
-    assert saved["top 2"][-1] <= saved["all"][-1]

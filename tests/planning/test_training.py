@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import load_config, settings_of
-from app.model.attention.mixers import MixerForward
-from app.model.attention.varlen import VarlenKernel
+from app.config import load_config
 from app.planning import training
 from app.planning.memory import GIB, estimate_gpu_memory
-from app.planning.training import check_room, estimate_training, plan_training, suggest_overrides
+from app.planning.training import check_room, estimate_training, suggest_overrides
 from app.training.machine import LOST
 from common.errors import UserError
 from tests.conftest import TrainRun
-from tests.planning.test_choose import ONE, planned
+from tests.planning.test_choose import planned
 from tests.planning.test_planned import STRATEGIES
 from tests.tiny import small_run
 
@@ -75,20 +73,16 @@ def test_too_little_host_memory_is_refused() -> None:
         check_room(run, estimate_training(run), "error", str)
 
 
-@pytest.mark.parametrize("idle", ["launches", "mixers"])
 def test_planned_and_measured_figures_are_logged(
-    idle: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = planned("model=llama8b hardware=h100 strategy=single recompute=none")
     estimate = estimate_training(run)
     copies = 2 * GIB
     measured = (estimate.peak_gib * GIB + copies) / 1.25
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: measured)
-    model: Any = torch.nn.Linear(1, 1)
-    if idle == "mixers":
-        model.forward = MixerForward(model)
     module: Any = SimpleNamespace(
-        model=model,
+        model=torch.nn.Linear(1, 1),
         strategy=SimpleNamespace(root_device=torch.device("cuda")),
         metrics=SimpleNamespace(train_seconds=50.0, summary=lambda: MEASURED),
         trainer=SimpleNamespace(global_step=100),
@@ -102,7 +96,7 @@ def test_planned_and_measured_figures_are_logged(
     assert figures["speed/planned_steps_per_second"] == 1 / estimate.speed.step
     assert figures["speed/planned_lowest"] < figures["speed/planned_tokens_per_second"]
     causes = {name.removeprefix(LOST): value for name, value in figures.items() if LOST in name}
-    expected = {"data_wait": 0.1, idle: 0.2, "padding": 0.3}
+    expected = {"data_wait": 0.1, "launches": 0.2, "padding": 0.3}
     assert causes == pytest.approx(expected | dict.fromkeys(PLANNED_CAUSES, 0), abs=0.01)
     assert "planned (+25 %); 2 steps/s measured" in caplog.text
 
@@ -138,32 +132,6 @@ def test_on_a_cpu_the_process_and_what_malloc_keeps_are_counted(
     assert 0 < kept <= GIB
     assert (kept == GIB) == is_bounded
     assert is_bounded or 0.4 < kept / (step.activations + step.loss) < 0.5
-
-
-@pytest.mark.parametrize(
-    ("backend", "takes_gqa", "gib_of_heads"),
-    [("varlen", False, 3), ("varlen", True, 0), ("flash2", False, 0)],
-)
-def test_keys_repeated_before_pytorch_2_12_are_counted(
-    backend: str, takes_gqa: bool, gib_of_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config: Any = load_config(
-        "train", ["model=llama8b", "data=dolly", "strategy=single", "recompute=none"]
-    )
-    kernel = VarlenKernel(lambda: torch.empty(0), True, True, takes_gqa)
-    monkeypatch.setattr(VarlenKernel, "installed", lambda: kernel)
-    run = plan_training(
-        config,
-        ONE,
-        settings_of("hardware", "h100"),
-        whole=config.model.architecture,
-        backend=backend,
-        sequence_len=8192,
-        build_on_meta=None,
-    )
-    assert run is not None
-    others = estimate_gpu_memory(replace(run, repeats_heads=False)).activations
-    assert estimate_gpu_memory(run).activations - others == gib_of_heads * GIB
 
 
 def test_a_run_writes_both_figures_and_is_refused_before_loading(

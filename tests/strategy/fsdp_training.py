@@ -349,67 +349,6 @@ def dtypes_in_layers(config: FsdpConfig, kind: str) -> list[Any]:
     return [sorted(map(str, dtypes)) for dtypes in (running, *kept)]
 
 
-def hidden_dtypes(config: FsdpConfig, numbers: dict[str, Any]) -> list[str]:
-    """Return the dtypes of the hidden states between layers if all weights are trained."""
-    _, model = build_sharded_model(
-        config, model_builder("full", precision="bf16", **numbers), "bf16-mixed"
-    )
-    found: set[Any] = set()
-    for name in decoder_layers(model):
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda _, inputs: found.add(inputs[0].dtype)
-        )
-    with torch.autocast("cpu", torch.bfloat16):
-        compute_loss(model, *make_batch(0)).backward()
-    return sorted(map(str, found))
-
-
-def gathered_ends_in_step(config: FsdpConfig, kind: str) -> dict[str, list[str]]:
-    """Return whether embedding and head are gathered while a layer or the head runs."""
-    _, model = build_sharded_model(config, model_builder(kind, tie_word_embeddings=False))
-    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
-
-    def whole() -> list[str]:
-        return [name for name, end in ends.items() if not isinstance(end.weight, DTensor)]
-
-    found: dict[str, list[str]] = {}
-    layer = model.get_submodule(decoder_layers(model)[-1])
-    layer.register_forward_pre_hook(lambda *_: found.update(forward=whole()))
-    layer.register_full_backward_pre_hook(lambda *_: found.update(backward=whole()))
-    ends["head"].register_forward_pre_hook(lambda *_: found.update(loss=whole()))
-    compute_loss(model, *make_batch(0)).backward()
-    return found | {"after": whole()}
-
-
-def count_all_reduces(
-    config: FsdpConfig, kind: str, numbers: dict[str, Any] | None = None
-) -> tuple[int, int]:
-    """Return the number of all-reduces in a forward pass and in a backward pass.
-
-    AssertionError if there is an all-gather.
-    """
-    _, model = build_sharded_model(config, model_builder(kind, **(numbers or {})))
-    messages, own = [0, 0], dist.all_reduce
-    direction = 0
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        messages[direction] += 1
-        return own(*args, **kwargs)
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("gathered")
-
-    gather = dist.all_gather
-    dist.all_reduce, dist.all_gather = count, refuse
-    try:
-        loss = compute_loss(model, *make_batch(0))
-        direction = 1
-        loss.backward()
-    finally:
-        dist.all_reduce, dist.all_gather = own, gather
-    return messages[0], messages[1]
-
-
 def shards_of_scales() -> list[tuple[bool, float]]:
     """Return for each 4-bit layer whether its scales are sharded, and this rank's share of them."""
     _, model = build_sharded_model(FsdpConfig(), build_quantized)

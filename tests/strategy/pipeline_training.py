@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_model
 from torch import Tensor
-from torch.distributed.pipelining import schedules
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
@@ -269,15 +268,15 @@ def train_alone(case: Case, count: int) -> dict[str, Any]:
 def train_cases(config: PipelineConfig, cases: list[tuple[Case, int]]) -> list[dict[str, Any]]:
     """Take the steps of each case, on a rank of a pipeline."""
     num_ranks = int(os.environ["WORLD_SIZE"])
-    sent, results = _count_sent(), []
+    results = []
     for case, count in cases:
         bounds = cut_layers([1.0] * LLAMA["num_hidden_layers"], num_stages(config))
         strategy = build_strategy(config, accelerator="cpu", num_ranks=num_ranks, stages=bounds)
-        results.append(_train(prepare_strategy(strategy), case, count, sent))
+        results.append(_train(prepare_strategy(strategy), case, count))
     return results
 
 
-def _train(strategy: Any, case: Case, count: int, sent: dict[str, int]) -> dict[str, Any]:
+def _train(strategy: Any, case: Case, count: int) -> dict[str, Any]:
     model = strategy.build_model(builder(case))
     if strategy.fuses_adapters:
         fuse_layers(model, strategy.gathered, strategy.root_device)
@@ -285,23 +284,8 @@ def _train(strategy: Any, case: Case, count: int, sent: dict[str, int]) -> dict[
     module.times = strategy.num_averaged_ranks
     strategy._lightning_module = strategy.model = module
     strategy.precision_plugin.post_backward = lambda *_: None  # there is no trainer with callbacks
-    sent["bytes"] = 0
-    found = steps(module, strategy, count) | {"sent": sent["bytes"]}
+    found = steps(module, strategy, count)
     states, _ = optimizer_state(model, module.optimizer, strategy)
     for name, tensors in (("weights", model_state(model, strategy)), ("states", states)):
         found[name] = {key: tensor.gather().clone() for key, tensor in sorted(tensors.items())}
     return found
-
-
-def _count_sent() -> dict[str, int]:
-    """Count the bytes of hidden states and their gradients that this rank sends."""
-    counted, send = {"bytes": 0}, schedules._batch_p2p
-
-    def count(ops: Any, desc: str | None = None) -> Any:
-        for each in ops:
-            if each.op is torch.distributed.isend:
-                counted["bytes"] += each.tensor.nbytes
-        return send(ops, desc)
-
-    schedules._batch_p2p = count
-    return counted

@@ -16,7 +16,6 @@ from tests.ranks import on_ranks
 from tests.strategy.pipeline_training import (
     FAMILIES,
     LLAMA,
-    TOKENS,
     Case,
     train_alone,
     train_cases,
@@ -37,8 +36,6 @@ FEW: list[Case] = [
     ("llama", "top layers", "none"),
 ]
 MICRO_BATCHES = 4
-BOUNDARY_BYTES = TOKENS * LLAMA["hidden_size"] * 4
-"""bytes of the hidden states that a stage sends for a micro-batch"""
 Found = list[dict[str, Any]]
 
 
@@ -85,7 +82,7 @@ def gradients(ranks: Found) -> dict[str, Tensor]:
 
 
 def check_bit_equal(cases: list[Case], found: list[Found], stages_per_rank: int) -> None:
-    """Check losses and gradients of pipelines of two ranks, their messages and their passes."""
+    """Check losses and gradients of pipelines of two ranks, and their passes."""
     for case, ranks in zip(cases, found, strict=True):
         *stages, alone = ranks
         assert stages[-1]["losses"][0] == alone["losses"][0], case
@@ -94,10 +91,6 @@ def check_bit_equal(cases: list[Case], found: list[Found], stages_per_rank: int)
         is_tied = case[0] in ("tied", "gemma3", "gpt2") and case[1] == "full"
         difference = worst(gradients(ranks), alone["gradients"])
         assert difference < 1e-6 if is_tied else difference == 0, case
-        # A boundary is crossed by each micro-batch of two steps, and one more for the loss.
-        crossed = (2 * stages_per_rank - 1) * 2 * MICRO_BATCHES * BOUNDARY_BYTES
-        both = sum(rank["sent"] for rank in stages)
-        assert both == (crossed if "top" in case[1] else 2 * crossed) or stages_per_rank > 1, case
         for rank in stages:
             assert rank["calls"] == stages_per_rank * 2 * MICRO_BATCHES + 1, case
 

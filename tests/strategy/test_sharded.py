@@ -51,7 +51,6 @@ OF_TP: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-LAYERS = 3
 BF16, FP32 = "torch.bfloat16", "torch.float32"
 IN_BF16 = [({"kind": kind, "precision": "bf16"}, {"autocast": True}) for kind in ("lora", "full")]
 SUMS_IN_BF16 = replace(FSDP, reduce_dtype="bf16")
@@ -71,16 +70,11 @@ QUESTIONS: dict[str, tuple[Any, ...]] = {
     "unsharded": (fsdp.unsharded_weights_after_forward, FSDP),
     "dtypes of full": (fsdp.dtypes_in_layers, FSDP, "full"),
     "dtypes of lora": (fsdp.dtypes_in_layers, FSDP, "lora"),
-    "hidden": (fsdp.hidden_dtypes, FSDP, {"tie_word_embeddings": True}),
-    "frozen ends": (fsdp.gathered_ends_in_step, FSDP, "lora"),
-    "trained ends": (fsdp.gathered_ends_in_step, FSDP, "full"),
     "bf16": (fsdp.train_cases, [(FSDP, *case) for case in IN_BF16]),
     "sums": (fsdp.train_cases, [(each, *IN_BF16[1]) for each in (FSDP, SUMS_IN_BF16)]),
     "4 bits": (fsdp.quantized_losses,),
     "scales": (fsdp.shards_of_scales,),
     "devices of scales": (fsdp.devices_of_scales,),
-    "all-reduces of full": (fsdp.count_all_reduces, TP, "full"),
-    "all-reduces of a split head": (fsdp.count_all_reduces, TP, "lora", UNTIED),
     "replicated": (fsdp.replicated_weights_after_unequal_gradients, TP),
     "errors": (fsdp.errors_of_different_models,),
     "refusals": (fsdp.refusals, [(config, made) for config, made, _ in REFUSED]),
@@ -171,16 +165,6 @@ def test_autocast_does_not_copy_gathered_weights(answers: Answers) -> None:
     """Copies of all layers, saved for the backward pass, would be a full model on every rank."""
     assert answers["dtypes of full"] == [[[BF16], [FP32], [FP32]]] * 2
     assert answers["dtypes of lora"] == [[[BF16, FP32], [FP32], [FP32]]] * 2
-    # Also the hidden states of a trained model: fp32 would double their memory and traffic.
-    assert answers["hidden"] == [[BF16]] * 2
-
-
-def test_embedding_and_head_are_gathered_only_while_in_use(answers: Answers) -> None:
-    """They are the largest modules: for a 4-bit 70B base, a tenth of a 24 GB card each."""
-    frozen = {"forward": [], "loss": ["head"], "backward": [], "after": []}
-    assert answers["frozen ends"] == [frozen] * 2
-    (trained, _) = answers["trained ends"]
-    assert "embedding" not in trained["forward"] + trained["loss"] and trained["after"] == []
 
 
 def test_bf16_is_close_to_one_process(answers: Answers) -> None:
@@ -204,13 +188,6 @@ def test_4bit_weights_and_their_scales_are_sharded(answers: Answers) -> None:
         assert len(scales) == 28 and all(is_sharded for is_sharded, _ in scales)
         assert [part for _, part in scales] == pytest.approx([0.5] * 28, abs=0.1)
     assert answers["devices of scales"] == [{"meta"}, {"meta"}]
-
-
-def test_tensor_parallel_has_two_all_reduces_per_layer_and_pass(answers: Answers) -> None:
-    assert answers["all-reduces of full"] == [(2 * LAYERS, 2 * LAYERS)] * 2
-    # A split head gathers no logits. Per chunk: the largest logit, the label's with the sum;
-    # backward: hidden states once.
-    assert answers["all-reduces of a split head"] == [(2 * LAYERS + 2, 2 * LAYERS)] * 2
 
 
 def test_replicated_weights_stay_equal_despite_rounding(answers: Answers) -> None:
@@ -275,24 +252,3 @@ def test_one_gpu_trains_on_4bit_weights_packed_on_the_host(tmp_path: Path) -> No
         for strategy in ("single", "fsdp")
     )
     assert shared == pytest.approx(alone, abs=1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "words", [["fsdp"], ["fsdp", "quantization=nf4"], ["fsdp_offload"], ["tp"]]
-)
-def test_two_gpus_train_as_one_process(words: list[str], tmp_path: Path) -> None:
-    """By NCCL."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    name, *quantized = words
-    micro_batches = 2 if name == "tp" else 1  # of a step, which has two
-    alone = losses_on_gpus(tmp_path / "one", "strategy=single", "trainer.devices=1", *quantized)
-    shared = losses_on_gpus(
-        tmp_path / name,
-        f"strategy={name}",
-        "trainer.devices=2",
-        f"trainer.gradient_accumulation_steps={micro_batches}",
-        *quantized,
-    )
-    assert shared == pytest.approx(alone, abs=1e-2 if quantized else 1e-3)
