@@ -298,9 +298,8 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     waiting = stream if run.recompute == "offload" else 0
     unpacked = _bytes_of_copy(run) * run.model.largest_matrix
     # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
-    shared = (
-        _BATCH_BYTES * run.tokens + masks + run.model.is_pair * 3 * _bias_bytes(widths, execution)
-    )
+    shared = _BATCH_BYTES * run.tokens + masks
+    shared += run.model.is_pair * 3 * _bias_bytes(widths, execution)
     if run.stage is not None:  # those of the other micro-batches on their way
         shared += (run.stage.in_flight - 1) * tokens * of_layers
     at_first = tokens * (whole + gathered + working) + unpacked + shared
@@ -387,9 +386,8 @@ def _working_of_feed_forward(run: PlannedRun, widths: Widths, execution: LayerEx
     hidden, inner, width = widths.hidden, widths.feed_forward, execution.value_bytes
     stream = execution.residual_bytes * hidden
     if execution.scaled_inputs:
-        return (
-            _VECTOR_TEMPORARIES * execution.adapter_value_bytes * execution.scaled_inputs + stream
-        )
+        scaled = execution.adapter_value_bytes * execution.scaled_inputs
+        return _VECTOR_TEMPORARIES * scaled + stream
     if execution.output_copies:
         # Three products and a cast of the gate's matrices, in the adapter's dtype.
         temporaries = (_VECTOR_TEMPORARIES + 1) * execution.adapter_value_bytes

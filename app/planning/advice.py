@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import saves_whole_model
@@ -180,11 +180,8 @@ def _of_micro_batches(
     if config.trainer.micro_batch_size == "auto":
         number = choose_micro_batch(run).size
         return [_candidate(base, run.with_micro_batch(number), overrides)]
-    best: Candidate | None = None
-    as_typed: list[Candidate] = []
-    for number in MICRO_BATCHES:
-        if packs % number:
-            break
+    found: list[Candidate] = []
+    for number in takewhile(lambda size: packs % size == 0, MICRO_BATCHES):
         each = run.with_micro_batch(number)
         typed, trainer = overrides, config.trainer
         if number != config.trainer.micro_batch_size:
@@ -193,19 +190,14 @@ def _of_micro_batches(
             if config.trainer.global_batch_size is None:
                 typed += (f"trainer.gradient_accumulation_steps={each.accumulation}",)
                 trainer = replace(trainer, gradient_accumulation_steps=each.accumulation)
-        candidate = _candidate(replace(base, trainer=trainer), each, typed)
-        if best is not None and not candidate.fits:
+        found.append(_candidate(replace(base, trainer=trainer), each, typed))
+        if not found[-1].fits:
             break
-        if candidate.fits and typed == overrides:
-            as_typed.append(candidate)
-        speed = candidate.speed.tokens_per_second
-        if best is None or speed > (1 + _MIN_GAIN) * best.speed.tokens_per_second:
-            best = candidate
-        if not candidate.fits:
-            break
-    if best is not None and not any(best is each for each in as_typed):
-        as_typed.append(best)
-    return as_typed
+    best, *larger = [each for each in found if each.fits] or found
+    for each in larger:
+        if each.speed.tokens_per_second > (1 + _MIN_GAIN) * best.speed.tokens_per_second:
+            best = each
+    return [each for each in found if each is best or (each.fits and each.overrides == overrides)]
 
 
 def _with_fewest_layers(candidates: list[Candidate]) -> Iterator[Candidate]:
@@ -215,16 +207,12 @@ def _with_fewest_layers(candidates: list[Candidate]) -> Iterator[Candidate]:
     """
     for each in candidates:
         run = with_fewest_layers(each.run) if each.fits else each.run
-        number = run.recompute_layers
-        if number != each.run.recompute_layers and not _fits_without_recompute(run):
-            recompute = replace(each.config.recompute, num_layers=number)
-            overrides = (*each.overrides, f"recompute.num_layers={number}")
-            yield _candidate(replace(each.config, recompute=recompute), run, overrides)
-
-
-def _fits_without_recompute(run: PlannedRun) -> bool:
-    run = replace(run, recompute="none")
-    return fits(run, estimate_gpu_memory(run))
+        number, without = run.recompute_layers, replace(run, recompute="none")
+        if number == each.run.recompute_layers or fits(without, estimate_gpu_memory(without)):
+            continue
+        recompute = replace(each.config.recompute, num_layers=number)
+        overrides = (*each.overrides, f"recompute.num_layers={number}")
+        yield _candidate(replace(each.config, recompute=recompute), run, overrides)
 
 
 def _candidate(config: TrainConfig, run: PlannedRun, overrides: tuple[str, ...]) -> Candidate:

@@ -173,10 +173,8 @@ class PlannedRun:
         if self.recompute == "none":
             return 0
         layers, every = self.model.num_layers, self.recompute_every
-        lowest, last = (
-            layers - self.model.trained_layers,
-            min(self.recompute_layers or layers, layers),
-        )
+        lowest = layers - self.model.trained_layers
+        last = min(self.recompute_layers or layers, layers)
         return max(0, -(-last // every) - -(-lowest // every))
 
     @property
@@ -184,11 +182,8 @@ class PlannedRun:
         """Whether the last layer is recomputed."""
         layers = self.model.num_layers
         is_counted = (layers - 1) % self.recompute_every == 0
-        return (
-            self.recomputed_layers > 0
-            and is_counted
-            and (self.recompute_layers or layers) >= layers
-        )
+        is_within = (self.recompute_layers or layers) >= layers
+        return self.recomputed_layers > 0 and is_counted and is_within
 
     @property
     def recomputed_share(self) -> float:
@@ -462,8 +457,10 @@ def estimate_moments(run: PlannedRun) -> list[GpuMemory]:
 def _constant_parts(run: PlannedRun, states: ModelStates) -> dict[str, float]:
     """Return the parts that stay the same during a step."""
     size, whole = run.size, run.size.whole
-    trained_share = whole.trained / max(1.0, whole.total)
-    weights = states.weights + _secondary_partition(run, whole.total)
+    trained_share, weights = whole.trained / max(1.0, whole.total), states.weights
+    if isinstance(run.strategy, ZeroConfig) and run.strategy.partition_within_node:
+        weights += whole.total / run.hardware.gpus_per_node  # ZeRO++ hpZ's second copy
+    stage = run.stage
     elsewhere = 0.0
     if run.stream is not None:
         elsewhere = size.layer.frozen * max(0, size.num_layers - STREAMED_LAYERS)
@@ -472,16 +469,10 @@ def _constant_parts(run: PlannedRun, states: ModelStates) -> dict[str, float]:
         "teacher": _teacher_bytes(run),
         "trainable": weights * trained_share,
         "optimizer": states.optimizer,
-        "received": _received_bytes(run),
+        # PyTorch allocates a stage's buffers for all micro-batches.
+        "received": stage.received * run.accumulation * run.hidden_bytes if stage else 0.0,
         "overhead": CONTEXT_GIB * GIB if run.is_on_gpu else 0.0,
     }
-
-
-def _received_bytes(run: PlannedRun) -> float:
-    """Return the bytes of a stage's buffers: PyTorch allocates them for all micro-batches."""
-    if run.stage is None:
-        return 0.0
-    return run.stage.received * run.accumulation * run.hidden_bytes
 
 
 def _teacher_bytes(run: PlannedRun) -> float:
@@ -545,12 +536,6 @@ def _gradients(run: PlannedRun, gradients: float) -> _Gradients:
         )
     # The buffers of DDP and DeepSpeed persist, and so do gradients between micro-batches.
     return _Gradients(at_loss=gradients, at_last=gradients, at_first=gradients, at_end=gradients)
-
-
-def _secondary_partition(run: PlannedRun, weights: float) -> float:
-    """Return the bytes of ZeRO++ hpZ's second copy of `weights`, sharded within each node."""
-    is_within_node = isinstance(run.strategy, ZeroConfig) and run.strategy.partition_within_node
-    return weights / run.hardware.gpus_per_node if is_within_node else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

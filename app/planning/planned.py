@@ -307,11 +307,9 @@ def _check_precision(
     precision: str, quantization: str, model: PlannedModel, hardware: HardwareConfig | None
 ) -> None:
     if hardware and "fp8" in (quantization, precision) and not hardware.fp8_tflops:
-        key, instead = (
-            ("quantization=fp8", "quantization=nf4 or quantization=none")
-            if quantization == "fp8"
-            else ("trainer.precision=fp8", "trainer.precision=bf16")
-        )
+        key, instead = "trainer.precision=fp8", "trainer.precision=bf16"
+        if quantization == "fp8":
+            key, instead = "quantization=fp8", "quantization=nf4 or quantization=none"
         raise UserError(
             f"{key}: {hardware.name} has no FP8 products (hardware.fp8_tflops=0); type {instead}"
         )

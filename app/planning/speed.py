@@ -167,9 +167,9 @@ def estimate_speed(run: PlannedRun) -> Speed:
 def describe_range(run: PlannedRun) -> str:
     """Say on what the lowest and the highest throughput rest."""
     of_card = "measured" if run.hardware.name in MEASURED else "not measured"
-    rests_on = (
-        "FP8 rates assumed, not measured" if run.computes_in_fp8 else f"{of_card} on this card"
-    )
+    rests_on = f"{of_card} on this card"
+    if run.computes_in_fp8:
+        rests_on = "FP8 rates assumed, not measured"
     kernels = f"kernels +-{percent(_kernel_error(run), 0)} ({rests_on})"
     if run.num_ranks == 1:
         return kernels
@@ -335,10 +335,7 @@ def _dequantized(run: PlannedRun) -> float:
     if run.quantization.method == "fp8":
         # Inputs of attention, o, the feed-forward and down in the forward pass, gradients of the
         # outputs of all matrices in the backward pass.
-        widths, forwards = (
-            run.model.widths,
-            1 + run.runs_base + run.share_computed_twice,
-        )
+        widths, forwards = run.model.widths, 1 + run.runs_base + run.share_computed_twice
         inputs = 2 * widths.hidden + widths.query + widths.feed_forward
         values = run.model.num_layers * (forwards * inputs + widths.outputs)
         transposed = _FP8_TRANSPOSED * run.model.multiplied(trained=False)
@@ -416,9 +413,8 @@ def describe_batch(run: PlannedRun) -> str:
     """Say whether a larger micro-batch would increase the throughput, and why."""
     reads = _weight_reads(run) + _dequantized(run)
     bandwidth = BANDWIDTH * run.hardware.memory_gb_per_second * 1e9
-    per_token = estimate_flops(run).total / (
-        _product_share(run.hardware) * run.hardware.half_tflops * 1e12
-    )
+    rate = _product_share(run.hardware) * run.hardware.half_tflops * 1e12
+    per_token = estimate_flops(run).total / rate
     enough = reads / bandwidth / max(1e-12, per_token)
     if run.tokens < enough:
         return (

@@ -116,12 +116,10 @@ def _bytes_per_weight(num_bytes: int, quantization: QuantizationConfig) -> float
     """
     if quantization.method == "none":
         return num_bytes
-    saves = (
-        _DOUBLE_QUANT_SAVED_BITS
-        if quantization.method == "nf4" and quantization.double_quant
-        else 0
-    )
-    return (_BITS[quantization.method] - saves) / 8
+    bits = _BITS[quantization.method]
+    if quantization.method == "nf4" and quantization.double_quant:
+        bits -= _DOUBLE_QUANT_SAVED_BITS
+    return bits / 8
 
 
 def _sum_weight_bytes(

@@ -198,9 +198,8 @@ class Estimate:
         if self.speed is not None:
             hours = num_steps * self.speed.step / 3600
             speed = f", {self.speed.step:.3g} s per step, {hours:.1f} h for {num_steps:,}"
-        return (
-            f"{of} at the peak of a step ({self.memory.moment}){speed}, by arithmetic{self.guess}"
-        )
+        at = f"at the peak of a step ({self.memory.moment})"
+        return f"{of} {at}{speed}, by arithmetic{self.guess}"
 
     @property
     def peak_gib(self) -> float:
@@ -358,13 +357,12 @@ def suggest_overrides(
     others = suggest_larger_changes(
         config, run.hardware, config_json, run.model, strategies, run.sequence_len
     )
-    shorter = [overrides for overrides in others if not overrides.startswith("hardware=")]
-    suggestions = [f"type {overrides}" for overrides in shorter]
-    if run.hardware.has_known_rates:
-        for overrides in others:
-            if overrides not in shorter:
-                hardware = overrides.split()[0].removeprefix("hardware=")
-                suggestions.append(
-                    f"rent {hardware} ({verb_command('plan')} hardware={hardware} shows more)"
-                )
+    suggestions = []
+    for overrides in others:
+        if not overrides.startswith("hardware="):
+            suggestions.append(f"type {overrides}")
+        elif run.hardware.has_known_rates:
+            hardware = overrides.split()[0].removeprefix("hardware=")
+            shows = f"{verb_command('plan')} hardware={hardware} shows more"
+            suggestions.append(f"rent {hardware} ({shows})")
     return ", or ".join(suggestions) or "no known change makes it fit: use a smaller base"

@@ -75,9 +75,8 @@ class Broadcaster:
         """Put the full tensors of `modules` on this rank's device; tied weights stay tied."""
         arrived: dict[int, torch.nn.Parameter] = {}
         for module in modules:
-            for name, parameter in list(
-                module.named_parameters(recurse=False, remove_duplicate=False)
-            ):
+            own = list(module.named_parameters(recurse=False, remove_duplicate=False))
+            for name, parameter in own:
                 if id(parameter) not in arrived:
                     arrived[id(parameter)] = self._parameter(parameter)
                 module.register_parameter(name, arrived[id(parameter)])

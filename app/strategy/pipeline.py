@@ -120,10 +120,6 @@ class Stages:
             found += [(layer, section.rank) for layer in self.layers[section.first : section.stop]]
         return found + [(end, last) for end in self.last_ends]
 
-    @property
-    def width(self) -> int:
-        return int(self.model.get_input_embeddings().embedding_dim)
-
     def trains_before(self, number: int) -> bool:
         """Return whether weights below the layer `number` train, so that gradients reach them."""
         below = (*self.first_ends, *self.layers[:number]) if number else ()
@@ -421,7 +417,8 @@ class Pipeline(Fsdp):
         keeps its activations for good.
         """
         count = len(self.stages.sections)
-        hidden = torch.empty(*shape, self.stages.width, dtype=self.stages.dtype, device="meta")
+        width = self.stages.model.get_input_embeddings().embedding_dim
+        hidden = torch.empty(*shape, width, dtype=self.stages.dtype, device="meta")
         is_first, is_last = section.number == 0, section.number == count - 1
         trains_before = self.stages.trains_before(section.first)
         trains = self.stages.trains_before(section.stop)

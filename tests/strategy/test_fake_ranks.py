@@ -6,11 +6,9 @@ numbers: FSDP shards, gathers and reduces as it would.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,15 +29,12 @@ from app.model.recompute import RecomputeConfig
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun, estimate_moments
 from app.planning.planned_model import model_from_modules
-from app.planning.states import ModelStates, estimate_states, size_for
-from app.strategy import deepspeed as deepspeed_strategy
+from app.planning.states import ModelStates, estimate_states
 from app.strategy import fsdp
-from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.loading import Broadcaster
 from app.strategy.mixin import local
 from app.training.checkpoint.state import trainable_parameters
 from benchmarks.planning.live import LiveResized
-from tests.ranks import on_ranks
 
 TOKENS, ROUNDING = 128, 0.05
 RANKS_PER_NODE = 8
@@ -53,13 +48,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{' '.join(self.words)} on {self.num_ranks}"
-
-
-def silence(monkeypatch: pytest.MonkeyPatch, logs: Any) -> None:
-    """Have ranks that do not exist send nothing, and log no memory."""
-    for silent in ("broadcast", "broadcast_object_list", "all_gather_object"):
-        monkeypatch.setattr(dist, silent, lambda *args, **kwargs: None)
-    monkeypatch.setattr(logs, "log_host_memory", lambda *args, **kwargs: None)
 
 
 @pytest.fixture
@@ -92,20 +80,18 @@ def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Case], Any
             torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad
         )
 
-    silence(monkeypatch, fsdp)
+    for silent in ("broadcast", "broadcast_object_list", "all_gather_object"):
+        monkeypatch.setattr(dist, silent, lambda *args, **kwargs: None)
+    monkeypatch.setattr(fsdp, "log_host_memory", lambda *args, **kwargs: None)
     monkeypatch.setattr(Broadcaster, "_parameter", receive)
     yield meet
     dist.destroy_process_group()
 
 
-def build(config: Any, **numbers: Any) -> Any:
+def build(config: Any, num_layers: int) -> Any:
+    architecture = config.model.architecture | {"num_hidden_layers": num_layers}
     return build_model(
-        replace(
-            config.model,
-            path=None,
-            from_scratch=True,
-            architecture=config.model.architecture | numbers,
-        ),
+        replace(config.model, path=None, from_scratch=True, architecture=architecture),
         QuantizationConfig(),  # quantized weights need values
         "eager",
         config.adapter,
@@ -121,7 +107,7 @@ def num_bytes(tensors: Any) -> int:
 
 def take_step(config: Any, strategy: Any, num_layers: int) -> ModelStates:
     """Train for a step of two micro-batches; return the memory of each part."""
-    empty, live = build(config, num_hidden_layers=num_layers), LiveResized()
+    empty, live = build(config, num_layers), LiveResized()
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         model = strategy.build_model(lambda **_: empty)
         weights = list(trainable_parameters(model).values())
@@ -174,7 +160,7 @@ def test_memory_of_an_fsdp_rank_equals_the_estimate(
     fake_ranks: Callable[[Case], Any], case: Case
 ) -> None:
     config, strategy = fake_ranks(case)
-    model = model_from_modules("", build(config, num_hidden_layers=case.num_layers), {})
+    model = model_from_modules("", build(config, case.num_layers), {})
     assert model is not None
     nodes = case.num_ranks // RANKS_PER_NODE
     run = PlannedRun(
@@ -207,68 +193,3 @@ def test_memory_of_an_fsdp_rank_equals_the_estimate(
     moments = estimate_moments(run)
     in_turn = max(one.total - one.weights - one.trainable - one.optimizer for one in moments)
     assert found.gathered == pytest.approx(in_turn, rel=ROUNDING)
-
-
-def set_up_zero(num_ranks: int) -> dict[str, float]:
-    """Set up the engine of ZeRO-3 on one of many fake ranks, and take an optimizer step.
-
-    Of a 70B's kinds of layers, but narrow: every part is a share of the weights.
-    """
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": "0"}
-    os.environ |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
-    import deepspeed
-
-    config: Any = load_config("train", ["+experiment=llama70b_zero3"])
-    narrow = {"num_hidden_layers": 2, "hidden_size": 512, "vocab_size": 4096}
-    narrow |= {"intermediate_size": 1792, "num_attention_heads": 8, "num_key_value_heads": 1}
-    narrow |= {"bos_token_id": 1, "eos_token_id": 2}
-
-    class OneOfMany(deepspeed_strategy.Zero):
-        world_size, num_processes, num_nodes, global_rank = num_ranks, 8, num_ranks // 8, 0
-        root_device = torch.device("cpu")
-
-    with pytest.MonkeyPatch.context() as patch:
-        silence(patch, deepspeed_strategy)
-        patch.setattr(import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)
-        deepspeed.init_distributed("fake", verbose=False)
-        strategy = OneOfMany(config.strategy)
-        model = strategy.build_model(lambda **_: build(config, **narrow).to_empty(device="cpu"))
-        trained = [weight for weight in model.parameters() if weight.requires_grad]
-        optimizer = torch.optim.AdamW(trained)
-        settings = deepspeed_config(
-            config.strategy,
-            on_gpu=False,
-            dtype=torch.float32,
-            num_trained=sum(weight.numel() for weight in trained),
-            ranks_per_node=8,
-            accumulation=2,
-            max_norm=1.0,
-        )
-        strategy._shard_weights(model, settings)
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=trained, optimizer=optimizer, config=settings
-        )
-    flats = engine.optimizer.fp32_partitioned_groups_flat
-    for number, flat in enumerate(flats):
-        flat.grad = torch.zeros_like(flat)
-        engine.optimizer._optimizer_step(number)
-    states = [v for state in optimizer.state.values() for v in state.values() if v.ndim]
-    bucket = settings["zero_optimization"]["reduce_bucket_size"] * trained[0].element_size()
-    planned, ranks = model_from_modules("", build(config, **narrow), {}), {"num_ranks": num_ranks}
-    assert planned is not None
-    size = size_for(planned, "bf16", QuantizationConfig(), config.strategy, **ranks, num_nodes=1)
-    estimate = estimate_states(size, config.strategy, **ranks)
-    return {
-        "weights": sum(weight.ds_tensor.nbytes for weight in model.parameters()) / estimate.weights,
-        "gradients": (engine.optimizer.grad_partitions_flat_buffer.nbytes + bucket)
-        / estimate.gradients,
-        "optimizer": sum(state.nbytes for state in (*states, *flats)) / estimate.optimizer,
-    }
-
-
-@pytest.mark.versions
-@pytest.mark.slow
-def test_memory_of_a_zero_rank_equals_the_estimate() -> None:
-    (found,) = on_ranks(1, set_up_zero, 64)
-    assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.05)

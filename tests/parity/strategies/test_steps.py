@@ -31,6 +31,7 @@ FP8 = 0.02
 to either"""
 COMPRESSED = 2e-3
 """absolute tolerance of losses if only gradients are rounded"""
+ROUNDED = ("ddp", "zero2", "zero3", "fsdp", "tp", "fsdp_tp")
 strategies = pytest.mark.strategies
 
 
@@ -101,33 +102,27 @@ def test_recompute(strategy: str, recompute: str, runs: Runs) -> None:
     check_same_results(run, runs.train(SINGLE, *words))
 
 
-def check_near(
-    runs: Runs, strategy: str, *words: str, loss: float = FP8, norm: float = 0.02
+@strategies
+@pytest.mark.parametrize(
+    ("words", "names", "loss", "norm"),
+    [
+        # Sums in another order round some activations to another value of four bits.
+        ((*ADAPTERS["lora"], "quantization=fp8"), ("ddp", "zero2", "fsdp"), FP8, 0.02),
+        ((*ADAPTERS["full"], "deep", "trainer.precision=fp8"), ("ddp", "fsdp"), FP8, 0.02),
+        *(
+            ((*ADAPTERS[adapter], f"trainer.precision={precision}"), ROUNDED, BF16, 0.2)
+            for adapter in ("lora", "full")
+            for precision in ("bf16", "bf16-pure")
+        ),
+    ],
+)
+def test_near_within_rounding(
+    words: tuple[str, ...], names: tuple[str, ...], loss: float, norm: float, runs: Runs
 ) -> None:
-    run, reference = (runs.train(layout, *words) for layout in (LAYOUTS[strategy], SINGLE))
-    check_same_steps(run, reference, loss=loss, norm=norm)
-
-
-@strategies
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-def test_fp8_base(strategy: str, runs: Runs) -> None:
-    """Sums in another order round some activations to another value of four bits."""
-    check_near(runs, strategy, *ADAPTERS["lora"], "quantization=fp8")
-
-
-@strategies
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_layers_that_train_in_fp8(strategy: str, runs: Runs) -> None:
-    check_near(runs, strategy, *ADAPTERS["full"], runs.base("deep"), "trainer.precision=fp8")
-
-
-@strategies
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
-@pytest.mark.parametrize("adapter", ["lora", "full"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp", "tp", "fsdp_tp"])
-def test_bf16_within_rounding(strategy: str, adapter: str, precision: str, runs: Runs) -> None:
-    words = (*ADAPTERS[adapter], f"trainer.precision={precision}")
-    check_near(runs, strategy, *words, loss=BF16, norm=0.2)
+    typed = [runs.base(word) if word == "deep" else word for word in words]
+    for name in names:
+        run, reference = (runs.train(layout, *typed) for layout in (LAYOUTS[name], SINGLE))
+        check_same_steps(run, reference, loss=loss, norm=norm)
 
 
 @strategies
