@@ -194,10 +194,10 @@ def _of_micro_batches(
         if not found[-1].fits:
             break
     best, *larger = [each for each in found if each.fits] or found
-    for each in larger:
-        if each.speed.tokens_per_second > (1 + _MIN_GAIN) * best.speed.tokens_per_second:
-            best = each
-    return [each for each in found if each is best or (each.fits and each.overrides == overrides)]
+    for other in larger:
+        if other.speed.tokens_per_second > (1 + _MIN_GAIN) * best.speed.tokens_per_second:
+            best = other
+    return [one for one in found if one is best or (one.fits and one.overrides == overrides)]
 
 
 def _with_fewest_layers(candidates: list[Candidate]) -> Iterator[Candidate]:
