@@ -367,6 +367,11 @@ class PlannedModel:
         return ranks / self.num_layers
 
     @property
+    def has_lora(self) -> bool:
+        """Whether layers have LoRA matrices."""
+        return any(self._layer_weights(".lora_A."))
+
+    @property
     def adapts_experts(self) -> bool:
         """Whether experts have LoRA matrices."""
         return any(

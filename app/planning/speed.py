@@ -224,7 +224,7 @@ def _copied_bytes(run: PlannedRun, collectives: list[Collective]) -> float:
 
 def _launch_seconds(run: PlannedRun) -> float:
     """Return the seconds of an optimizer step that the host takes to launch its kernels."""
-    kernels: float = _LAUNCHES + _LORA_LAUNCHES * _has_lora(run)
+    kernels: float = _LAUNCHES + _LORA_LAUNCHES * run.model.has_lora
     kernels *= 1 if run.execution.fuses_norm_and_gate else _PLAIN_LAUNCHES
     return _LAUNCH * kernels * run.model.num_layers * run.accumulation
 
@@ -301,16 +301,12 @@ def _weight_reads(run: PlannedRun) -> float:
     return passes * 2.0 * (number + run.model.head_weights)
 
 
-def _has_lora(run: PlannedRun) -> bool:
-    return any(".lora_" in name for weights, _ in run.model.layers for name in weights)
-
-
 def _traffic(run: PlannedRun) -> float:
     """Return the bytes of memory traffic per token on a rank, outside of products."""
     widths, model, split = run.model.widths, run.model, run.tensor_size
     rates = _FUSED if run.execution.fuses_norm_and_gate else _PLAIN
     layer = rates["rope"] * (widths.query + widths.key_value) + rates["gate"] * widths.feed_forward
-    layer += rates["layout"] * widths.hidden + rates["lora"] * widths.outputs * _has_lora(run)
+    layer += rates["layout"] * widths.hidden + rates["lora"] * widths.outputs * model.has_lora
     # Tensor parallelism leaves the hidden states whole on each rank.
     layer = layer / split + (rates["norm"] + rates["adds"]) * widths.hidden
     if run.context_size > 1 and gather_reason(widths.heads, widths.key_heads, run.context_size):

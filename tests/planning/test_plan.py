@@ -65,9 +65,10 @@ def test_a_base_that_no_simulation_was_compared_with_is_marked(
             "+experiment=llama70b_qlora hardware=rtx4090 optimizer=adamw8bit strategy=single",
             "model.stream=host",
         ),
-        (
+        pytest.param(
             "model=llama8b objective=distill objective.teacher={teacher} hardware=h100",
             "objective.teacher_quantization=nf4",
+            marks=pytest.mark.slow,
         ),
         (
             "model=llama3b adapter=full hardware=a100_40gb hardware.host_memory_gib=24 data=dolly",
