@@ -80,7 +80,7 @@ class MissingColumnError(RowError):
         self.columns = tuple(columns)
 
 
-class Columns(dict[str, Any]):
+class RowColumns(dict[str, Any]):
     """The columns of a row; `read` gets the names of those that are asked for by [] or get()."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ class Columns(dict[str, Any]):
         return super().get(name, default)
 
     def peek(self, name: str) -> Any:
-        """Return a value, None without one, that is read only if it is of the right kind."""
+        """Return a value, None without one, that does not count as read."""
         return super().get(name)
 
 
@@ -371,7 +371,7 @@ def is_flag(value: Any) -> bool:
     return isinstance(value, bool) or (isinstance(value, str) and value.lower() in _WORDS)
 
 
-def row_weight(values: Columns) -> float:
+def row_weight(values: RowColumns) -> float:
     """Return the product of the columns that weigh the whole row; they may be text, as in csv.
 
     A number in a column of FLAGS is not read: it may be anything, such as a measured loss.
@@ -481,7 +481,7 @@ def _read_flag(value: Any, where: str, key: str = "train") -> float:
     return float(value)
 
 
-def apply_turn_masks(turns: Sequence[Turn], values: Columns, name: str) -> list[Turn]:
+def apply_turn_masks(turns: Sequence[Turn], values: RowColumns, name: str) -> list[Turn]:
     """Return the turns of the column `name`, weighed by the columns that list a value a turn.
 
     Raises RowError if a list has another length.
@@ -538,7 +538,7 @@ def check_whole(item: Mapping[str, Any], where: str) -> None:
             )
 
 
-def read_tokens(values: Columns, origin: Origin) -> list[Item]:
+def read_tokens(values: RowColumns, origin: Origin) -> list[Item]:
     """Return the ids and weights of each document; the weights of all masks are multiplied.
 
     Tokens masked by `attention_mask` are padding at either end, which is removed. Labels are not

@@ -27,8 +27,8 @@ from data_modules.format.fields import (
     TOKEN_MASKS,
     TURN_MASKS,
     UNREAD,
-    Columns,
     MissingColumnError,
+    RowColumns,
     RowError,
     apply_turn_masks,
     check_no_details,
@@ -99,7 +99,7 @@ class Format:
     name: str
     required: tuple[tuple[str, ...], ...]
     optional: tuple[str, ...]
-    read: Callable[[Columns, Origin], list[Item]]
+    read: Callable[[RowColumns, Origin], list[Item]]
     guessed_by: tuple[str, ...] = ()
     is_guessed: bool = True
     """whether rows may be found to be of it; not where only an objective says how they are meant"""
@@ -211,7 +211,7 @@ def convert_row(
     for names in form.required:
         if values.keys().isdisjoint(names):
             raise _missing(names, row.values, form)
-    tracked, token = Columns(values), UNREAD.set(unread)
+    tracked, token = RowColumns(values), UNREAD.set(unread)
     try:
         items = form.read(tracked, row.origin)
     except RowError as error:
@@ -228,6 +228,7 @@ def convert_row(
                 items[number] = replace(item, template_kwargs=kwargs)
     if unread is not None:
         unread |= {name for name in values.keys() - tracked.read if is_filled(values[name])}
+        # Those that `columns` hides, but not those that it names.
         hidden = row.values.keys() - (values.keys() - columns.keys())
         unread |= {name for name in hidden if is_filled(row.values[name])}
         unread -= {*columns.values(), *(path.split(".", 1)[0] for path in columns.values())}
@@ -331,7 +332,7 @@ def _first_present(values: Mapping[str, Any], names: Iterable[str]) -> tuple[str
     return next((name, values[name]) for name in names if name in values)
 
 
-def _read_alpaca(values: Columns, origin: Origin) -> list[Item]:
+def _read_alpaca(values: RowColumns, origin: Origin) -> list[Item]:
     name, question = _first_present(values, _ALPACA_QUESTIONS)
     question, input_start = parse_text(question, name), 0
     extras = (read_optional_text(values, field).strip() for field in ("input", "context"))
@@ -366,7 +367,7 @@ def _read_history(history: Any) -> list[Turn]:
 
 
 def _read_conversation(
-    values: Columns, origin: Origin, names: Sequence[str] = _SHAREGPT
+    values: RowColumns, origin: Origin, names: Sequence[str] = _SHAREGPT
 ) -> list[Item]:
     name, items = _first_present(values, names)
     turns = apply_turn_masks(read_turns(items, name), values, name)
@@ -374,7 +375,7 @@ def _read_conversation(
     return [Conversation(joined, origin, read_tools(values), row_weight(values))]
 
 
-def _read_prompt_completion(values: Columns, origin: Origin) -> list[Item]:
+def _read_prompt_completion(values: RowColumns, origin: Origin) -> list[Item]:
     prompt = values["prompt"]
     name, answer = _first_present(values, _COMPLETIONS)
     if is_turns(prompt) or is_turns(answer):
@@ -384,7 +385,7 @@ def _read_prompt_completion(values: Columns, origin: Origin) -> list[Item]:
 
 
 def _read_prompt_turns(
-    prompt: Any, answer: Any, name: str, values: Columns, origin: Origin
+    prompt: Any, answer: Any, name: str, values: RowColumns, origin: Origin
 ) -> Conversation:
     """Return a conversation of prompt and completion; answers in the prompt are masked."""
     if isinstance(answer, dict) and is_turns([answer]):
@@ -405,7 +406,7 @@ def _read_prompt_turns(
     return Conversation(turns, origin, read_tools(values), row_weight(values))
 
 
-def _read_completion(values: Columns, origin: Origin) -> list[Item]:
+def _read_completion(values: RowColumns, origin: Origin) -> list[Item]:
     name, value = _first_present(values, ("segments", *_TEXT_COLUMNS))
     weight = row_weight(values)
     if name != "segments":
@@ -430,13 +431,13 @@ def _read_segment(item: Any, index: int, row_weight: float) -> Segment:
     return Segment(parse_text(item["text"], f"{where}.text"), weight)
 
 
-def _read_oasst(values: Columns, origin: Origin) -> list[Item]:
+def _read_oasst(values: RowColumns, origin: Origin) -> list[Item]:
     return [*read_tree(values["prompt"], origin, row_weight(values))]
 
 
-def _read_kto(values: Columns, origin: Origin) -> list[Item]:
+def _read_kto(values: RowColumns, origin: Origin) -> list[Item]:
     verdict = read_verdict(values)
-    row = Columns({name: value for name, value in values.items() if name not in VERDICTS})
+    row = RowColumns({name: value for name, value in values.items() if name not in VERDICTS})
     name = _answered_by(row)
     if name is None:
         raise RowError(
@@ -448,7 +449,7 @@ def _read_kto(values: Columns, origin: Origin) -> list[Item]:
     return [with_verdict(item, verdict, only_last=name != "prompt_completion")]
 
 
-def _read_classification(values: Columns, origin: Origin) -> list[Item]:
+def _read_classification(values: RowColumns, origin: Origin) -> list[Item]:
     label, weight = read_class(values), row_weight(values)
     name = next((each for each in _CLASSIFIED if each in values), None)
     if name is None:

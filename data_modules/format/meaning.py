@@ -21,7 +21,7 @@ from data_modules.format.fields import (
     MASK_KEYS,
     MASKS,
     PACKED,
-    Columns,
+    RowColumns,
     RowError,
     is_filled,
     is_flag,
@@ -392,7 +392,7 @@ def _answered(item: Item, other: Item) -> Item:
     raise TypeError(f"{type(item).__name__} and {type(other).__name__} have no answers")
 
 
-def read_pair(values: Columns, origin: Origin) -> list[Item]:
+def read_pair(values: RowColumns, origin: Origin) -> list[Item]:
     """Return the conversations or documents of the chosen and of the rejected answer."""
     name = next((name for name in PROMPTS if values.get(name) is not None), None)
     prompt = None if name is None else values[name]
