@@ -30,7 +30,7 @@ from app.train import train
 from app.training.checkpoint.state import model_state, optimizer_state
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import MAX_OVERFLOWS, Metrics, StepRecord, StepWatch, check_finite_state
-from app.training.module import FinetuneModule, propagate_nonfinite
+from app.training.module import FinetuneModule, propagate_nonfinite, skip_nonfinite_step
 from app.training.objective.objective import Sft
 from app.training.optimizers import ScheduleConfig, build_optimizer
 from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
@@ -390,29 +390,37 @@ def test_not_a_spike(losses: list[float], caplog: pytest.LogCaptureFixture) -> N
     assert spike_warnings(losses, caplog) == []
 
 
-@pytest.mark.parametrize(
-    ("losses", "warning"),
-    [
+def test_a_run_that_learns_nothing_is_warned_of_after_a_third(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for losses, warning in (
         ([2.30 + 0.004 * (-1) ** step for step in range(90)], "it was 2.3"),
         ([math.log(64)] * 90, "that of chance, log(64) = 4.1589"),
         ([2.30 - 0.004 * step for step in range(90)], ""),
-        ([2.30] * 60, ""),
-    ],
-    ids=["as at first", "chance", "learns", "a short run"],
-)
-def test_a_run_that_learns_nothing_is_warned_of_after_a_third(
-    losses: list[float], warning: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    watch = StepWatch(total_steps=len(losses), vocab_size=64)
-    with caplog.at_level(logging.WARNING):
+        ([2.30] * 60, ""),  # too short a run
+    ):
+        caplog.clear()
+        watch = StepWatch(total_steps=len(losses), vocab_size=64)
         for step, loss in enumerate(losses, start=1):
-            record = SimpleNamespace(step=step, is_scaled=False)
-            metrics = {"train/loss": loss, "train/grad_norm": 1.0}
-            watch.check(record, metrics, lambda tensor: tensor)  # type: ignore[arg-type]
-    assert len(caplog.messages) == bool(warning)
-    assert warning in caplog.text and ("step 30: nothing is learned" in caplog.text) == bool(
-        warning
-    )
+            record: Any = SimpleNamespace(step=step, is_scaled=False)
+            watch.check(record, {"train/loss": loss, "train/grad_norm": 1.0}, torch.clone)
+        assert len(caplog.messages) == bool(warning) and warning in caplog.text
+        assert ("step 30: nothing is learned" in caplog.text) == bool(warning)
+
+
+def test_a_loss_scaler_skips_nonfinite_steps_by_itself() -> None:
+    for added, scale in ((0.0, 4.0), (math.inf, 2.0)):  # an infinite loss of finite gradients
+        model, scaler = build_model(), torch.amp.GradScaler("cpu", init_scale=4.0)
+        config, ids = PARTS["optimizer"]["adamw"](), random_ids(rows=2)
+        own = build_optimizer(model, config, FullConfig(), lr=1e-2, fused=False)
+        loss = model(input_ids=ids, labels=ids).loss + added
+        scaler.scale(propagate_nonfinite(loss)).backward()
+        scaler.unscale_(own)
+        norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1.0)
+        skip_nonfinite_step(own, norm, is_scaled=True)
+        scaler.step(own)
+        scaler.update()
+        assert scaler.get_scale() == scale and bool(own.state) == (added == 0.0)
 
 
 def test_a_loss_scaler_that_skips_every_step_ends_the_run() -> None:
