@@ -329,29 +329,25 @@ class TrainingEvaluation:
     def _row_runner(self, trainer: Any, *, is_sharded: bool) -> RowRunner:
         """Return what divides the rows among ranks; ranks can save a checkpoint only together."""
         if trainer.world_size == 1:
-            return RowRunner(show=_beat)
+            return RowRunner(show=lambda *_: refresh_liveness())
         if is_sharded:  # all ranks compute the same batches together
             return RowRunner(show=self._beat_and_agree)
         return RowRunner(
             rank=trainer.global_rank,
             num_ranks=trainer.world_size,
             gather=all_gather,
-            show=_beat,
+            show=lambda *_: refresh_liveness(),
             own_rows=_ended_by_signal,
             agree=self._agree,
         )
 
-    def _beat_and_agree(self, key: str, done: int, total: int) -> None:
-        _beat(key, done, total)
+    def _beat_and_agree(self, *_: Any) -> None:
+        refresh_liveness()
         self._agree()
 
     def _agree(self) -> None:
         if (signum := self._poll()) is not None:
             raise MeasurementInterrupted(signum)
-
-
-def _beat(key: str, done: int, total: int) -> None:
-    refresh_liveness()
 
 
 @contextmanager

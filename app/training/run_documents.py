@@ -108,31 +108,31 @@ VERDICT = Keys(
 """verdict.json: base and tuned compared row by row"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class MeasureSpec:
     """How the values of a measure are shown and compared."""
 
     heading: str
-    number_format: str
+    number_format: str = ".1%"
     is_lower_better: bool = False
-    scale: float = 1.0
-    """difference that evaluation.max_regression counts as 1"""
     max_difference: float = math.inf
     """largest possible difference of two values"""
+    scale: float = 1.0
+    """difference that evaluation.max_regression counts as 1"""
 
 
 MEASURES = {
-    "val/loss": MeasureSpec(heading="loss", number_format=".4f", is_lower_better=True),
-    "val/perplexity": MeasureSpec(heading="perplexity", number_format=".4g", is_lower_better=True),
-    "val/accuracy": MeasureSpec(heading="accuracy", number_format=".1%", max_difference=1.0),
-    "val/accuracy_low": MeasureSpec(heading="accuracy, at least", number_format=".1%"),
-    "val/accuracy_high": MeasureSpec(heading="accuracy, at most", number_format=".1%"),
-    "val/f1": MeasureSpec(heading="F1", number_format=".1%", max_difference=1.0),
-    "val/auc": MeasureSpec(heading="AUC", number_format=".3f", max_difference=1.0),
-    "exact_match": MeasureSpec(heading="exact match", number_format=".1%", max_difference=1.0),
+    "val/loss": MeasureSpec("loss", ".4f", is_lower_better=True),
+    "val/perplexity": MeasureSpec("perplexity", ".4g", is_lower_better=True),
+    "val/accuracy": MeasureSpec("accuracy", max_difference=1.0),
+    "val/accuracy_low": MeasureSpec("accuracy, at least"),
+    "val/accuracy_high": MeasureSpec("accuracy, at most"),
+    "val/f1": MeasureSpec("F1", max_difference=1.0),
+    "val/auc": MeasureSpec("AUC", ".3f", max_difference=1.0),
     **{
-        name: MeasureSpec(heading=heading, number_format=".1%", max_difference=1.0)
+        name: MeasureSpec(heading, max_difference=1.0)
         for name, heading in {
+            "exact_match": "exact match",
             "numeric": "numeric match",
             "f1": "F1",
             "rouge1": "ROUGE-1",
@@ -145,17 +145,13 @@ MEASURES = {
             "passed": "passed",
         }.items()
     },
-    "loss": MeasureSpec(heading="loss", number_format=".4f", is_lower_better=True),
-    "perplexity": MeasureSpec(heading="perplexity", number_format=".4g", is_lower_better=True),
-    "bits_per_byte": MeasureSpec(
-        heading="bits per byte", number_format=".4f", is_lower_better=True
-    ),
-    "judge": MeasureSpec(
-        heading="judge's score", number_format=".2f", scale=10, max_difference=9.0
-    ),
-    "reward": MeasureSpec(heading="reward", number_format=".3f"),
+    "loss": MeasureSpec("loss", ".4f", is_lower_better=True),
+    "perplexity": MeasureSpec("perplexity", ".4g", is_lower_better=True),
+    "bits_per_byte": MeasureSpec("bits per byte", ".4f", is_lower_better=True),
+    "judge": MeasureSpec("judge's score", ".2f", max_difference=9.0, scale=10),
+    "reward": MeasureSpec("reward", ".3f"),
 }
-OTHER = MeasureSpec(heading="", number_format=".4f")
+OTHER = MeasureSpec("", ".4f")
 """spec of a measure that is not in `MEASURES`: higher is better, and its name is its heading"""
 
 

@@ -368,16 +368,13 @@ def _by_weight(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _check_same_optimizer(optimizer: torch.optim.Optimizer, document: Json) -> None:
-    saved_class, saved_groups = document["class"], [group["name"] for group in document["groups"]]
-    own_class, own_groups = (
-        _kind_of(optimizer).__name__,
-        [g["name"] for g in optimizer.param_groups],
-    )
-    if (own_class, own_groups) != (saved_class, saved_groups):
+    saved, saved_groups = document["class"], [group["name"] for group in document["groups"]]
+    own, groups = _kind_of(optimizer).__name__, [group["name"] for group in optimizer.param_groups]
+    if (own, groups) != (saved, saved_groups):
         raise UserError(
-            f"resume: the checkpoint's optimizer is {printable_key(saved_class)} with the groups "
-            f"{format_names(saved_groups)}, that of this run is {own_class} with "
-            f"{', '.join(own_groups)}; {OTHER_RUN}"
+            f"resume: the checkpoint's optimizer is {printable_key(saved)} with the groups "
+            f"{format_names(saved_groups)}, that of this run is {own} with {', '.join(groups)}; "
+            f"{OTHER_RUN}"
         )
 
 

@@ -204,15 +204,6 @@ class Divergence:
         return temperature**2 * kl + sft_weight * entropies, grad
 
 
-def _reference_identity(base: Base, precision: str) -> str:
-    """Return a hash of everything besides the tokens that determines log-probabilities of a base.
-
-    Its files or commit, its settings, quantization, and the precision in which it computes.
-    """
-    parts = [sorted(base.description.items()), base.config, base.quantization, base.dtype]
-    return hashlib.sha256(repr([*parts, base.backend, precision]).encode()).hexdigest()
-
-
 def open_references(
     config: ObjectiveConfig, data: FinetuneDataModule, base: Base, precision: str
 ) -> Callable[[FinetuneModule], None] | None:
@@ -228,7 +219,10 @@ def open_references(
         return store_references
     if config.reference_source != "cached":
         return None
-    is_found = data.read_references(_reference_identity(base, precision))
+    # Everything besides the tokens that determines log-probabilities.
+    parts = [sorted(base.description.items()), base.config, base.quantization, base.dtype]
+    identity = hashlib.sha256(repr([*parts, base.backend, precision]).encode()).hexdigest()
+    is_found = data.read_references(identity)
     if not is_found and data.first_step:
         raise UserError(
             "objective.reference=cached: the log-probabilities of the base, which the run computed "

@@ -73,7 +73,29 @@ class Pairs:
         return self.gains / self.num_tokens.clamp_min(1)
 
 
-class PairObjective(Objective):
+class ReferencedObjective(Objective):
+    """Compares log-probabilities of answers with those of the base."""
+
+    source: str
+    """where those come from, as `objective.reference`"""
+
+    def reference(self, model: Any, batch: Batch, backend: str) -> Tensor | None:
+        """Return the base's log-probabilities of the answers, [answers] or [pairs, 2].
+
+        Without their graph; those of the batch if they are stored. RuntimeError if they should be
+        stored, and are not.
+        """
+        if self.source == "none" or batch.reference is not None:
+            return batch.reference
+        if self.source == "base":
+            return _without_adapter(model, batch, backend)
+        # No pass for a batch without answers: ranks that shard the weights have passes in common.
+        if any(batch.document_lengths):
+            raise RuntimeError("objective.reference=cached: nothing is stored for these answers")
+        return torch.zeros(0, dtype=torch.float64, device=batch.input_ids.device)
+
+
+class PairObjective(ReferencedObjective):
     """The mean over pairs of a loss of both answers.
 
     Where they are compared with the base, it also measures `chosen_log_ratio` and
@@ -98,16 +120,9 @@ class PairObjective(Objective):
         self, config: ObjectiveConfig, compute: Callable[[Any, Pairs], tuple[Tensor, Tensor]]
     ) -> None:
         """`compute`: one of `PAIR_LOSSES`, which takes `config` and pairs."""
-        self.config, self.compute = config, compute
+        self.config, self.compute, self.source = config, compute, config.reference_source
         if config.compares_with_base:
             self.figures += ("chosen_log_ratio", "rejected_log_ratio")
-
-    def reference(self, model: Any, batch: Batch, backend: str) -> Tensor | None:
-        """Return the base's log-probabilities of the answers [pairs, 2], without their graph.
-
-        They are those of the batch if they are stored.
-        """
-        return reference_log_probs(self.config.reference_source, model, batch, backend)
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         log_probs, num_tokens = (
@@ -126,22 +141,6 @@ class PairObjective(Objective):
             figures += pairs.gains_per_token.detach().unbind(1)
         tokens = num_tokens.sum(1).long()
         return losses_of_units(losses, weights, batch, figures, tokens=tokens)
-
-
-def reference_log_probs(source: str, model: Any, batch: Batch, backend: str) -> Tensor | None:
-    """Return the base's log-probabilities of the answers, without their graph, fp64 [answers].
-
-    Those of the batch, [answers] or [pairs, 2], if they are stored. `source`: as
-    `objective.reference`; None for none. RuntimeError if they should be stored, and are not.
-    """
-    if source == "none" or batch.reference is not None:
-        return batch.reference
-    if source == "base":
-        return _without_adapter(model, batch, backend)
-    # No pass for a batch without answers: ranks that shard the weights have passes in common.
-    if any(batch.document_lengths):
-        raise RuntimeError("objective.reference=cached: nothing is stored for these answers")
-    return torch.zeros(0, dtype=torch.float64, device=batch.input_ids.device)
 
 
 def base_log_probs(model: Any, batch: Batch, backend: str) -> Tensor:
@@ -251,7 +250,7 @@ PAIR_LOSSES: dict[str, Callable[[Any, Pairs], tuple[Tensor, Tensor]]] = {
 }
 
 
-class Kto(Objective):
+class Kto(ReferencedObjective):
     """1 - sigmoid(beta (r - kl)) if the answer is wanted, else 1 - sigmoid(beta (kl - r)).
 
     Equation 8 of arXiv 2402.01306; r: log-probability of an answer minus the base's; kl: the mean
@@ -293,6 +292,7 @@ class Kto(Objective):
             assert others is not None
             others = others.to(device)
             reference = self.reference(model, others, backend)
+            assert reference is not None
             with without_dropout(model):
                 log_probs, _ = document_log_probs(model, others, backend)
             sums[0] += (log_probs - reference).sum()
@@ -300,13 +300,6 @@ class Kto(Objective):
         if sum_over_ranks is not None:
             sums = sum_over_ranks(sums)
         self.kl = (sums[0] / sums[1].clamp_min(1)).clamp_min(0)
-
-    def reference(self, model: Any, batch: Batch, backend: str) -> Tensor:
-        """Return the base's log-probabilities of the answers [answers], without their graph.
-
-        They are those of the batch if they are stored.
-        """
-        return reference_log_probs(self.source, model, batch, backend)
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         log_probs, num_tokens = document_log_probs(model, batch, backend)
