@@ -132,7 +132,7 @@ test: $(STAMP)  ## the fast tests, in minutes; WORKERS=2 processes of one thread
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # A third of their time is spent waiting: for lost hosts, cut links, runs that stop.
-test-slow: WORKERS = 3
+test-slow: WORKERS = 4
 test-slow: $(STAMP)  ## the slow tests: matrices of strategies, kills, whole runs
 	$(PYTEST) -m "slow and not versions" $(ARGS)
 
@@ -141,7 +141,7 @@ test-versions: $(STAMP)  ## sweeps over model families and simulated GPUs; neede
 	$(BIN)/python -m tools.tested_versions record
 
 # One call, in which the slow tests' waits are filled by the fast ones, and all is imported once a worker.
-test-both: WORKERS = 3
+test-both: WORKERS = 4
 test-both: $(STAMP)  ## the fast and the slow tests, as `.ci/run` runs them
 	$(PYTEST) -m "not versions" $(ARGS)
 

@@ -122,8 +122,8 @@ CALLS = {
     "bandwidth RANKS=4 ARGS=seconds=5": f"{TORCHRUN}4 -m app.doctor seconds=5",
     "bandwidth GPUS=": f"{TORCHRUN}2 -m app.doctor",
     "test ARGS=tests/config": f"-m pytest -n 2 {PYTEST} not slow tests/config",
-    "test-slow": f"-m pytest -n 3 {PYTEST} slow and not versions",
-    "test-both WORKERS=4": f"-m pytest -n 4 {PYTEST} not versions",
+    "test-slow": f"-m pytest -n 4 {PYTEST} slow and not versions",
+    "test-both WORKERS=3": f"-m pytest -n 3 {PYTEST} not versions",
 }
 """what a person types after `make` -> arguments of the last call of Python"""
 

@@ -45,6 +45,7 @@ def test_all_data_sets_are_trained_on(stories: Path, train_run: TrainRun) -> Non
         *(f"model.path={stories}", f"data.datasets=[{entries}]", "data.val_set_size=4"),
         *("data.on_long=truncate_right", "data.mixture.weights=tokens", "packing=multipack"),
         *("trainer.max_steps=8", "trainer.gradient_accumulation_steps=1"),
+        *("data.sequence_len=256", "trainer.validate_every_steps=8", "evaluation.show_answers=0"),
     )
     audit = (folder / "audit.txt").read_text()
     assert all(Path(file).stem in audit for file in SETS)
