@@ -25,7 +25,7 @@ from app.doctor.bandwidth import (
     list_step_rows,
 )
 from app.doctor.facts import MachineFacts, read_facts, run_folders
-from app.doctor.rows import MALICIOUS, OK, PROBLEM, Row, compare_machines, list_rows
+from app.doctor.rows import MALICIOUS, OK, PROBLEM, Finding, compare_machines, list_rows
 from app.process.collectives import all_gather
 from app.process.environment import configure_libraries, run_program
 from app.process.launch import is_first_on_machine, is_first_rank, read_launch
@@ -61,7 +61,7 @@ class Findings:
     """All results of a check."""
 
     machines: tuple[MachineFacts, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[Finding, ...]
     measured: tuple[bandwidth.Measurement, ...] = ()
     communication: CommunicationCost | None = None
 
@@ -108,7 +108,7 @@ def _read(config: DoctorConfig, run: PlanConfig, *, imports: bool) -> MachineFac
     return read_facts(folders, list(MALICIOUS), checks_hub=config.hub, imports=imports)
 
 
-def _list_rows(facts: MachineFacts, run: PlanConfig) -> list[Row]:
+def _list_rows(facts: MachineFacts, run: PlanConfig) -> list[Finding]:
     trainer = run.trainer
     return list_rows(
         facts, precision=trainer.precision, uses_gpus=trainer.accelerator in ("auto", "gpu")

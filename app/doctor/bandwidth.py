@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from app.config import PlanConfig, settings_of
-from app.doctor.rows import OK, WARNING, Row
+from app.doctor.rows import OK, WARNING, Finding
 from app.planning.communication import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -382,7 +382,7 @@ def best_bandwidth(measured: Sequence[Measurement], kind: str) -> float:
     return max((each.gb_per_second for each in measured if each.kind == kind), default=0.0)
 
 
-def list_link_rows(measured: Sequence[Measurement], hardware: HardwareConfig) -> list[Row]:
+def list_link_rows(measured: Sequence[Measurement], hardware: HardwareConfig) -> list[Finding]:
     """Compare the best all-reduce with the link's nominal bandwidth."""
     best, nominal = best_bandwidth(measured, ALL_REDUCE), nominal_bandwidth(hardware)
     if not best or not nominal:
@@ -393,12 +393,12 @@ def list_link_rows(measured: Sequence[Measurement], hardware: HardwareConfig) ->
         f"nominal {format_speed(nominal)}; {percent(low, 0)} to {percent(high, 0)} is good"
     )
     if share >= low:
-        return [Row("link", OK, found)]
+        return [Finding("link", OK, found)]
     fix = "NCCL_DEBUG=INFO shows the path that NCCL uses; nvidia-smi topo -m shows the links"
-    return [Row("link", WARNING, found, fix)]
+    return [Finding("link", WARNING, found, fix)]
 
 
-def list_step_rows(cost: CommunicationCost) -> list[Row]:
+def list_step_rows(cost: CommunicationCost) -> list[Finding]:
     """Say whether a step would wait for its communication."""
     if cost.compute_seconds is None or not cost.collectives:
         return []
@@ -408,6 +408,6 @@ def list_step_rows(cost: CommunicationCost) -> list[Row]:
         f"estimated {cost.compute_seconds:.3g} s of computation"
     )
     if ratio <= _MAX_RATIO:
-        return [Row("step", OK, found)]
+        return [Finding("step", OK, found)]
     fix = "trainer.gradient_accumulation_steps=N, or a strategy that sends less: --help strategy"
-    return [Row("step", WARNING, found, fix)]
+    return [Finding("step", WARNING, found, fix)]

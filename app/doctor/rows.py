@@ -64,7 +64,7 @@ _LINK_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Finding:
     """One finding."""
 
     what: str
@@ -74,10 +74,15 @@ class Row:
     """what to type if something is wrong"""
 
 
-def list_rows(facts: MachineFacts, *, precision: str = "auto", uses_gpus: bool = True) -> list[Row]:
+def list_rows(
+    facts: MachineFacts, *, precision: str = "auto", uses_gpus: bool = True
+) -> list[Finding]:
     """List the findings about a machine; `precision`, `uses_gpus`: settings of the run."""
     return [
-        *(Row("launcher", PROBLEM, *each.partition("; ")[::2]) for each in facts.launch_problems),
+        *(
+            Finding("launcher", PROBLEM, *each.partition("; ")[::2])
+            for each in facts.launch_problems
+        ),
         *_python(facts),
         *_packages(facts),
         *_gpus(facts, precision, uses_gpus),
@@ -90,22 +95,22 @@ def list_rows(facts: MachineFacts, *, precision: str = "auto", uses_gpus: bool =
     ]
 
 
-def _python(facts: MachineFacts) -> Iterator[Row]:
+def _python(facts: MachineFacts) -> Iterator[Finding]:
     if facts.supports_python:
-        yield Row("Python", OK, facts.python)
+        yield Finding("Python", OK, facts.python)
     else:
         found = f"{facts.python}; this program needs {facts.requires_python}"
         fix = "install it in an environment with Python 3.12"
-        yield Row(
+        yield Finding(
             "Python", PROBLEM, found, "make install PYTHON=python3.12" if is_checkout() else fix
         )
 
 
-def _packages(facts: MachineFacts) -> Iterator[Row]:
+def _packages(facts: MachineFacts) -> Iterator[Finding]:
     for name, version in facts.suspects.items():
         releases, advisory = MALICIOUS[name]
         if version in releases:
-            yield Row(
+            yield Finding(
                 name,
                 PROBLEM,
                 f"{version} is a malicious release ({advisory}): it had your permissions, and may "
@@ -114,7 +119,7 @@ def _packages(facts: MachineFacts) -> Iterator[Row]:
                 "and keys",
             )
     if not facts.is_installed:
-        yield Row("packages", PROBLEM, "this program is not installed", "make install")
+        yield Finding("packages", PROBLEM, "this program is not installed", "make install")
         return
     bad = list(_bad_packages(facts))
     yield from bad
@@ -131,10 +136,10 @@ def _packages(facts: MachineFacts) -> Iterator[Row]:
     ]
     extras = ", ".join(dict.fromkeys(absent))
     fix = f"optional, not installed: {extras}" if extras else ""
-    yield Row("packages", OK, ", ".join(good), fix)
+    yield Finding("packages", OK, ", ".join(good), fix)
 
 
-def _bad_packages(facts: MachineFacts) -> Iterator[Row]:
+def _bad_packages(facts: MachineFacts) -> Iterator[Finding]:
     failures = facts.imports.failures
     for package in facts.packages:
         name, version = package.name, package.version
@@ -142,17 +147,17 @@ def _bad_packages(facts: MachineFacts) -> Iterator[Row]:
         status = WARNING if package.extra is not None else PROBLEM
         if version is None:
             if package.extra is None:
-                yield Row(name, PROBLEM, "not installed", _install_command(package))
+                yield Finding(name, PROBLEM, "not installed", _install_command(package))
         elif not package.is_supported:
             found = f"{version}; this program needs {package.required}"
-            yield Row(name, status, found, _install_command(package))
+            yield Finding(name, status, found, _install_command(package))
         elif (failure := failures.get(name)) is not None and (
             name == "torch" or failure != failures.get("torch")  # the same reason is named once
         ):
             fix = f"{pip_install()} --force-reinstall --no-deps {name}"
             if package.extra is not None:
                 fix = f"pip uninstall {name}, or {fix}"
-            yield Row(name, status, f"{version} cannot be imported: {failure}", fix)
+            yield Finding(name, status, f"{version} cannot be imported: {failure}", fix)
 
 
 def _install_command(package: Package) -> str:
@@ -161,12 +166,12 @@ def _install_command(package: Package) -> str:
     return f"{pip_install()} '{package.name}{package.required}'"
 
 
-def _gpus(facts: MachineFacts, precision: str, uses_gpus: bool) -> Iterator[Row]:
+def _gpus(facts: MachineFacts, precision: str, uses_gpus: bool) -> Iterator[Finding]:
     machine = facts.machine
     if not machine.num_files:
         if facts.num_pci_gpus:
             number = counted(facts.num_pci_gpus, "NVIDIA GPU")
-            yield Row(
+            yield Finding(
                 "GPUs",
                 WARNING,
                 f"{number} on the PCI bus, but no driver: a run would use the CPU",
@@ -174,23 +179,23 @@ def _gpus(facts: MachineFacts, precision: str, uses_gpus: bool) -> Iterator[Row]
                 f"{', then make install' * is_checkout()}; in a container: docker run --gpus all",
             )
         else:
-            yield Row("GPUs", OK, "no GPU: runs use the CPU")
+            yield Finding("GPUs", OK, "no GPU: runs use the CPU")
         return
     status = PROBLEM if uses_gpus else WARNING
     for problem in find_gpu_problems(machine, len(machine.gpus), precision):
-        yield Row("GPUs", status, *problem.partition("; ")[::2])
+        yield Finding("GPUs", status, *problem.partition("; ")[::2])
     kinds = Counter((gpu.name, round(gpu.memory_gib), gpu.sm) for gpu in machine.gpus)
     for (name, memory, capability), count in kinds.items():
         found = f"{count} x {name}, {memory} GiB, compute capability {capability}"
-        yield Row("GPUs", OK, found)
+        yield Finding("GPUs", OK, found)
     supports = "" if machine.cuda is None else ", supports CUDA {}.{}".format(*machine.cuda)
     built = "no CUDA" if machine.torch_cuda is None else "CUDA {}.{}".format(*machine.torch_cuda)
     if machine.gpus:
         driver = machine.driver or "unknown version"
-        yield Row("driver", OK, f"{driver}{supports}; PyTorch {machine.torch} with {built}")
+        yield Finding("driver", OK, f"{driver}{supports}; PyTorch {machine.torch} with {built}")
     torch = facts.imports.torch
     if torch is not None and torch.num_gpus < len(machine.gpus):
-        yield Row(
+        yield Finding(
             "GPUs",
             status,
             f"the driver lists {len(machine.gpus)}, but PyTorch can use {torch.num_gpus} of them",
@@ -198,7 +203,7 @@ def _gpus(facts: MachineFacts, precision: str, uses_gpus: bool) -> Iterator[Row]
         )
 
 
-def _links(facts: MachineFacts) -> Iterator[Row]:
+def _links(facts: MachineFacts) -> Iterator[Finding]:
     torch, number = facts.imports.torch, len(facts.machine.gpus)
     if facts.links:
         pairs_by_link: dict[str, list[str]] = {}
@@ -210,10 +215,10 @@ def _links(facts: MachineFacts) -> Iterator[Row]:
         ]
         is_fast = list(pairs_by_link) == ["NVLink"]
         fix = "" if is_fast else "nvidia-smi topo -m shows which; tensor parallelism needs NVLink"
-        yield Row("links of GPUs", OK, "; ".join(found), fix)
+        yield Finding("links of GPUs", OK, "; ".join(found), fix)
     if torch is not None and number > 1 and len(torch.peers) < number * (number - 1):
         # Traffic through host memory works, but is slow.
-        yield Row(
+        yield Finding(
             "peer access",
             WARNING,
             f"{len(torch.peers)} of {number * (number - 1)} directions: the others go through host "
@@ -225,7 +230,7 @@ def _links(facts: MachineFacts) -> Iterator[Row]:
         is_missing = torch.nccl is None and number > 1
         install = "make install" if is_checkout() else "pip install --force-reinstall torch"
         status, fix = (PROBLEM, install) if is_missing else (OK, "")
-        yield Row("NCCL", status, nccl, fix)
+        yield Finding("NCCL", status, nccl, fix)
 
 
 def _describe_pairs(pairs: Sequence[str], num_pairs: int) -> str:
@@ -235,11 +240,11 @@ def _describe_pairs(pairs: Sequence[str], num_pairs: int) -> str:
     return f"{len(pairs)} pairs ({shown}{', ...' if len(pairs) > 4 else ''})"
 
 
-def _memory(facts: MachineFacts) -> Iterator[Row]:
+def _memory(facts: MachineFacts) -> Iterator[Finding]:
     found = f"{facts.memory_left_gib:.1f} of {facts.memory_gib:.1f} GiB are free"
     is_enough = facts.memory_left_gib >= _MIN_MEMORY_GIB
     fix = "end other programs, or give the container more (docker run --memory=16g)"
-    yield Row("host memory", OK if is_enough else WARNING, found, "" if is_enough else fix)
+    yield Finding("host memory", OK if is_enough else WARNING, found, "" if is_enough else fix)
     shared = facts.shared_memory_gib
     if shared is None:
         return
@@ -249,10 +254,10 @@ def _memory(facts: MachineFacts) -> Iterator[Row]:
         "docker run --shm-size=8g (or --ipc=host); or run without it by data.num_workers=0 and "
         "NCCL_SHM_DISABLE=1"
     )
-    yield Row("/dev/shm", OK if is_enough else WARNING, found, "" if is_enough else fix)
+    yield Finding("/dev/shm", OK if is_enough else WARNING, found, "" if is_enough else fix)
 
 
-def _folder(folder: Folder) -> Row:
+def _folder(folder: Folder) -> Finding:
     fixes = {
         "output.dir": "type output.dir=FOLDER on a disk with free space",
         "data.cache_dir": "type data.cache_dir=FOLDER on a disk with free space",
@@ -263,57 +268,61 @@ def _folder(folder: Folder) -> Row:
     if folder.failure:
         # The hub's cache is needed only for models of the hub; no run requires TMPDIR itself.
         status = PROBLEM if what in ("output.dir", "data.cache_dir") else WARNING
-        return Row(what, status, f"{folder.path} cannot be written to: {folder.failure}", fix)
+        return Finding(what, status, f"{folder.path} cannot be written to: {folder.failure}", fix)
     found = f"{folder.path}: {folder.free_gib:,.1f} GiB free"
     if folder.free_gib < _MIN_DISK_GIB:
-        return Row(what, PROBLEM if what == "output.dir" else WARNING, found, fix)
+        return Finding(what, PROBLEM if what == "output.dir" else WARNING, found, fix)
     if folder.free_gib < _LARGE_MODEL_DISK_GIB.get(what, 0.0):
-        return Row(what, WARNING, found, f"for a large model: {fix}")
-    return Row(what, OK, found)
+        return Finding(what, WARNING, found, f"for a large model: {fix}")
+    return Finding(what, OK, found)
 
 
-def _limits(facts: MachineFacts) -> Iterator[Row]:
+def _limits(facts: MachineFacts) -> Iterator[Finding]:
     soft, hard = facts.open_files
     unlimited = soft < 0  # RLIM_INFINITY
     if unlimited or soft >= _MIN_OPEN_FILES:
-        yield Row("open files", OK, "unlimited" if unlimited else f"{soft:,}")
+        yield Finding("open files", OK, "unlimited" if unlimited else f"{soft:,}")
         return
     allowed = math.inf if hard < 0 else hard
     fix = "ulimit -n 65536" if allowed >= 65536 else f"ulimit -n {hard}"
     if allowed <= soft:
         fix = "ask the administrator for more (nofile in limits.conf; docker run --ulimit nofile=)"
-    yield Row("open files", WARNING, f"at most {soft:,}: data loaders and ranks may need more", fix)
+    yield Finding(
+        "open files", WARNING, f"at most {soft:,}: data loaders and ranks may need more", fix
+    )
 
 
-def _clock(facts: MachineFacts) -> Iterator[Row]:
+def _clock(facts: MachineFacts) -> Iterator[Finding]:
     fix = "set it: timedatectl set-ntp true"
     if facts.wall < facts.newest_file - _MAX_SKEW_SECONDS:
         days = (facts.newest_file - facts.wall) / 86400
         found = f"{days:,.1f} days before the packages were installed: certificates will be refused"
-        yield Row("clock", WARNING, found, fix)
+        yield Finding("clock", WARNING, found, fix)
     elif abs(facts.drift) > _MAX_DRIFT_SECONDS:
         found = f"the wall clock jumped by {facts.drift:+.1f} s during this check"
-        yield Row("clock", WARNING, found, f"{fix}; a run's durations use the monotonic clock")
+        yield Finding("clock", WARNING, found, f"{fix}; a run's durations use the monotonic clock")
     else:
-        yield Row("clock", OK, "steady")
+        yield Finding("clock", OK, "steady")
 
 
-def _hub(facts: MachineFacts) -> Iterator[Row]:
+def _hub(facts: MachineFacts) -> Iterator[Finding]:
     hub = facts.hub
     token = "token found" if hub.has_token else "no token: only public models and data"
     fix = "" if hub.has_token else "hf auth login, for gated or private models and data"
     if hub.is_offline:
         token, fix = f"offline by HF_HUB_OFFLINE; {token}", "unset HF_HUB_OFFLINE to download"
-    yield Row("hub", OK, token, fix)
+    yield Finding("hub", OK, token, fix)
     if hub.address and hub.failure is not None:
         found = f"{hub.address} cannot be reached: {hub.failure}"
         fix = "model.path=FOLDER of a local copy; or set HF_ENDPOINT or HTTPS_PROXY"
-        yield Row("network", PROBLEM, found, fix)
+        yield Finding("network", PROBLEM, found, fix)
     elif hub.address:
-        yield Row("network", OK, f"{hub.address} responds")
+        yield Finding("network", OK, f"{hub.address} responds")
 
 
-def compare_machines(all_facts: Sequence[MachineFacts], skews: Sequence[float] = ()) -> list[Row]:
+def compare_machines(
+    all_facts: Sequence[MachineFacts], skews: Sequence[float] = ()
+) -> list[Finding]:
     """List differences between the machines of a run.
 
     `skews`: seconds by which each rank's clock is behind that of rank 0.
@@ -331,7 +340,7 @@ def compare_machines(all_facts: Sequence[MachineFacts], skews: Sequence[float] =
                 for name in differing[:4]
             )
             found = f"{first.host} and {other.host} differ: {listed}"
-            rows.append(Row("versions", PROBLEM, found, "install the same versions on both"))
+            rows.append(Finding("versions", PROBLEM, found, "install the same versions on both"))
         gpus, others = (
             ", ".join(f"{gpu.name} {gpu.memory_gib:.0f} GiB" for gpu in facts.machine.gpus)
             for facts in (first, other)
@@ -339,9 +348,9 @@ def compare_machines(all_facts: Sequence[MachineFacts], skews: Sequence[float] =
         if gpus != others:
             found = f"{first.host} has {gpus or 'none'}, {other.host} has {others or 'none'}"
             fix = "use equal machines: the slowest GPU, and the one with least memory, limit all"
-            rows.append(Row("GPUs", WARNING, found, fix))
+            rows.append(Finding("GPUs", WARNING, found, fix))
     skew = max(map(abs, skews), default=0.0)
     if skew > _MAX_SKEW_SECONDS:
         found = f"the clocks of two ranks differ by {skew:,.1f} s"
-        rows.append(Row("clocks", WARNING, found, "set them: timedatectl set-ntp true"))
+        rows.append(Finding("clocks", WARNING, found, "set them: timedatectl set-ntp true"))
     return rows

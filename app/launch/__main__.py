@@ -280,7 +280,7 @@ def _next_steps(submission: Submission, words: Sequence[str]) -> Iterator[str]:
     yield "  the same command again   # resumes it from its newest checkpoint"
 
 
-def start(config: LaunchConfig) -> int:
+def _start(config: LaunchConfig) -> int:
     """Launch what this process's command line says."""
     launch(config, sys.argv[1:])
     return DONE
@@ -288,4 +288,4 @@ def start(config: LaunchConfig) -> int:
 
 if __name__ == "__main__":
     configure_libraries(offline=False)
-    run_program(lambda: run_verb("launch", start))
+    run_program(lambda: run_verb("launch", _start))

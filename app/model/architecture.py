@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.model.config_values import check_keys, check_values, newer_transformers
+from app.model.config_values import check_keys, check_numbers, newer_transformers
 from app.model.layers import replaced
 from app.model.multimodal import from_config, language_model_class, outermost, tower_modules
 from app.model.rope import DEFAULT_SCALING, dynamic_factor, extend_context
@@ -85,7 +85,7 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
         config.path, revision=config.revision
     )
     where = f"{config.path}/config.json"
-    problems = check_values(where, numbers) + check_token_ids(where, "", numbers, numbers)
+    problems = check_numbers(where, numbers) + check_token_ids(where, "", numbers, numbers)
     if (text := text_numbers(numbers)) is not numbers:
         problems += check_token_ids(where, "text_config.", text, numbers)
     if problems:  # only for a hub id: the files of a folder were checked before
@@ -179,7 +179,7 @@ def generation_config(config: ModelConfig) -> GenerationConfig | None:
         return None
     values, problem = read_json_object(Path(found))
     where = f"{config.path}/{name}"
-    problems = check_keys(where, values, GenerationConfig) + check_values(where, values)
+    problems = check_keys(where, values, GenerationConfig) + check_numbers(where, values)
     if problems := [problem] if problem else problems:
         raise UserError(problems)
     return GenerationConfig.from_pretrained(str(config.path), revision=config.revision)

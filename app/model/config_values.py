@@ -84,7 +84,7 @@ _CLASS = re.compile(r"^class (\w+)\((\w+)[^\n]*\):\n(.*?)(?=^\S|\Z)", re.MULTILI
 _FIELD = re.compile(r"^    (\w+): ([\w .|]+?)(?: =|$)", re.MULTILINE)
 
 
-def check_values(where: str, values: Mapping[str, Any]) -> list[str]:
+def check_numbers(where: str, values: Mapping[str, Any]) -> list[str]:
     """List the numbers of a file that no model can have, with key and value."""
     return [
         f"{where}: {path}={shortened(value)}: expected {expected}"

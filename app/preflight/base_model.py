@@ -17,7 +17,7 @@ from typing import Any
 
 from app.model.architecture import check_token_ids, text_numbers
 from app.model.base import INDEX, WEIGHTS, ModelConfig, check_dtypes, check_head
-from app.model.config_values import check_type, check_values
+from app.model.config_values import check_numbers, check_type
 from app.model.description import LAYER, BaseDescription, describe_config, describe_files
 from app.model.gguf import unpack_command
 from app.model.hub import find_offline_problem
@@ -41,7 +41,7 @@ _TOKENIZER_JSON = (
 _TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 WHOLE_BYTES = 256 << 20
 """weights of up to this size are read whole, in about half a second"""
-SAMPLE_BYTES = 4096
+TENSOR_BLOCK_BYTES = 4096
 """bytes read at the start, in the middle and at the end of each tensor of a larger folder"""
 
 
@@ -83,7 +83,7 @@ def inspect_base(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
         problems += (
             [problem]
             if problem
-            else check_values(str(generation), ids)
+            else check_numbers(str(generation), ids)
             + check_token_ids(str(generation), "", ids, values)
         )
     problems += [
@@ -176,7 +176,7 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
     problems = []
     if not isinstance(numbers["model_type"], str):
         problems.append(f"{where}: model_type={shortened(numbers['model_type'])}: expected a name")
-    problems += check_type(where, numbers) + check_values(where, numbers)
+    problems += check_type(where, numbers) + check_numbers(where, numbers)
     problems += check_token_ids(where, "", numbers, numbers)
     if (text := text_numbers(numbers)) is not numbers:
         problems += check_token_ids(where, "text_config.", text, numbers)
@@ -439,10 +439,10 @@ def _read_parts(file: Path) -> Iterator[bytes]:
     yield header
     with file.open("rb", buffering=0) as stream:
         for begin, end in _ranges_of(header, size):
-            last = max(end - SAMPLE_BYTES, begin)
+            last = max(end - TENSOR_BLOCK_BYTES, begin)
             for offset in sorted({begin, (begin + last) // 2, last}):
                 stream.seek(offset)
-                yield stream.read(SAMPLE_BYTES)
+                yield stream.read(TENSOR_BLOCK_BYTES)
 
 
 def _ranges_of(header: bytes, size: int) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.doctor.facts import Folder, Hub, Imports, MachineFacts, Package, Torch
-from app.doctor.rows import OK, PROBLEM, WARNING, Row, compare_machines, list_rows
+from app.doctor.rows import OK, PROBLEM, WARNING, Finding, compare_machines, list_rows
 from tests.machines import H100, TWO
 
 TORCH = Package(name="torch", version="2.13.0", required=">=2.10")
@@ -100,4 +100,4 @@ def test_machines_that_differ() -> None:
     assert row.status == WARNING and row.found.startswith("node1 has ") and "node2" in row.found
     assert compare_machines([GOOD, GOOD], [0.0, 0.2]) == []
     (skewed,) = compare_machines([GOOD, GOOD], [0.0, -90.5])
-    assert isinstance(skewed, Row) and skewed.status == WARNING and "90.5 s" in skewed.found
+    assert isinstance(skewed, Finding) and skewed.status == WARNING and "90.5 s" in skewed.found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, GenerationConfig, LlamaConfig
 
-from app.model.config_values import check_keys, check_values
+from app.model.config_values import check_keys, check_numbers
 from app.preflight.base_model import check_config
 
 INF, NAN = float("inf"), float("nan")
@@ -55,9 +55,11 @@ def test_numbers_that_no_model_has(place: str) -> None:
 def test_numbers_that_are_not_finite(path: str) -> None:
     *parents, last = path.split(".")
     value = [NAN] if last == "0" else NAN
-    found = check_values("config.json", placed(".".join(parents) if last == "0" else path, value))
+    found = check_numbers("config.json", placed(".".join(parents) if last == "0" else path, value))
     assert found == [f"config.json: {path}=nan: expected a number"]
-    factors = [check_values("", {"rope_scaling": {"factor": factor}}) for factor in (0.5, 4, 1e308)]
+    factors = [
+        check_numbers("", {"rope_scaling": {"factor": factor}}) for factor in (0.5, 4, 1e308)
+    ]
     assert [len(problems) for problems in factors] == [1, 0, 1]
 
 
@@ -79,9 +81,9 @@ def test_the_defaults_of_every_family_pass() -> None:
     # 16,384 experts are above our limit, and 1200.0 positions are no whole number.
     del families["doge"], families["musicflamingo"]
     for family, values in families.items():
-        assert check_values(family, json.loads(json.dumps(values, default=str))) == []
+        assert check_numbers(family, json.loads(json.dumps(values, default=str))) == []
         assert check_keys(family, values, CONFIG_MAPPING[family]) == []
-    assert check_values("", BOUNDS) == []
+    assert check_numbers("", BOUNDS) == []
 
 
 METHODS = [

@@ -223,7 +223,7 @@ def test_of_a_large_base_little_is_read_and_once(
 
     monkeypatch.setattr(Path, "open", lambda path, *_, **__: Counted(path))
     before = weights_of(tmp_path)
-    blocks = 4 * 256 * 3 * base_model.SAMPLE_BYTES
+    blocks = 4 * 256 * 3 * base_model.TENSOR_BLOCK_BYTES
     assert blocks < sum(read) < blocks + 10 * len(header)
     read.clear()
     assert weights_of(tmp_path) == before
