@@ -201,7 +201,7 @@ def find_run(
                 f"config.yaml){_known_runs()}"
             )
         return folder
-    finished = _finished_runs()
+    finished = finished_runs()
     if not finished:
         raise UserError(
             f"no finished run under {OUTPUTS}: train first with {verb_command('train')}"
@@ -210,7 +210,7 @@ def find_run(
     return finished[-1]
 
 
-def _finished_runs() -> list[Path]:
+def finished_runs() -> list[Path]:
     """List the finished training runs under outputs/, the one that started last at the end."""
     found = OUTPUTS.rglob(METRICS_FILE)
     runs = [file.parent for file in found if is_training_run(file.parent / CONFIG_FILE)]
@@ -232,7 +232,7 @@ def _start_of_finished(run: Path) -> tuple[float, float]:
 
 
 def _known_runs() -> str:
-    known = _finished_runs()
+    known = finished_runs()
     return f"; the newest finished run is run={known[-1]}" if known else ""
 
 
