@@ -1,11 +1,11 @@
-"""Lines of predictions.jsonl, the samples printed of them, and what a run shows of both models."""
+"""Lines of predictions.jsonl, and what a run shows of both models."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,37 +16,26 @@ from common.errors import Origin
 from data_modules import Prompt
 from tests.tiny import train_into
 
-PROMPTS = {
-    "sums": [
-        Prompt([1, 2], "4", Origin("sums.jsonl", 1)),
-        Prompt([3], "\u00e4 \u2028", Origin("sums.jsonl", 7)),
-    ],
-    "empty": [],
-}
-ANSWERS = {
-    "base": [Answer("5", True), Answer("\u00e4", False)],
-    "tuned": [Answer(" 4\n", True), Answer("\u00e4 ", True)],
-}
-TOKENIZER: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
 
-
-def answer(monkeypatch: pytest.MonkeyPatch, *variants: str) -> Predictions:
+def test_predictions_have_one_line_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    origins = [Origin("sums.jsonl", line) for line in (1, 7)]
+    prompts = {"sums": [Prompt([1, 2], "4", origins[0]), Prompt([3], "ä \u2028", origins[1])]}
+    answers = {
+        "base": [Answer("5", True), Answer("ä", False)],
+        "tuned": [Answer(" 4\n", True), Answer("ä ", True)],
+    }
     monkeypatch.setattr(
         evaluator_module,
         "answer_batches",
-        lambda model, *_, **__: iter([list(enumerate(ANSWERS[model]))]),
+        lambda model, *_, **__: iter([list(enumerate(answers[model]))]),
     )
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
     config = EvaluationConfig(exact_match=True, metrics=["numeric"])
-    predictions = Predictions(TOKENIZER, PROMPTS, {2}, config)
-    for name in variants:
-        model: Any = name
-        predictions.answer(name, model)
-    return predictions
-
-
-def test_predictions_have_one_line_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(answer(monkeypatch).prediction_lines()) == []  # before any answer
-    first, second = answer(monkeypatch, "base", "tuned").prediction_lines()
+    predictions = Predictions(tokenizer, prompts | {"empty": []}, {2}, config)
+    assert list(predictions.prediction_lines()) == []  # before any answer
+    for name in answers:
+        predictions.answer(name, cast(Any, name))
+    first, second = predictions.prediction_lines()
     assert first == {
         "data_set": "sums",
         "source": "sums.jsonl:1",
@@ -57,8 +46,7 @@ def test_predictions_have_one_line_per_prompt(monkeypatch: pytest.MonkeyPatch) -
         "finished": {"base": True, "tuned": True},
         "metrics": {name: {"base": 0.0, "tuned": 1.0} for name in ("exact_match", "numeric")},
     }
-    assert (second["source"], second["base"], second["tuned"]) == ("sums.jsonl:7", "ä", "ä ")
-    assert second["finished"] == {"base": False, "tuned": True}
+    assert second["source"] == "sums.jsonl:7" and second["finished"]["base"] is False
     assert second["metrics"]["exact_match"] == {"base": 0.0, "tuned": 1.0}
 
 

@@ -200,27 +200,19 @@ def test_communicating_quantized_weights_is_another_precision(words: list[str]) 
     assert change.rule == "rounding"
 
 
-def finished_run(folder: Path, *, started: str | None, ended: float) -> Path:
-    folder.mkdir(parents=True)
-    save_config(load_config("train", ["+experiment=quickstart"]), folder / "config.yaml")
-    if started is not None:
-        (folder / "manifest.json").write_text(json.dumps({"started": started}))
-    (folder / "metrics.json").write_text("{}")
-    os.utime(folder / "metrics.json", (ended, ended))
-    return folder
-
-
-def test_the_newest_run_is_the_one_that_started_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_newest_run_is_the_one_that_started_last(here: Path) -> None:
     noon = 1767268800  # 2026-01-01T12:00:00+0000
-    outputs = Path("outputs/train")
-    finished_run(outputs / "a", started="2026-01-01T10:00:00+0000", ended=noon + 9999)  # copied
-    later = finished_run(outputs / "b", started="2026-01-01T12:30:00+0100", ended=noon)
-    assert find_run(None) == later
-    of_earlier_version = finished_run(outputs / "c", started=None, ended=noon)
-    assert find_run(None) == of_earlier_version
+    for name, started, ended in (
+        ("a", "2026-01-01T10:00:00+0000", noon + 9999),  # copied
+        ("b", "2026-01-01T12:30:00+0100", noon),
+    ):
+        folder = here / "outputs/train" / name
+        folder.mkdir(parents=True)
+        save_config(load_config("train", ["+experiment=quickstart"]), folder / "config.yaml")
+        (folder / "manifest.json").write_text(json.dumps({"started": started}))
+        (folder / "metrics.json").write_text("{}")
+        os.utime(folder / "metrics.json", (ended, ended))
+    assert find_run(None) == Path("outputs/train/b")
 
 
 def test_the_verb_that_wrote_a_folder_is_recorded(words: list[str], tmp_path: Path) -> None:

@@ -64,9 +64,6 @@ def test_a_killed_search_resumes_as_if_never_killed(overrides: list[str], tmp_pa
     # The step at which it was pruned, although these trials had already reached their end.
     assert {(row["stopped_at"], row["exit_code"]) for row in stopped} == {(2, 143)}
     assert 0 < len(stopped) < 8
-    for row in stopped:
-        kept = (tmp_path / "whole" / str(row["number"]) / "metrics.csv").read_text()
-        assert len(kept.splitlines()) == 5, "a pruned trial keeps its curve"
     # The first trial has the default settings, and the best one is no worse.
     assert whole[0]["overrides"][-2:] == ["adapter.r=16", "optimizer.lr=0.0002"]
     best = min(whole, key=lambda row: row["objective"])
