@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from app.model.attention import gather_reason, key_repeats
 from app.planning.flops import stages_of
@@ -38,7 +39,7 @@ CONTENTION, MOST_CONTENTION = 0.189, 0.40
 """slowdown of kernels while NCCL sends on the same GPU, mean and maximum (arXiv 2507.03114)"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Collective:
     """One kind of collective of a step."""
 
@@ -185,28 +186,12 @@ def _of_ddp(run: PlannedRun) -> list[Collective]:
 
 
 def _over_all(
-    run: PlannedRun,
-    what: str,
-    kind: str,
-    num_bytes: float,
-    times: float,
-    *,
-    messages: int,
-    in_forward: float = 0.0,
-    overlaps: bool = True,
+    run: PlannedRun, what: str, kind: str, num_bytes: float, times: float, **how: Any
 ) -> Collective:
-    return Collective(
-        what=what,
-        kind=kind,
-        num_bytes=num_bytes,
-        times=times,
-        num_ranks=run.num_ranks,
-        num_nodes=run.num_nodes,
-        messages=messages,
-        in_forward=in_forward,
-        overlaps=overlaps,
-        exposed_share=1 / messages,
-    )
+    """Return a collective of all ranks; `how`: `messages`, and what differs from the defaults."""
+    share = 1 / how["messages"]
+    ranks, nodes = run.num_ranks, run.num_nodes
+    return Collective(what, kind, num_bytes, times, ranks, nodes, exposed_share=share, **how)
 
 
 def _of_zero(run: PlannedRun, strategy: ZeroConfig) -> list[Collective]:
@@ -215,36 +200,24 @@ def _of_zero(run: PlannedRun, strategy: ZeroConfig) -> list[Collective]:
     if strategy.stage < 3:
         # Stage 2 keeps only a shard of the gradients, so it reduces them in each micro-batch.
         times = steps if strategy.stage == 2 else 1
+        sent, common = whole.trained, {"messages": buckets}
         return [
-            _over_all(run, "gradients", REDUCE_SCATTER, whole.trained, times, messages=buckets),
-            _over_all(
-                *(run, "updated weights", ALL_GATHER, whole.trained, 1),
-                messages=buckets,
-                overlaps=False,
-            ),
+            _over_all(run, "gradients", REDUCE_SCATTER, sent, times, **common),
+            _over_all(run, "updated weights", ALL_GATHER, sent, 1, overlaps=False, **common),
         ]
     weights, gradients = whole.total, whole.trained
     num_weights = run.model.num_weights
     forward = num_weights * _QUANTIZED_WEIGHT if strategy.quantized_weights else weights
-    backward = forward
     if strategy.quantized_gradients:
         gradients = whole.num_trained * _QUANTIZED_GRADIENT
-    within = Collective(
-        what="weights, backward",
-        kind=ALL_GATHER,
-        num_bytes=backward,
-        times=steps,
-        num_ranks=run.hardware.gpus_per_node,
-        messages=units,
-    )
-    forwards = steps * run.num_forwards
+    back, node = "weights, backward", run.hardware.gpus_per_node
+    backward = _over_all(run, back, ALL_GATHER, forward, steps, messages=units)
+    if strategy.partition_within_node:
+        backward = Collective(back, ALL_GATHER, forward, steps, node, messages=units)
+    times, ahead = steps * run.num_forwards, {"messages": units, "in_forward": 1.0}
     return [
-        _over_all(
-            *(run, "weights, forward", ALL_GATHER, forward, forwards), messages=units, in_forward=1
-        ),
-        within
-        if strategy.partition_within_node
-        else _over_all(run, "weights, backward", ALL_GATHER, backward, steps, messages=units),
+        _over_all(run, "weights, forward", ALL_GATHER, forward, times, **ahead),
+        backward,
         _over_all(run, "gradients", REDUCE_SCATTER, gradients, steps, messages=buckets),
     ]
 
@@ -264,31 +237,15 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig) -> list[Collective]:
     found: list[Collective] = []
     if shards > 1:
         found += _of_shards(run, strategy, reduced, (shards, nodes))
+    between = replicas, min(replicas, run.num_nodes)
     if replicas > 1 and isinstance(strategy, LocalSgdConfig):
-        found.append(
-            Collective(
-                what=f"weights between nodes, every {strategy.sync_every_steps} steps",
-                kind=ALL_REDUCE,
-                num_bytes=_AVERAGED_WEIGHT * whole.num_trained / shards,
-                times=1 / strategy.sync_every_steps,
-                num_ranks=replicas,
-                num_nodes=min(replicas, run.num_nodes),
-                overlaps=False,
-            )
-        )
+        every, sent = strategy.sync_every_steps, _AVERAGED_WEIGHT * whole.num_trained / shards
+        what = f"weights between nodes, every {every} steps"
+        found.append(Collective(what, ALL_REDUCE, sent, 1 / every, *between, overlaps=False))
     elif replicas > 1:
-        found.append(
-            Collective(
-                what="gradients between replicas",
-                kind=ALL_REDUCE,
-                num_bytes=run.sent_share * whole.trained / shards,
-                times=reduced,
-                num_ranks=replicas,
-                num_nodes=min(replicas, run.num_nodes),
-                messages=units,
-                exposed_share=1 / units,
-            )
-        )
+        what, sent = "gradients between replicas", run.sent_share * whole.trained / shards
+        how: dict[str, Any] = {"messages": units, "exposed_share": 1 / units}
+        found.append(Collective(what, ALL_REDUCE, sent, reduced, *between, **how))
     return found
 
 
@@ -303,13 +260,9 @@ def _of_shards(
     keeps = not strategy.reshard_after_forward
     gathers = 1 if keeps else forwards + 1
     common = whole.gathered - whole.experts
+    times = 1 if keeps else run.accumulation * gathers
     weights = Collective(
-        what="weights",
-        kind=ALL_GATHER,
-        num_bytes=common,
-        times=1 if keeps else run.accumulation * gathers,
-        num_ranks=ranks,
-        num_nodes=nodes,
+        *("weights", ALL_GATHER, common, times, ranks, nodes),
         messages=run.model.num_layers + 2,
         in_forward=min(forwards, gathers) / gathers,
         exposed_share=(ends.gathered - ends.experts) / common,
@@ -374,34 +327,19 @@ def _between_stages(run: PlannedRun) -> list[Collective]:
     """List what a stage of a pipeline sends: hidden states on, and their gradients back."""
     if run.stage is None:
         return []
-    return [
-        Collective(
-            what="hidden states between stages",
-            kind=SEND,
-            num_bytes=run.hidden_bytes,
-            times=run.stage.sent * run.accumulation,
-            num_ranks=2,
-            num_nodes=2 if run.stage.crosses_nodes else 1,
-            overlaps=False,
-        )
-    ]
+    what, times = "hidden states between stages", run.stage.sent * run.accumulation
+    nodes = 2 if run.stage.crosses_nodes else 1
+    return [Collective(what, SEND, run.hidden_bytes, times, 2, nodes, overlaps=False)]
 
 
 def _of_tensor_parallel(run: PlannedRun) -> list[Collective]:
     """List two all-reduces per layer and pass; recomputing a layer repeats its forward ones."""
     if run.tensor_size == 1:
         return []
-    directions = 2 + run.share_computed_twice
-    return [
-        Collective(
-            what="hidden states of split layers",
-            kind=ALL_REDUCE,
-            num_bytes=float(run.tokens * run.model.widths.hidden * run.execution.value_bytes),
-            times=2 * directions * run.model.num_layers * run.accumulation,
-            num_ranks=run.tensor_size,
-            overlaps=False,
-        )
-    ]
+    num_bytes = float(run.tokens * run.model.widths.hidden * run.execution.value_bytes)
+    times = 2 * (2 + run.share_computed_twice) * run.model.num_layers * run.accumulation
+    what, ranks = "hidden states of split layers", run.tensor_size
+    return [Collective(what, ALL_REDUCE, num_bytes, times, ranks, overlaps=False)]
 
 
 def _of_context_parallel(run: PlannedRun) -> list[Collective]:
@@ -417,23 +355,19 @@ def _of_context_parallel(run: PlannedRun) -> list[Collective]:
         repeats = key_repeats(widths.heads, widths.key_heads, ranks)
         features = 2 * (widths.query + repeats * widths.key_value)
     directions, recurrent = 2 + run.recomputed_share, run.model.recurrent_share
-    exchange = Collective(
-        what=what,
-        kind=kind,
-        num_bytes=float(run.tokens * features * run.execution.value_bytes),
-        times=directions * run.model.num_layers * run.accumulation * (1 - recurrent),
-        num_ranks=ranks,
-        num_nodes=max(1, ranks // run.hardware.gpus_per_node),
-        overlaps=False,
-    )
+    passes = directions * run.model.num_layers * run.accumulation
+    of_feature = run.tokens * run.execution.value_bytes
+    nodes = max(1, ranks // run.hardware.gpus_per_node)
+    sent, times = float(of_feature * features), passes * (1 - recurrent)
+    exchange = Collective(what, kind, sent, times, ranks, nodes, overlaps=False)
     if not recurrent:
         return [exchange]
     gather = replace(
         exchange,
         what="whole rows for recurrent layers",
         kind=ALL_GATHER,
-        num_bytes=float(run.tokens * ranks * widths.hidden * run.execution.value_bytes),
-        times=directions * run.model.num_layers * run.accumulation * recurrent,
+        num_bytes=float(of_feature * ranks * widths.hidden),
+        times=passes * recurrent,
     )
     return [exchange, gather]
 
@@ -444,14 +378,8 @@ def _of_expert_parallel(run: PlannedRun) -> list[Collective]:
         return []
     directions, widths = 2 + run.recomputed_share, run.model.widths
     features = widths.hidden * widths.routed_copies // 2
-    return [
-        Collective(
-            what="hidden states to experts and back",
-            kind=ALL_TO_ALL,
-            num_bytes=float(run.tokens * features * run.execution.value_bytes),
-            times=2 * directions * run.model.expert_layers * run.accumulation,
-            num_ranks=ranks,
-            num_nodes=max(1, ranks // run.hardware.gpus_per_node),
-            overlaps=False,
-        )
-    ]
+    num_bytes = float(run.tokens * features * run.execution.value_bytes)
+    times = 2 * directions * run.model.expert_layers * run.accumulation
+    nodes = max(1, ranks // run.hardware.gpus_per_node)
+    what = "hidden states to experts and back"
+    return [Collective(what, ALL_TO_ALL, num_bytes, times, ranks, nodes, overlaps=False)]

@@ -118,21 +118,16 @@ def detect_card(machine: Machine | None = None) -> tuple[str, float, int]:
     machine = read_machine() if machine is None else machine
     if not machine.gpus:
         why = f" ({machine.failure})" if machine.failure else ""
-        raise DeviceError(
-            [
-                f"hardware=auto: no GPU was found on this machine{why}; type the "
-                "hardware to plan for, as hardware=8xh100 (--help hardware lists the cards)"
-            ]
+        problem = (
+            f"hardware=auto: no GPU was found on this machine{why}; type the hardware to plan for, "
+            "as hardware=8xh100 (--help hardware lists the cards)"
         )
+        raise DeviceError([problem])
     smallest = min(machine.gpus, key=lambda gpu: gpu.memory_gib)
     card = known_card(smallest.name, smallest.memory_gib)
     if card is None:
-        raise DeviceError(
-            [
-                f"hardware=auto: the specifications of {smallest.name} are unknown; "
-                f"{custom_hardware_advice()}"
-            ]
-        )
+        unknown = f"hardware=auto: the specifications of {smallest.name} are unknown"
+        raise DeviceError([f"{unknown}; {custom_hardware_advice()}"])
     return card, smallest.memory_gib, len(machine.gpus)
 
 
