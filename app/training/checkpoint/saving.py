@@ -348,18 +348,11 @@ def build_saver(
     def validates_after(step: int) -> bool:
         return has_validation and (step == total_steps or step % validate_every == 0)
 
-    if checkpoints.store.keep_best:
+    if config.checkpoint.keep_best and total_steps > 1:
         validated = range(validate_every, total_steps, validate_every) if has_validation else ()
-        monitor = config.checkpoint.monitor
-        is_loss = monitor == DEFAULT_MONITOR or monitor in loss_names
-        ranked = [
-            step
-            for step in validated
-            if is_loss
-            or measure_every is None
-            or is_measured_at(step, measure_every, validate_every)
-        ]
-        if not ranked and total_steps > 1 and config.checkpoint.keep_best:
+        is_loss = config.checkpoint.monitor in (DEFAULT_MONITOR, *loss_names)
+        measured = validate_every if is_loss or measure_every is None else measure_every
+        if not any(is_measured_at(step, measured, validate_every) for step in validated):
             raise UserError(_ranking_error(config, validate_every, has_validation, bool(validated)))
     return CheckpointSaver(checkpoints, is_due=is_due, validates_after=validates_after)
 
