@@ -309,7 +309,7 @@ def test_every_document_is_equally_likely_in_every_step(
     monkeypatch.setattr("data_modules.packing.BLOCK_PACKS", 16)
     lengths = np.sort(lognormal(500))
     datasets = np.arange(len(lengths)) // 100 if is_mixed else None
-    seeds, parts = 200, 5
+    seeds, parts = 150, 5
     watched = {0: np.zeros(parts), 250: np.zeros(parts), 499: np.zeros(parts)}
     for seed in range(seeds):
         plan = plan_of(

@@ -109,7 +109,7 @@ def test_train_on_inputs_does_not_override_masked_turns_and_reasoning() -> None:
     assert text_of(template_of(train_on_inputs=True), TALK).endswith("four<|im_end|>\n")
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     eos=st.sampled_from(["all", "turn", "last", "none"]),
     weights=st.lists(st.sampled_from([None, 0.0, 0.5]), min_size=4, max_size=4),
@@ -328,7 +328,7 @@ def test_control_tokens_in_the_text_are_noted_escaped_or_an_error() -> None:
     assert refused.startswith(f"its text contains the control token `{END}`")
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.sampled_from([*IM, "</s>", "two", " ", "\n", "<", "|im_end|>", "\u00e9", "<|im"]),

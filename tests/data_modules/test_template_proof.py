@@ -265,7 +265,7 @@ def test_a_wrong_mask_is_an_error_when_the_template_is_resolved(
     assert said.startswith(f"{start}`one answer` `c1vq0` of turn 2 (assistant) is not trained on")
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", TRAINING[::2])
 def test_masks_equal_those_of_the_generation_blocks(name: str) -> None:
     """Compare with the generation blocks that TRL wrote by hand into the same template.
 
@@ -350,7 +350,7 @@ def _format_of(name: str) -> str:
     return "oasst" if name.startswith("oasst") else "sharegpt"
 
 
-@pytest.mark.parametrize("name", list(PUBLISHED)[::3])
+@pytest.mark.parametrize("name", list(PUBLISHED)[::5])
 def test_real_conversations_are_usable(name: str) -> None:
     if not (SHARED / "chat").is_dir():
         pytest.skip("needs the shared data")

@@ -121,7 +121,7 @@ def conversations(draw: st.DrawFn) -> Conversation:
 
 
 @pytest.mark.parametrize("style", cases(*STYLES, *OTHERS))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(chat=conversations(), adds_bos=st.booleans())
 def test_ids_are_those_of_apply_chat_template_and_answers_are_trained_on(
     style: str, adds_bos: bool, chat: Conversation

@@ -115,7 +115,7 @@ def tokenizer_of(pattern: str, normalizer: str, ignores_merges: bool = False) ->
         (LLAMA3, "", True),
     ],
 )
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(text=texts)
 def test_ids_equal_the_tokenizers(
     pattern: str, normalizer: str, ignores_merges: bool, text: str
