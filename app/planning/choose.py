@@ -46,20 +46,11 @@ _MIN_GAIN = 1.01
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The name of a chosen option, and the reason."""
+class RecomputeChoice:
+    """A chosen mode, the number of layers that are recomputed, and the reason."""
 
     name: str
     reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.reason})"
-
-
-@dataclass(frozen=True, slots=True)
-class RecomputeChoice(Choice):
-    """A chosen mode, the number of layers that are recomputed, and the reason."""
-
     num_layers: int | None = None
     """None: all"""
 
@@ -118,8 +109,10 @@ def choose_strategy(
     `has_micro_batch`: whether its size is given. `allows`: whether the other settings allow a
     split. The strategy of `run` itself is ignored.
     """
-    choice = _choose_whole(run, strategies, modes, is_stored=is_stored, has_deepspeed=has_deepspeed)
-    whole = StrategyChoice(strategies[choice.name], choice.reason)
+    name, why = _choose_whole(
+        run, strategies, modes, is_stored=is_stored, has_deepspeed=has_deepspeed
+    )
+    whole = StrategyChoice(strategies[name], why)
     if run.num_ranks == 1 or not run.is_on_gpu:
         return whole
     expected = partial(_expected, modes=modes, has_micro_batch=has_micro_batch)
@@ -129,7 +122,7 @@ def choose_strategy(
         factor = _tokens_per_second(best) / _tokens_per_second(without)
         if factor > _MIN_GAIN:
             reason = f"gradients, averaged once per step, make it {factor:.2f} x as fast"
-            whole, without = StrategyChoice(once, f"{choice.reason}; {reason}"), best
+            whole, without = StrategyChoice(once, f"{why}; {reason}"), best
     if without is not None and not run.hardware.has_known_rates:
         return whole  # nobody knows what would be faster
     # Sharing rows takes the place of computing layers twice; the others, of sending weights.
@@ -261,16 +254,16 @@ def _choose_whole(
     *,
     is_stored: bool,
     has_deepspeed: bool,
-) -> Choice:
-    """Choose the strategy of a run whose ranks have whole rows, and the whole model."""
+) -> tuple[str, str]:
+    """Choose the strategy of a run whose ranks have whole rows, and the whole model; say why."""
     has_deepspeed = has_deepspeed and "zero2" in strategies
     ranks, nodes, method = run.num_ranks, run.num_nodes, run.quantization.method
     if ranks == 1:
-        return Choice("single", "1 process")
+        return "single", "1 process"
     if not run.is_on_gpu:
-        return Choice("ddp", f"{ranks} processes on a CPU share its memory")
+        return "ddp", f"{ranks} processes on a CPU share its memory"
     if is_stored:
-        return Choice("ddp", "the base's files are quantized, and such weights cannot be sharded")
+        return "ddp", "the base's files are quantized, and such weights cannot be sharded"
 
     def fits_under(name: str) -> bool:
         under = replace(run, strategy=strategies[name])
@@ -279,44 +272,45 @@ def _choose_whole(
 
     size = _describe_unsharded(replace(run, strategy=strategies["ddp"], recompute=modes[-1]))
     if fits_under("ddp"):
-        return Choice("ddp", f"everything fits each GPU: {size}")
+        return "ddp", f"everything fits each GPU: {size}"
     if method == "int8":
         why = f"int8 weights cannot be sharded (quantization=nf4 can): {size}"
         if has_deepspeed:
-            return Choice("zero2", f"only optimizer states can be sharded; {why}")
-        return Choice("ddp", why)
+            return "zero2", f"only optimizer states can be sharded; {why}"
+        return "ddp", why
     if not fits_under("fsdp"):
         if method == "none":
-            return Choice(
+            return (
                 "fsdp_offload",
                 f"it does not fit all {ranks} GPUs together, but may fit with host memory: {size}",
             )
-        return Choice("fsdp", f"no strategy shards more, but memory will be tight: {size}")
+        return "fsdp", f"no strategy shards more, but memory will be tight: {size}"
     if nodes > 1 and run.hardware.network_gb_per_second < FAST_NETWORK:
         has_hpz = has_deepspeed and method == "none"
         return _choose_for_slow_network(fits_under, ranks, nodes, size, has_hpz=has_hpz)
     if method == "none" and fits_under("fsdp_grad_op"):
-        return Choice(
+        return (
             "fsdp_grad_op",
             f"the weights fit a GPU, but not their optimizer states as well: {size}",
         )
     where = "a node" if nodes == 1 else f"{nodes} nodes with fast links"
-    return Choice("fsdp", f"it does not fit one GPU, but the {ranks} GPUs of {where}: {size}")
+    return "fsdp", f"it does not fit one GPU, but the {ranks} GPUs of {where}: {size}"
 
 
 def _choose_for_slow_network(
     fits_under: Callable[[str], bool], ranks: int, nodes: int, size: str, *, has_hpz: bool
-) -> Choice:
+) -> tuple[str, str]:
     """Choose the strategy that communicates within the nodes as much as memory allows."""
     slow = "the links between nodes are slow (no InfiniBand was found)"
     if fits_under("fsdp_hybrid"):
-        return Choice(
-            "fsdp_hybrid", f"it fits the {ranks // nodes} GPUs of a node, and {slow}: {size}"
+        return (
+            "fsdp_hybrid",
+            f"it fits the {ranks // nodes} GPUs of a node, and {slow}: {size}",
         )
     # hpZ shards a second copy of the weights within each node, for the backward pass.
     if has_hpz and fits_under("zero3_hpz"):
-        return Choice("zero3_hpz", f"only the weights fit the GPUs of a node, and {slow}: {size}")
-    return Choice("fsdp", f"it needs all {ranks} GPUs: {size}")
+        return "zero3_hpz", f"only the weights fit the GPUs of a node, and {slow}: {size}"
+    return "fsdp", f"it needs all {ranks} GPUs: {size}"
 
 
 def _describe_unsharded(run: PlannedRun) -> str:
