@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from app.evaluate import _verdicts_page
 from app.evaluation.judge import endpoint as endpoint_module
 from app.evaluation.judge.endpoint import Endpoint, JudgeError
 from app.evaluation.judge.grading import (
@@ -192,6 +194,10 @@ def test_verdicts_are_grades_and_wins_with_the_order_swapped(tmp_path: Path) -> 
     assert "1,500 tokens read and 105 written, $0.0051" in judged.cost(config)
     assert "0 verdicts for 0 tokens" in again.cost(config)
     check_judgement(judged, config)
+    bench: Any = SimpleNamespace(name="mt", config=config, questions=[MATH, TALK], answers=ANSWERS)
+    page = _verdicts_page(bench, judged)
+    for said, number in (("base, 3", 4), ("tuned, 9", 2), ("tuned, 3", 1), ("tuned, 1", 1)):
+        assert page.count(f"{said} of 10") == number, said
     lines = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
     assert len(lines) == 16 and KEY not in str(lines)
     rows = judged.row_scores("mt_bench")

@@ -20,13 +20,7 @@ from app.config import changed_settings, load_config
 from app.config.dispatch import run_plain_verb
 from app.plan import MAX_ADVICE_ROWS, make_plan, plan_lines, render_plan
 from app.report.__main__ import ReportConfig, report_runs, settings_in
-from app.report.chart import (
-    MAX_BUCKETS,
-    Chart,
-    Series,
-    draw_svg,
-    frame_of,
-)
+from app.report.chart import MAX_BUCKETS, Chart, Series, draw_svg, frame_of
 from app.report.run_page import (
     CURVES_FILE,
     PAGE_FILE,
@@ -37,7 +31,6 @@ from app.report.run_page import (
     write_page,
 )
 from app.run import Run
-from app.sweep.trials import write_sweep_page as write_sweep_page
 from common.errors import Interrupted
 from tests.tiny import small_run
 

@@ -112,8 +112,10 @@ def test_hydra_sweep_syntax_is_parsed() -> None:
     ]
     (own_file,) = parse_parameters(["mine.yaml"])
     assert (own_file.key, own_file.values) == ("experiment", ("mine.yaml",))
-    (interval,) = parse_parameters(["a=int(interval(4, 64))"])
-    assert str(interval) == "4 to 64, whole numbers"
+    whole, rate = parse_parameters(["a=int(interval(4, 64))", "b=interval(1e-5,1e-2)"])
+    assert str(whole) == "4 to 64, whole numbers"
+    assert rate.interval is not None
+    assert rate.interval.is_edge(0.009) and not rate.interval.is_edge(0.001)
 
 
 PAIRS = [
