@@ -33,13 +33,6 @@ RUN = (
 TWO_RANKS = ("trainer.devices=2", "trainer.gradient_accumulation_steps=1")
 
 
-@pytest.fixture(scope="module")
-def of_one_rank(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("runs") / "one"
-    shell.train_into(run, *small_run(*RUN))
-    return run
-
-
 def check_same_end(run: Path, of_one_rank: Path) -> None:
     ours, theirs = (
         load_file(of / "adapter" / "adapter_model.safetensors") for of in (run, of_one_rank)
@@ -136,12 +129,13 @@ def test_a_write_error_on_rank_0_ends_all_ranks(shell: Shell, tmp_path: Path) ->
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp_offload"])
 @pytest.mark.parametrize("placed", [("trainer.devices=1",), TWO_RANKS], ids=["one", "two"])
 def test_sharded_ranks_on_gpus_end_a_run_as_one_rank(
-    placed: tuple[str, ...], strategy: str, shell: Shell, of_one_rank: Path, tmp_path: Path
+    placed: tuple[str, ...], strategy: str, shell: Shell, tmp_path: Path
 ) -> None:
     """Also one GPU, which has every shard but ends as the strategy does."""
     if placed == TWO_RANKS and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    run = tmp_path / "run"
+    one, run = tmp_path / "one", tmp_path / "run"
+    shell.train_into(one, *small_run(*RUN))
     words = (*placed, "trainer.accelerator=gpu", f"strategy={strategy}")
     shell.train_into(run, *small_run(*RUN, *words))
-    check_same_end(run, of_one_rank)
+    check_same_end(run, one)

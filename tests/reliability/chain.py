@@ -47,7 +47,6 @@ class Result:
     seconds_until_gone: float = 0.0
     """longest time from the end of a command to that of its last process"""
     kills_in_one_epoch: int = 0
-    num_cold: int = 0
     seconds: float = 0.0
 
     @property
@@ -130,7 +129,6 @@ def _die_and_resume(
     expected_output: list[str] = []
     for number, death in enumerate([*chain.deaths, None]):
         is_warm = number != chain.cold or (death is not None and death.fault is None)
-        result.num_cold += not is_warm
         ending = shell.type_train(typed, folder, is_warm=is_warm, meanwhile=_sender(death, folder))
         result.seconds_until_gone = max(result.seconds_until_gone, ending.seconds_until_gone)
         problems = _problems(death, ending, folder / RUN, expected_output)
