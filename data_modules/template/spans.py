@@ -52,7 +52,7 @@ from data_modules.template.rendering import (
 )
 from data_modules.types import Turn
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _MAX_SKELETONS = 1024
 _MAX_PLACES = 4096
 _LOST = {
@@ -381,7 +381,7 @@ def _unusable_template(number: int, turn: Turn, reason: str) -> UnusableTemplate
     return UnusableTemplateError(f"turn {number + 1} ({turn.role}): {reason}; {fix}")
 
 
-def _cached(cache: dict[object, T], key: object, max_size: int, find: Callable[[], T]) -> T:
+def _cached(cache: dict[object, _T], key: object, max_size: int, find: Callable[[], _T]) -> _T:
     """Return the value of `key`, found once; a full cache forgets its oldest value."""
     if key not in cache:
         value = find()
