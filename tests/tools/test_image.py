@@ -27,7 +27,8 @@ def pip_words(text: str) -> list[list[str]]:
     """Return the words of each pip install, without those that only images or checkouts need."""
     joined = re.sub(r"\\\n\s*", "", text)
     found = [found.replace('"', "").split() for found in INSTALLS.findall(joined)]
-    return [[word for word in words if word != "--no-cache-dir"] for words in found]
+    own = ("--no-cache-dir", "--no-compile")
+    return [[word for word in words if word not in own] for words in found]
 
 
 def test_the_packages_are_those_of_make_install() -> None:
