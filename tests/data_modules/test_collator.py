@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.errors import Origin
-from data_modules.collator import Collator
+from data_modules.collator import Collator, deal_columns
 from data_modules.types import Example
 
 
@@ -119,6 +119,13 @@ def test_a_causal_example_is_refused_as_a_pair() -> None:
     causal = Example(np.ones(2, np.int32), np.ones(2, np.float32), 0, Origin("d.json", 7))
     with pytest.raises(ValueError, match=r"d\.json:7 has no targets"):
         Collator(0, True, decoder_start_token_id=9)([[causal]], 1.0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("length", [1, 7, 64, 1000])
+def test_each_rank_attends_to_as_many_tokens_of_a_long_document(size: int, length: int) -> None:
+    dealt = deal_columns(2 * size * length, size)
+    assert len({sum(column for chunk in chunks for column in chunk) for chunks in dealt}) == 1
 
 
 def test_padding_to_a_multiple_adds_no_labels() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from app.model.attention import attention_implementation
 from app.model.head import fuse_head
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.training import compilation as compiling
-from app.training.compilation import CompiledLayers, num_compiled_graphs
+from app.training.compilation import Compilation, CompiledLayers, num_compiled_graphs
 from app.training.objective.objective import DatasetSums, Sft, batch_loss
 from common.errors import Origin, UserError
 from data_modules.collator import Batch, Collator
@@ -254,6 +255,69 @@ def test_a_backward_pass_that_cannot_be_compiled(
     layers = CompiledLayers(compiled)
     assert train_steps(compiled, 2) == pytest.approx(train_steps(plain, 2), rel=1e-5)
     assert layers.failure == "NotImplementedError: no kernel for a gradient"
+
+
+def test_an_error_of_the_model_is_not_a_failed_compile(traced_only: None) -> None:
+    model = build()
+    layers = CompiledLayers(model)
+    attention = "attention_by_document"
+
+    def out_of_memory(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("not enough")
+
+    attend = layers._attention[attention]
+    compiling.AttentionInterface.register(attention, layers._outside(out_of_memory))
+    with pytest.raises(torch.OutOfMemoryError):
+        loss_of(model, TRAINING[0])
+    compiling.AttentionInterface.register(attention, attend)
+    assert layers.failure is None
+
+
+class TestCallback:
+    def step(self, callback: Compilation, number: int) -> None:
+        trainer: Any = SimpleNamespace(global_step=number)
+        callback.on_train_batch_end(trainer, None, None, None, 0)  # type: ignore[arg-type]
+
+    @pytest.mark.versions
+    def test_a_late_compilation_is_logged_once_with_its_reason(
+        self, traced_only: None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = build()
+        callback = Compilation()
+        callback.on_train_start(None, SimpleNamespace(model=model))  # type: ignore[arg-type]
+        for number, row_len in [(2, ROW), (3, ROW), (4, ROW), (5, 96), (6, 96)]:
+            if number == 6:
+                torch._dynamo.reset()  # all is forgotten, and compiled once more
+            loss_of(model, batch_of(30, 20, row_len=row_len)).backward()
+            self.step(callback, number)
+        said = [record.message for record in caplog.records if "again" in record.message]
+        assert len(said) == 1
+        assert "at step 5" in said[0]
+        assert "size mismatch at index 1. expected 64, actual 96" in said[0]
+        assert "trainer.compile=false" in said[0]
+
+    def test_what_failed_is_given_up_after_the_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compiling, "BACKEND", breaking(2))
+        model = build(mode="full")
+        callback = Compilation()
+        callback.on_train_start(None, SimpleNamespace(model=model))  # type: ignore[arg-type]
+        loss_of(model, TRAINING[0]).backward()
+        self.step(callback, 1)
+        layers = model.base_model.model.model.layers
+        assert not any("forward" in vars(layer) for layer in layers)
+        assert all(layer.gradient_checkpointing for layer in layers)
+
+    @pytest.mark.parametrize("how", ["ends", "breaks off"])
+    def test_a_fit_leaves_a_plain_model(self, how: str, traced_only: None) -> None:
+        model = build()
+        callback: Any = Compilation()
+        callback.on_train_start(None, SimpleNamespace(model=model))
+        assert all("forward" in vars(layer) for layer in model.base_model.model.model.layers)
+        if how == "ends":
+            callback.on_fit_end(None, None)
+        else:
+            callback.on_exception(None, None, KeyboardInterrupt())
+        assert not any("forward" in vars(layer) for layer in model.base_model.model.model.layers)
 
 
 def test_a_run_with_compiled_layers(

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -69,6 +70,15 @@ def test_a_modelfile_renders_as_the_chat_template(name: str) -> None:
     if start:
         without = ollama_file(texts, start[:3], [])
         assert rendered_by_ollama(without, CHATS[0]) == render(CHATS[0])[3:]
+
+
+@pytest.mark.parametrize(("mark", "is_quotable"), [("{{", False), ('"""', False), ("{%", True)])
+def test_a_template_that_a_modelfile_cannot_quote_is_left_out(mark: str, is_quotable: bool) -> None:
+    def render(chat: Sequence[tuple[str, str]]) -> str:
+        turns = [*chat, ("assistant", "")]
+        return "".join(f"{mark}{role}: {text}" for role, text in turns)
+
+    assert (find_turn_texts(render) is not None) == is_quotable
 
 
 def refused_line(file: Path) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from app.model.base import ModelConfig
 from app.model.build import load_tuned
 from app.model.streaming import LayerStream
 from common.errors import UserError
+from tests.conftest import ROOT
 from tests.model.test_experts import tiny_mixture
 from tests.model.test_quantization import save_quantized
 from tests.runs import check_same_run
 from tests.tiny import TINY_BASE, built, move, tiny_gpt2, tiny_llama, tiny_t5, train_into
+from tools.simulate.device import find_obstacle
 
 LAYERS, STEPS = 5, 2
 WEIGHTS = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
@@ -188,3 +192,59 @@ def test_a_run_with_a_streamed_base_equals_one_on_the_device(tmp_path: Path) -> 
     train_into(tmp_path / "resident", *words)
     train_into(tmp_path / "streamed", *words, "model.stream=disk")
     check_same_run(tmp_path / "streamed", tmp_path / "resident")
+
+
+ON_A_GPU = """
+from tools.simulate.device import Event, Stream, install, install_fake_streams
+install()
+install_fake_streams()
+from collections import Counter
+from unittest.mock import patch
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+from app.model.streaming import stream_layers
+from tools.simulate.step import place
+
+torch.set_default_dtype(torch.bfloat16)
+counts, copied = Counter(), []
+
+class Count(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        counts[function.overloadpacket.__name__] += 1
+        if function.overloadpacket.__name__ == "copy_" and args[1].device.type == "cpu":
+            assert args[0].device.type == "cuda" and args[1].is_pinned() and args[2:] == (True,)
+            copied.append(args[1].nbytes)
+        return out
+
+config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=5, vocab_size=64,
+                     num_attention_heads=4, num_key_value_heads=2)
+with FakeTensorMode(allow_non_fake_inputs=True):
+    model = LlamaForCausalLM(config).requires_grad_(False)
+    with patch.object(LlamaForCausalLM, "to", place):
+        stream = stream_layers(model, "host", torch.device("cuda", 0))
+    embedded = torch.zeros(1, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    Stream.synchronize = Event.synchronize = None
+    with Count():
+        for _ in range(2):
+            model(inputs_embeds=embedded).logits.sum().backward()
+matrices = [w for w in model.model.layers.parameters() if w.ndim == 2]
+assert {w.device.type for w in model.parameters()} == {"cuda"}
+print(sum(copied), stream.num_copied, counts["_local_scalar_dense"],
+      sum({w.untyped_storage()._cdata: w.untyped_storage().nbytes() for w in matrices}.values()))
+"""
+
+
+@pytest.mark.slow
+def test_a_gpu_gets_pinned_copies_into_two_buffers_and_never_waits_on_the_host() -> None:
+    """On the fake device: bytes of two micro-batches, host syncs, and bytes of all matrices."""
+    if (obstacle := find_obstacle()) is not None:
+        pytest.skip(obstacle)
+    command = [sys.executable, "-c", ON_A_GPU]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    layer = LAYER_BYTES["none"]
+    copied = (2 + STEPS * (2 * LAYERS - 4)) * layer
+    assert ended.stdout.split() == [str(n) for n in (copied, copied, 0, 2 * layer)]

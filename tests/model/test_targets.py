@@ -28,6 +28,7 @@ from app.model.layers import (
     decoder_layers,
     find_bypassed_linears,
     layer_numbers,
+    pattern_without,
 )
 from common.errors import UserError
 from tests.families import tiny_family
@@ -195,6 +196,17 @@ def test_the_three_pattern_rules() -> None:
     assert by_expression(r"a\..*q_proj", names) == names[:3]
     assert by_key("q_proj", names) == ["a.q_proj", "a.b.q_proj", "q_proj"]
     assert by_key(r"b\..*", names) == ["a.b.q_proj"]
+
+
+def test_a_pattern_leaves_out_up_to_eight_prefixes() -> None:
+    ends = ("q_proj", "k_proj")
+    names = [f"model.layers.{n}.self_attn.{end}" for n in range(12) for end in ends]
+    assert pattern_without([*names[::2], names[1]], names[3::2]) is None
+    for excluded in (names[2:4], names[1::2]):  # a layer, and all of a kind
+        kept = [name for name in names if name not in excluded]
+        pattern = pattern_without(kept, excluded)
+        assert pattern is not None
+        assert by_expression(pattern, names) == kept
 
 
 def test_a_catastrophic_expression_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

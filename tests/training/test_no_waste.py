@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from app.config.verbs import PARTS
 from app.strategy.ddp import SingleDevice
 from app.training import callbacks
 from app.training.checkpoint.saving import CheckpointSaver
@@ -30,6 +33,8 @@ RUN = {
     "logger": "csv",
 }
 META = torch.device("meta")
+VALUE_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"}
+"""operators called by `.item()`, `if tensor`, `torch.equal` and indexing with a mask"""
 
 
 class EndOfTraining(Exception):
@@ -145,6 +150,26 @@ def test_a_step_of_an_encoder_decoder_reads_no_value(
     assert writes == WRITES
 
 
+class ReadRecorder(TorchDispatchMode):
+    """Record the call sites that read a value while `is_watching`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_watching = False
+        self.reads: list[str] = []
+
+    def watch(self, is_watching: bool) -> None:
+        self.is_watching = is_watching
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.is_watching and func._schema.name in VALUE_READS:
+            calls = traceback.extract_stack()[:-1]
+            self.reads.append(f"{func}: {' < '.join(str(call) for call in calls[:-8:-1])}")
+        return func(*args, **(kwargs or {}))
+
+
 def watch_between_writes(monkeypatch: pytest.MonkeyPatch, watch: Callable[[bool], None]) -> None:
     """Watch from the first write of the metrics to the last step, except during writes."""
     write, end_training = Metrics.flush, FinetuneModule.on_train_end
@@ -160,6 +185,20 @@ def watch_between_writes(monkeypatch: pytest.MonkeyPatch, watch: Callable[[bool]
 
     monkeypatch.setattr(Metrics, "flush", flush)
     monkeypatch.setattr(FinetuneModule, "on_train_end", end)
+
+
+# On a CPU, paged_adamw8bit is adamw8bit.
+@pytest.mark.parametrize("optimizer", sorted({*PARTS["optimizer"]} - {"paged_adamw8bit"}))
+def test_no_optimizer_reads_a_value_except_to_skip_a_step(
+    optimizer: str, train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = ReadRecorder()
+    watch_between_writes(monkeypatch, recorder.watch)
+    with recorder, pytest.raises(EndOfTraining):
+        train_run(*words("adapter=full", f"optimizer={optimizer}", "trainer.precision=bf16"))
+    # AdamW skips on the device; the check of other optimizers reads one value per step.
+    assert len(recorder.reads) == (0 if optimizer == "adamw" else STEPS - 1)
+    assert all("skip_nonfinite_step" in read for read in recorder.reads)
 
 
 @pytest.mark.gpu

@@ -165,6 +165,11 @@ def test_large_matrices_have_moments_of_8_bits_and_what_looks_tokens_up_of_32(
             assert optimizer.state[parameter][moment].dtype == expected, name
     kept = {o["name"]: o["optim_bits"] for o in optimizer.param_groups}
     assert kept == {"matrices": 8, "matrices, fp32 moments": 32, "no decay": 8}
+    tokens = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 4])
+    adapted = peft.get_peft_model(wide_llama(), tokens)
+    optimizer = optimizer_of(adapted, schema(), adapter=LoraConfig())
+    kept = {o["name"]: o["optim_bits"] for o in optimizer.param_groups}
+    assert kept == {"matrices": 8, "no decay, fp32 moments": 32}
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from app.merge import merge
 from app.model.adapter import LoraConfig
 from app.run.manifest import git_state
 from app.training.run_documents import CSV_FILE, read_curves
+from common.errors import UserError
 from common.files import write_atomically
 from tests.conftest import TrainRun
 from tests.reliability.shell import Shell
@@ -261,6 +262,23 @@ def test_held_out_files_alone_can_be_evaluated(
         f"{change}/low": 0.0,  # four rows: a sign test would not reject
         f"{change}/high": 1.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("evaluation.exact_match=false",), "type evaluation.exact_match=true to compare"),
+        (("evaluation.exact_match=true",), "no row has an answer to compare"),
+    ],
+)
+def test_evaluating_nothing_is_refused(
+    words: tuple[str, ...], reason: str, run: Run, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"only text {n}"}) + "\n" for n in range(3)))
+    tests = f"data.test_datasets=[{{path: {text}}}]"
+    with pytest.raises(UserError, match=f"nothing to measure.*{reason}"):
+        evaluated(tmp_path / "again", f"run={run.folder}", "data.datasets=[]", tests, *words)
 
 
 def test_a_base_can_be_evaluated_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,14 @@ def test_other_code_and_other_libraries_are_named_before_what_they_decide(
         compare(values, other, programs=[same, program_values({"torch": "2.13.0"})])
 
 
+def test_ranks_with_another_gpu_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(callbacks, "_different", lambda _, v: {2: ["GPU"]} if "GPU" in v else {})
+    compare({})
+    assert "ranks 2 have another GPU than rank 0" in caplog.text
+
+
 @pytest.mark.slow
 def test_ranks_with_other_settings_stop_before_the_first_step(shell: Shell, tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"

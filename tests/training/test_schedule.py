@@ -124,6 +124,15 @@ def test_the_sum_of_a_scaled_rate_is_written_out() -> None:
     assert lr.sentence == "lr 2e-4 x (4 / 16) = 5e-5 (2e-4 is the default of adapter=lora)"
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2e-4, "2e-4"), (5.656e-4, "5.66e-4"), (3e-3, "3e-3"), (0.01, "0.01"), (1.0, "1"), (0, "0")],
+)
+def test_rates_are_written_as_people_write_them(value: float, text: str) -> None:
+    assert format_lr(value) == text
+    assert float(text) == pytest.approx(value, rel=1e-2)
+
+
 @pytest.mark.parametrize("adapter", METHODS, ids=lambda adapter: adapter.name)
 def test_a_rate_is_doubted_from_ten_times_outside_of_the_usual_range_on(
     adapter: AdapterConfig,

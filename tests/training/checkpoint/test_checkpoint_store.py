@@ -18,6 +18,7 @@ import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +26,7 @@ from app.process import faults
 from app.training.checkpoint import disk
 from app.training.checkpoint import store as store_module
 from app.training.checkpoint.checkpoint import load_checkpoint
-from app.training.checkpoint.disk import SaveError, check_space
+from app.training.checkpoint.disk import SaveError, check_space, describe_shortage
 from app.training.checkpoint.store import CheckpointStore
 from common.errors import ENVIRONMENT_ERROR, USER_ERROR, UserError, exit_code
 from tests.mutations import mutate_bytes
@@ -349,6 +350,15 @@ def test_a_disk_that_fails_is_reported_and_a_full_one_with_need_and_free(
     with pytest.raises(SaveError, match="checkpoint of step 20 could not be written: .*" + words):
         save(store, 20)
     assert names_in(store.folder) == ["step-10"]
+
+
+def test_a_disk_that_takes_no_more_files_is_not_told_to_lack_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = SimpleNamespace(f_files=1000, f_favail=0, f_frsize=1, f_bavail=1, f_bfree=1, f_blocks=1)
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    said = describe_shortage(tmp_path / "checkpoints", "1.0 GiB")
+    assert said.startswith("all 1,000 inodes of its disk are used")
 
 
 def test_a_folder_that_cannot_be_written_is_reported_before_the_run(tmp_path: Path) -> None:

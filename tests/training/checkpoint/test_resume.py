@@ -25,7 +25,7 @@ from app.training.module import FinetuneModule
 from common.errors import Interrupted
 from tests.resumed import contents
 from tests.runs import check_same_run, figures_of
-from tests.tiny import SAMPLES, small_run
+from tests.tiny import SAMPLES, TINY_BASE, small_run
 
 RUN = (
     "trainer.max_steps=8",
@@ -99,6 +99,10 @@ CASES = {
     "principal components of three sets with noise, computed again": (
         *("adapter.init=pissa", THREE_SETS, "recompute=full"),
         *("adapter.dropout=0.1", "adapter.neftune_alpha=5"),
+    ),
+    "a base that is streamed from a disk": (
+        *(f"model.path={TINY_BASE}", "model.stream=disk", "trainer.precision=bf16"),
+        *("recompute=full", "adapter.dropout=0.1"),
     ),
     "several at once": (
         *(*FULL, THREE_SETS, "packing=none", "optimizer=schedule_free"),
