@@ -79,6 +79,8 @@ class Shell:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                # As in a terminal: background jobs of a shell ignore SIGINT, as would the run.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         with sessions.open("a") as file:  # to which the command adds its own
             file.write(f"{process.pid}\n")
