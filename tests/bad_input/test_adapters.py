@@ -177,6 +177,9 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] = [
         "has rank_pattern={'q_proj': 2}",
         {"rank_pattern": {"q_proj": 2}},
     ),
+    ({"lora_alpha": 8}, {"alpha": 16.0}, "has alpha=8", {"alpha": 8.0}),
+    ({"lora_dropout": 0.1}, {"dropout": 0.2}, "has dropout=0.1", {"dropout": 0.1}),
+    ({"use_dora": False}, {"use_dora": True}, "has use_dora=False", {"use_dora": False}),
     ({}, {"init": "gaussian"}, "leave adapter.init out", {"init": "default"}),
 ]
 

@@ -330,7 +330,10 @@ def test_a_current_folder_that_was_deleted_is_named(
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("output.dir", ""), ("resume", "' '"), ("run", ""), ("model.revision", "")],
+    [
+        *(("output.dir", ""), ("resume", "' '"), ("run", ""), ("model.revision", "")),
+        *(("adapter.path", ""), ("model.tokenizer_path", ""), ("data.cache_dir", "' '")),
+    ],
 )
 def test_an_empty_folder_name_is_refused(
     key: str, value: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -343,6 +346,14 @@ def test_an_empty_folder_name_is_refused(
     assert f"{key} is empty" in result.stderr
     assert "variable that is not set" in result.stderr
     assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["output.dir", "data.cache_dir"])
+def test_an_address_in_a_folders_place_is_refused_without_its_password(
+    key: str, words: list[str]
+) -> None:
+    said = refused(*words, f"{key}=ftp://me:word@bucket/run")
+    assert "only train writes to s3://" in said and "word@" not in said
 
 
 def of_a_shell(run: Path) -> dict[str, str]:

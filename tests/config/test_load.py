@@ -74,6 +74,7 @@ BAD_WORDS = [
     (["output.name=${oc.${data.chat_template}:HOME}"],
      ["resolvers like ${oc.env:NAME} are not allowed"], ["output.name=${strategy.name}"]),
     (["model.token=abcdef"], ["secrets do not go into settings", "HF_TOKEN"], []),
+    (["output.name=hf_" + "a1B2" * 9], ["secrets do not go into settings"], []),
     (["sweep=lora_rank"], ["add -m"], []),
 ]  # fmt: skip
 
@@ -92,6 +93,10 @@ def test_bad_words_are_named_and_their_twins_pass(
     assert "Traceback" not in result.stderr
     if good:
         assert accepted(*base, *good) is not None
+
+
+def test_a_refused_secret_is_not_repeated(base: list[str]) -> None:
+    assert "zebra" not in run_command(*base, "model.token=zebra").stderr
 
 
 def test_an_option_of_other_tools_is_answered() -> None:

@@ -91,6 +91,16 @@ def test_each_is_found_in_a_config_and_not_when_it_is_typed(key: str, words: lis
     assert GRANTED.keys() == GRANTING.keys()
 
 
+def test_what_each_grants_is_known() -> None:
+    assert {key: each.facts.grants for key, each in GRANTING.items()} == {
+        **dict.fromkeys(["model.trust_remote_code", "evaluation.metric"], "code"),
+        **dict.fromkeys(["evaluation.allow_code", "evaluation.harness_dir"], "code"),
+        **dict.fromkeys(["data.datasets", "data.val_datasets", "data.test_datasets"], "host"),
+        "strategy.site_address": "host",
+        **dict.fromkeys(["data.cache_dir", "strategy.offload_dir"], "write"),
+    }
+
+
 def written_otherwise(key: str, folder: Path) -> Iterator[str]:
     """Yield words that set a key of GRANTED in other ways than by its name."""
     group, _, name = key.partition(".")

@@ -138,6 +138,14 @@ def test_the_json_schema_has_every_key_of_every_experiment() -> None:
         assert unknown == [], file
 
 
+def test_the_json_schema_has_bounds_and_choices() -> None:
+    groups = tool.schema()["properties"]
+    rank = groups["adapter"]["properties"]["r"]["anyOf"][0]
+    assert rank == {"type": "integer", "minimum": 1}
+    precision = groups["trainer"]["properties"]["precision"]["anyOf"][0]
+    assert precision["enum"] == ["auto", "fp32", "bf16", "bf16-pure", "fp16", "fp8"]
+
+
 def unknown_keys(values: dict[str, Any], schema: dict[str, Any]) -> list[str]:
     known = schema.get("properties")
     if known is None:

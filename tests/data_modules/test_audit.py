@@ -450,11 +450,6 @@ def test_pieces_of_one_row_are_not_duplicates() -> None:
     assert "first t.jsonl:3, the same as t.jsonl:1" in found.warnings[0]
 
 
-def long_rows(name: str = "a", **changes: Any) -> DatasetFacts:
-    given = {"rows": 1160, "dropped": 419, "lost_tokens": 9_300, "kept_tokens": 700} | changes
-    return facts(name, longest=[(2201, f"{name}.jsonl:7")], **given)
-
-
 def test_a_search_of_a_sample_is_reported() -> None:
     train = [chat(50) for _ in range(40)]
     with mock.patch.object(audit, "MAX_TRAIN_TOKENS", 1000):

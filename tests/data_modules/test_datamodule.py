@@ -144,6 +144,15 @@ def test_global_steps_do_not_depend_on_ranks_accumulation_and_packing(
     assert packed == padded
 
 
+def test_a_trainer_of_other_ranks_than_planned_is_refused(
+    files: list[DatasetConfig], tokenizer: Any
+) -> None:
+    module = build(files, tokenizer)
+    module.trainer.distributed_sampler_kwargs["num_replicas"] = 2
+    with pytest.raises(ValueError, match="planned for 1 ranks"):
+        module.train_dataloader()
+
+
 def test_validation_rows_are_not_trained_on(files: list[DatasetConfig], tokenizer: Any) -> None:
     module = build(files, tokenizer, data={"val_set_size": 0.1})
     origins = [

@@ -133,6 +133,7 @@ def test_the_separator_of_a_table_is_that_of_its_header(tmp_path: Path, mark: st
         ),
         ("d.csv", b'a,b\n"x\n\xe9",2\n', "d.csv:3 byte 0xE9 at column 1 is not UTF-8"),
         ("d.csv", b"a,b\n1,2\na,b\n3,4\n", "d.csv:3 repeats the header"),
+        ("d.csv", b"a,b,a\n1,2,3\n", "d.csv:1 column 'a' is twice in the header (a, b, a)"),
         ("d.csv", b"a\x1b]0;owned\x07,b\n1\n", "d.csv:2 1 cells, the header has 2 (a\\x1b]0;owned"),
         (
             "d.jsonl",
@@ -153,6 +154,15 @@ def test_content_that_does_not_match_the_file_name_is_reported(
 ) -> None:
     problem = problems_of(tmp_path / name, content)[0]
     assert problem.startswith(message) and problem.isprintable()
+
+
+def test_the_name_of_a_single_column_may_be_a_value(tmp_path: Path) -> None:
+    assert problems_of(tmp_path / "one.csv", b"a\n1\na\n") == []
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "d.arrow", "stream.arrow"])
+def test_a_truncated_file_is_refused(tmp_path: Path, name: str) -> None:
+    assert problems_of(tmp_path / name, CONTENTS[name][:-7])
 
 
 def test_indexes_and_dictionaries_are_not_taken_for_a_second_file(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from app.config import load_config, settings_of
 from app.doctor import bandwidth
+from app.doctor.__main__ import Findings, print_findings
 from app.doctor.bandwidth import (
     ALL_TO_ALL,
     COLLECTIVES,
@@ -95,6 +96,16 @@ def test_links_are_compared_with_their_nominal_bandwidth() -> None:
     cost = estimate_communication(full_tuning("strategy=zero3"), two, measured_at(1.0, 16))
     (waits,) = list_step_rows(cost)
     assert waits.status == WARNING and "gradient_accumulation_steps" in waits.fix
+
+
+def test_the_tables_of_ranks_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    two = hardware_of_ranks(H100, Machine(), 8, 2)
+    cost = estimate_communication(full_tuning("strategy=zero3"), two, measured_at(1.0, 16))
+    measured = tuple(measured_at(12.5, 8))
+    print_findings(Findings(machines=(), rows=(), measured=measured, communication=cost))
+    printed = capsys.readouterr().out
+    for words in ("bus bandwidth of 8 ranks", "1 GiB", "communication of a step under zero3"):
+        assert words in printed
 
 
 ENDLESS = """

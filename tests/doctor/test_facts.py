@@ -9,8 +9,11 @@ import pytest
 
 from app.doctor import facts
 from app.doctor.facts import (
+    count_pci_gpus,
+    parse_links,
     read_facts,
     read_folder,
+    read_hub,
     read_packages,
     try_imports,
 )
@@ -44,6 +47,41 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert not (tmp_path / "not").exists()
     assert found.wall > found.newest_file > 0 and abs(found.drift) < 0.5
     assert found.hub.address == ""
+
+
+def test_gpus_without_a_driver_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, vendor, kind in (("a", "0x10de", "0x030200"), ("b", "0x10de", "0x040300")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / name / "class").write_text(f"{kind}\n")
+    (tmp_path / "without").mkdir()
+    monkeypatch.setattr(facts, "PCI", tmp_path)
+    assert count_pci_gpus() == 1
+
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tPHB\tNV18\tPIX\t0-51,104-155\t0\t\tN/A
+GPU1\tPHB\t X \tNODE\tSYS\t0-51,104-155\t0\t\tN/A
+GPU2\tNV18\tNODE\t X \tSYS\t52-103\t1\t\tN/A
+NIC0\tPIX\tSYS\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def test_links_between_gpus_are_read_from_nvidia_smi() -> None:
+    assert parse_links(TOPOLOGY) == {"0-1": "PHB", "0-2": "NVLink", "1-2": "NODE"}
+    assert parse_links("Failed to initialize NVML: Driver/library version mismatch\n") == {}
+
+
+def test_the_token_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_not_a_token_of_anyone")
+    hub = read_hub(checks_address=False)
+    assert hub.has_token and "not_a_token" not in repr(hub)
 
 
 def test_a_folder_that_cannot_be_written_to() -> None:

@@ -65,6 +65,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
     "a folder that cannot be written to": ({"folders": folder("output.dir",
         failure="Read-only file system")}, "output.dir", PROBLEM,
         ("/there cannot be written to: Read-only file system", "output.dir=FOLDER")),
+    "a full disk": ({"folders": folder("output.dir", free_gib=0.2)}, "output.dir", PROBLEM,
+        ("0.2 GiB free",)),
+    "a clock before the packages": ({"wall": 1.8e9}, "clock", WARNING, ("1,157.4 days before",
+        "timedatectl")),
+    "a clock that jumps": ({"drift": -3.2}, "clock", WARNING, ("jumped by -3.2 s",)),
     "few open files": ({"open_files": (256, 4096)}, "open files", WARNING, ("ulimit -n 4096",)),
     "no network": ({"hub": Hub(address="huggingface.co:443", failure="no answer within 2.5 s")},
         "network", PROBLEM, ("huggingface.co:443 cannot be reached", "HF_ENDPOINT")),
@@ -88,6 +93,11 @@ def test_problems_are_reported_with_a_fix(case: str) -> None:
     assert named[0].fix
     for word in words:
         assert word in f"{named[0].found} {named[0].fix}"
+
+
+def test_gpu_problems_do_not_stop_a_run_on_the_cpu() -> None:
+    rows = list_rows(replace(GOOD, machine=OLD_DRIVER), uses_gpus=False)
+    assert PROBLEM not in {row.status for row in rows}
 
 
 def test_machines_that_differ() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 import shlex
 from functools import cache, reduce
@@ -16,8 +17,9 @@ from app.config.load import settings_of
 from app.config.verbs import PARTS, TYPED_KEYS
 from app.evaluation.tasks.questions import TaskConfig
 from app.preflight import check_compatibility
-from app.preflight.couplings import GROUPS, devices
-from app.preflight.couplings.devices import find_conflicts
+from app.preflight.couplings import GROUPS, devices, strategy
+from app.preflight.couplings.devices import find_conflicts, is_installed
+from app.strategy.settings import STRATEGY_CONFIGS, ZeroConfig
 from app.training.optimizers import LrPattern
 from common.facts import hints_of, is_settings
 from data_modules import DatasetConfig, dataset_names
@@ -435,6 +437,22 @@ def test_without_deepspeed_the_nearest_strategy_of_pytorch_is_named(
     assert f"strategy={name} needs the package deepspeed, which is not installed" in problem
     assert f"; type strategy={instead}, or DS_BUILD_OPS=0 pip install -e '.[deepspeed]'" in problem
     assert problems_of(gpus, f"strategy={instead}") == []
+
+
+def test_every_deepspeed_strategy_has_a_nearest_one_of_pytorch() -> None:
+    zero = {name for name, settings in STRATEGY_CONFIGS.items() if settings is ZeroConfig}
+    assert set(strategy.NEAREST_IN_PYTORCH) == zero - {"zero3_nvme"}  # refused by a row of its own
+
+
+def test_a_folder_without_a_package_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "flash_attn_of_a_test" / "cute").mkdir(parents=True)
+    assert not is_installed("flash_attn_of_a_test")
+    (tmp_path / "flash_attn_of_a_test" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert is_installed("flash_attn_of_a_test")
 
 
 def test_a_preview_counts_no_ranks_of_another_machine() -> None:

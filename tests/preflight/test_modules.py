@@ -30,6 +30,8 @@ MODELS = {
     "t5": tiny_t5(num_decoder_layers=3),
     "bart": tiny_bart(),
 }
+IN_MAKE_TEST = ("llama", "gpt2")
+"""tied and by matrices, and by Conv1D; those of an encoder and of an untied head take as long"""
 NUM_CONFIGS = 16
 
 
@@ -95,7 +97,10 @@ def random_config(random: random.Random, linear: list[str], others: list[str]) -
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in IN_MAKE_TEST else pytest.mark.slow) for kind in MODELS],
+)
 def test_what_the_headers_reach_is_what_the_adapter_reaches(kind: str, folders: Path) -> None:
     base, _ = inspect_base(ModelConfig(path=str(folders / kind)))
     model = MODELS[kind]

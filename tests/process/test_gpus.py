@@ -15,6 +15,8 @@ import torch
 import app.preflight.couplings.devices as devices
 from app.process import gpus
 from app.process.gpus import Gpu, Machine, find_gpu_problems, read_machine
+from app.training.trainer import resolve_accelerator
+from common.errors import DeviceError
 from tests.in_process import make_words, run_command
 from tests.machines import H100, TWO
 
@@ -138,6 +140,14 @@ def test_it_ends_the_same_way_where_no_gpu_would_have_been_used(
         words[0], words[1].replace("datasets", "test_datasets"), verb="evaluate"
     )
     assert evaluation.code == 3, evaluation.stderr
+
+
+def test_a_gpu_that_pytorch_cannot_use_is_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.init", Mock(side_effect=RuntimeError("no kernels")))
+    monkeypatch.setattr("app.training.trainer.count_gpus", lambda: 2)
+    with pytest.raises(DeviceError, match="cannot use a GPU here: no kernels; "):
+        resolve_accelerator("auto")
 
 
 class FakeDriver:

@@ -418,6 +418,25 @@ def launch(folder: Path, *script: str) -> subprocess.Popen[str]:
     return process
 
 
+def test_a_signal_during_the_search_for_a_checkpoint_ends_the_run(tmp_path: Path) -> None:
+    slow = "find_newest_step=lambda: Path(sys.argv[1], 'searches').touch() or time.sleep(60)"
+    script = LAUNCHER.replace("find_newest_step=lambda: 0", slow).replace(
+        "import sys", "import sys, time"
+    )
+    script = script.replace("SuperviseConfig()", "SuperviseConfig(max_restarts=1)")
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path), "\n".join([RANK, "os._exit(7)"])], cwd=ROOT
+    )
+    deadline = time.monotonic() + LONGEST
+    while not (tmp_path / "searches").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    before = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LONGEST) == 143
+    assert time.monotonic() - before < ends_within()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a Linux system call ties ranks to it")
 def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
     process = launch(tmp_path, READY, "wait()")

@@ -200,6 +200,11 @@ def test_communicating_quantized_weights_is_another_precision(words: list[str]) 
     assert change.rule == "rounding"
 
 
+def test_another_version_of_a_library_only_rounds() -> None:
+    (change,) = compare_facts({"versions": {"torch": "2.9.0"}}, {"versions": {"torch": "2.13.0"}})
+    assert (change.what, change.rule) == ("torch", "rounding")
+
+
 def test_the_newest_run_is_the_one_that_started_last(here: Path) -> None:
     noon = 1767268800  # 2026-01-01T12:00:00+0000
     for name, started, ended in (
