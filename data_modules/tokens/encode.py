@@ -229,7 +229,8 @@ class ChunkEncoder:
                 whole = [result for result in results if isinstance(result, Encoded)]
                 self._add(builder, whole, number, items[0])
             except (formats.RowError, RowRefusedError) as error:
-                refused[number] = error
+                # A traceback would hold this frame, and so the rows of the chunk, in a cycle.
+                refused[number] = error.with_traceback(None)
                 continue
             if self.characters.keeps_all:
                 continue

@@ -195,6 +195,8 @@ class TokenStore:
         ends = self._borders[-1], self._label_borders[-1]
         if ends != (len(self._input_ids), len(self._weights)):
             raise ValueError("tokens and documents do not belong together")
+        if self._target_ids is not None and len(self._target_ids) != len(self._weights):
+            raise ValueError("targets and weights do not belong together")
 
     # A memory map cannot be pickled; the workers of a loader open the file again.
     def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:

@@ -13,7 +13,8 @@ import pytest
 
 from common.errors import DataError, Origin
 from data_modules.settings import DataConfig, DatasetConfig, check_datasets
-from data_modules.source import ReadLimits, opening, read_chunks
+from data_modules.source import Chunk, ReadLimits, opening, read_chunks
+from data_modules.tokens import encode
 from data_modules.tokens.encode import BadRows, FirstRows, Rejected
 from data_modules.tokens.prepare import Prepared
 from data_modules.types import Example
@@ -331,6 +332,21 @@ def test_bad_rows_are_counted_and_not_held(how: dict[str, Any]) -> None:
         with pytest.raises(DataError) as caught:
             bad.raise_if_any()
         assert len(caught.value.problems) == 20
+
+
+def test_what_refuses_a_row_does_not_hold_its_chunk(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[ValueError] = []
+
+    def reject(chunk: Chunk, errors: dict[int, ValueError]) -> list[Rejected]:
+        refused.extend(errors.values())
+        return []
+
+    monkeypatch.setattr(encode, "_reject", reject)
+    dataset = write_jsonl(tmp_path / "d.jsonl", alpaca("one", "</s> two"))
+    prepare(dataset, tokenizer, 99, control_tokens="error")
+    assert [error.__traceback__ for error in refused] == [None]
 
 
 def test_changed_limits_are_applied_with_quarantine(tmp_path: Path, tokenizer: Any) -> None:

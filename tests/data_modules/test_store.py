@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 from pathlib import Path
 
@@ -75,14 +76,17 @@ def test_a_pickled_store_opens_its_file_again(tmp_path: Path) -> None:
     assert pickle.loads(sent).example(1, 4).input_ids.tolist() == [3]  # noqa: S301  our own
 
 
-def test_targets_are_stored_and_length_is_that_of_the_longer_side(tmp_path: Path) -> None:
-    plain = documents([[1, 2], [3, 4, 5]])
-    both = dataclasses.replace(
-        plain,
+def with_targets() -> Documents:
+    return dataclasses.replace(
+        documents([[1, 2], [3, 4, 5]]),
         target_ids=np.array([7, 8, 9, 6], dtype=np.int32),
         target_lengths=np.array([3, 1]),
         weights=np.array([1, 1, 0.5, 1], dtype=np.float32),
     )
+
+
+def test_targets_are_stored_and_length_is_that_of_the_longer_side(tmp_path: Path) -> None:
+    both = with_targets()
     store = write(tmp_path, both)
     assert store.lengths.tolist() == [3, 3]
     first = store.example(0, 0)
@@ -93,6 +97,14 @@ def test_targets_are_stored_and_length_is_that_of_the_longer_side(tmp_path: Path
     assert both.largest_token() == (9, "a.jsonl:1")
     streamed = [each.target_ids for each in both.examples(0)]
     assert [each is not None and each.tolist() for each in streamed] == [[7, 8, 9], [6]]
+
+
+@pytest.mark.parametrize("name", ["input_ids", "weights", "target_ids"])
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, name: str) -> None:
+    write(tmp_path, with_targets())
+    os.truncate(tmp_path / name, 4)
+    with pytest.raises(ValueError, match="belong together"):
+        TokenStore(tmp_path)
 
 
 def test_examples_choose_from_several_stores(tmp_path: Path) -> None:
