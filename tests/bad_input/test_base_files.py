@@ -25,7 +25,7 @@ from app.model.base import ModelConfig, check_described, load_base
 from app.model.hub import check_hub, is_offline
 from app.process.launch import read_launch
 from common.errors import TrainingFault, UserError, exit_code
-from common.untrusted import Limits, limits, read_json_object, reading
+from common.untrusted import Limits, limits, read_header, read_json_object, reading
 from data_modules import DataConfig, DatasetConfig
 from tests.bad_input.opened import Opened, open_run, settings_for
 from tests.tiny import save_with_tokenizer, tiny_llama, tiny_t5
@@ -175,6 +175,13 @@ def test_weights_of_an_adapter_that_are_not_floats(adapter: Path, made: Path) ->
 def test_weights_of_another_framework(base: Path, made: Path) -> None:
     save_file(load_file(base / WEIGHTS), base / WEIGHTS, {"format": "flax"})
     refused(open_base(base, made), f"{base / WEIGHTS}: its header has format=flax")
+
+
+def test_a_header_beyond_the_limit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOFT_LIMITS", "header_mib=1")
+    (base / WEIGHTS).write_bytes((3 << 20).to_bytes(8, "little") + b"{".ljust(4 << 20))
+    (problem,) = read_header(base / WEIGHTS)[1]
+    assert "a header of 3,145,728 bytes (limit 1; LOFT_LIMITS=header_mib=NUMBER" in problem
 
 
 @pytest.mark.parametrize(

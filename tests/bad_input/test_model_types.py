@@ -97,6 +97,9 @@ def test_a_length_beyond_the_context_of_a_language_model(tmp_path: Path) -> None
     numbers = {"model_type": "gemma3", "text_config": {"max_position_embeddings": 128}}
     (problem,) = check_sequence_len(129, BaseDescription(name="base", config=numbers))
     assert "type data.sequence_len=128, or model.context_len=129 to" in problem
+    # The positions of a T5 are relative, whatever length its config has.
+    t5 = {"model_type": "t5", "n_positions": 128, "relative_attention_num_buckets": 32}
+    assert check_sequence_len(129, BaseDescription(name="base", config=t5)) == []
 
 
 @pytest.mark.parametrize("model_type", DRAFTS)

@@ -119,6 +119,20 @@ def test_what_resume_does_not_take(words: list[str], tmp_path: Path) -> None:
         assert said in refused(*words, f"resume={value}")
 
 
+def test_what_resume_allow_does_not_take(run: Path) -> None:
+    for typed, said in (
+        ("resume_allow=[epoch]", "did you mean epochs?"),
+        ("resume_allow=3", "expected a list"),
+    ):
+        assert said in refused(f"resume={run}", typed)
+
+
+def test_what_is_no_training_resumes_nothing(run: Path, words: list[str], tmp_path: Path) -> None:
+    assert "a preview trains nothing" in refused(*words, f"resume={run}", verb="preview")
+    (tmp_path / "config.yaml").write_text("model:\n  path: null\n")
+    assert "holds an evaluation" in refused(*words, f"output.dir={tmp_path}", "resume=auto")
+
+
 def test_a_run_goes_on_in_its_own_folder_alone(run: Path, tmp_path: Path) -> None:
     assert "leave output.dir out" in refused(f"resume={run}", f"output.dir={tmp_path / 'other'}")
     assert run_command(f"resume={run}", f"output.dir={run}").code == 0

@@ -356,6 +356,11 @@ def test_an_address_in_a_folders_place_is_refused_without_its_password(
     assert "only train writes to s3://" in said and "word@" not in said
 
 
+@pytest.mark.parametrize("key", ["output.dir", "model.path"])
+def test_a_user_without_a_home_folder_is_named(key: str, words: list[str]) -> None:
+    assert "no home folder" in refused(*words, f"{key}=~nobody-of-that-name/x")
+
+
 def of_a_shell(run: Path) -> dict[str, str]:
     return {"LOFT_RUN_DIR": str(run), "LOFT_RESUME_STEP": "4"}
 

@@ -12,7 +12,7 @@ import pytest
 from app.process.reporting import report
 from app.run.folder import OutputConfig, check_output, decide_run_dir
 from common.errors import DataError, Interrupted, TrainingFault, UserError, exit_code
-from tests.in_process import make_data, make_model, run_command
+from tests.in_process import make_data, make_model, refused, run_command
 
 GLOO = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 
@@ -34,6 +34,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         (TrainingFault("loss is nan at step 3"), 4, "loss is nan at step 3"),
         (TrainingFault("loss is nan: nccl/igloo.jsonl:3"), 4, "nccl/igloo.jsonl:3"),
         (RuntimeError("size mismatch"), 4, "RuntimeError: size mismatch"),
+        (RuntimeError("of \x1b]0;a file"), 4, r"RuntimeError: of \x1b]0;a file"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (
             Interrupted(signal.SIGTERM, "step 5 is saved"),
@@ -68,6 +69,10 @@ def test_a_verb_ends_with_the_code_of_its_error(words: list[str]) -> None:
     result = run_command(*words, error=TrainingFault("loss is nan at step 3"))
     assert result.code == 4
     assert result.stderr.startswith("error (training stopped): loss is nan at step 3\n")
+
+
+def test_a_traceback_is_shown_when_asked_for() -> None:
+    assert "Traceback" in refused("oops=1", environment={"LOFT_TRACEBACK": "1"})
 
 
 SECOND_RANK = {

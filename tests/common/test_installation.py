@@ -12,6 +12,7 @@ import pytest
 
 from common.installation import (
     CHILD,
+    PACKAGES,
     ROOT,
     SCRIPT_VARIABLE,
     child_command,
@@ -89,6 +90,18 @@ def test_a_child_of_a_checkout_that_is_not_installed_finds_it_first(own_app: Pat
     printed = output_of([sys.executable, "-S", CHILD, "-u", "-m", "site"])
     path = ast.literal_eval(printed.partition("sys.path = ")[2].partition("]")[0] + "]")
     assert path[0] == str(ROOT) and str(own_app) not in path
+
+
+def test_every_process_that_is_started_with_a_module_of_this_program_is_a_child() -> None:
+    others = {"common/installation.py", "app/process/child.py", "app/config/dispatch.py"}
+    others |= {"app/__init__.py"}  # reads how it was started
+    others |= {"app/doctor/facts.py"}  # an option of nvidia-smi
+    for file in [path for part in PACKAGES for path in ROOT.glob(f"{part}/**/*.py")]:
+        if file.relative_to(ROOT).as_posix() not in others:
+            assert not any(
+                isinstance(node, ast.Constant) and node.value == "-m"
+                for node in ast.walk(ast.parse(file.read_text()))
+            ), file
 
 
 def test_names_that_the_working_folder_shadows_are_said_and_what_is_typed_avoids_them(

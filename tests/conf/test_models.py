@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForImageTextToText,
     Gemma3Config,
     T5Config,
@@ -214,6 +215,23 @@ def test_architectures_equal_the_published_numbers(name: str) -> None:
     else:
         assert is_tied(model) == (name in TIED)
     assert weights is None or counted == weights
+
+
+@pytest.mark.parametrize(
+    ("name", "besides"),
+    [
+        ("gpt2", set()),
+        ("bart_large", {"attention_dropout"}),
+        ("t5_small", {"decoder_start_token_id"}),
+        ("falcon7b", {"rope_theta"}),
+    ],
+)
+def test_architectures_equal_the_defaults_of_transformers(name: str, besides: set[str]) -> None:
+    """The defaults of a transformers config are those of the checkpoint in its docstring."""
+    numbers = dict(settings(name).architecture)
+    kind = CONFIG_MAPPING[numbers.pop("model_type")]
+    assert str(settings(name).path) in str(kind.__doc__)
+    assert {key for key, value in numbers.items() if getattr(kind(), key, None) != value} == besides
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -102,6 +102,17 @@ def test_what_is_wrong_with_an_experiment_is_named_with_its_place(
     assert f"{'mine.yaml' if problem[0] == ':' else ''}{problem}" in found
 
 
+def test_an_experiment_without_its_package_line_is_refused(conf: Path) -> None:
+    (conf / "experiment" / "mine.yaml").write_text("seed: 1\n")
+    with pytest.raises(UserError, match="the first line must be `# @package _global_`"):
+        door.load_config("train", ["experiment=mine"], conf)
+
+
+def test_hydras_own_settings_are_unknown() -> None:
+    said = refused("+experiment=quickstart", *(own := ("hydra.run.dir=x", "hydra/launcher=x")))
+    assert all(f"unknown key {word}" in said for word in own)
+
+
 def test_an_experiment_may_write_a_word_of_python_as_a_key(
     conf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

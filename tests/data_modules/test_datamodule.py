@@ -328,6 +328,13 @@ def test_loaders_do_not_change_the_global_random_state(
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_report_and_audit_count_capped_rows(files: list[DatasetConfig], tokenizer: Any) -> None:
+    files[0].max_rows = 7
+    module = build(files, tokenizer)
+    assert module.report.datasets[0].train_rows == 7
+    assert module.audit.datasets[0].train == module.mixture_report()[0].rows == 7
+
+
 def test_prompts_are_held_out_rows_at_any_position(tmp_path: Path, tokenizer: Any) -> None:
     # All rows on one line and a row that is dropped: neither line nor count names a row alone.
     rows = [{"instruction": f"q {i}", "output": "a " * (1 + 500 * (i == 3))} for i in range(20)]

@@ -15,9 +15,11 @@ import torch
 from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from app.model import gguf
 from app.model.base import ModelConfig
 from app.model.gguf import convert_to_gguf, find_converter, find_turn_texts, ollama_file
 from app.preflight.base_model import inspect_base
+from common.errors import UserError
 from tests.conftest import ROOT
 from tests.processes import LONGEST
 from tests.tiny import TINY_BASE
@@ -98,6 +100,18 @@ def test_a_gguf_file_as_base_is_refused_with_the_line_that_writes_its_folder(
     assert first == "pip install gguf"
     compile(shlex.split(second)[2], "line", "exec")
     assert shlex.split(second)[3:] == [str(tmp_path), "a base.gguf", str(tmp_path / "a base")]
+
+
+def test_a_converter_that_is_not_installed_is_named_with_what_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    (tmp_path / gguf.SCRIPT).touch()
+    assert find_converter(True, str(tmp_path)) == tmp_path / gguf.SCRIPT
+    for kind, folder in ((True, None), ("q4_k_m", str(tmp_path))):
+        with pytest.raises(UserError, match="pip install"):
+            find_converter(kind, folder)
 
 
 @pytest.mark.slow

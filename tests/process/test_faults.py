@@ -66,6 +66,14 @@ def test_a_rank_is_killed_at_its_step_and_not_again(tmp_path: Path) -> None:
     assert (tmp_path / faults.NOTES_FILE).read_text() == "rank_killed@3\n"
 
 
+def test_a_fault_strikes_as_often_as_it_is_typed(tmp_path: Path) -> None:
+    def train() -> None:
+        plan_faults(tmp_path, "rank_killed@3", "rank_killed@3")
+        faults.fault_point("step", 3)
+
+    assert [in_a_child(train) for _ in range(3)] == [-signal.SIGKILL, -signal.SIGKILL, NOT_KILLED]
+
+
 @pytest.mark.parametrize(
     ("text", "struck"),
     [
