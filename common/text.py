@@ -10,17 +10,19 @@ MAX_SHOWN = 80
 _MAX_LISTED = 20
 
 
-def reason_of(error: Exception) -> str:
-    """Return a library's error message in one line."""
-    strerror = error.strerror if isinstance(error, OSError) else None
-    message = strerror or next(iter(str(error).splitlines()), "") or type(error).__name__
+def reason_of(error: Exception, *, names_file: bool = True) -> str:
+    """Return a library's error message in one line; of an OSError with its file, if any."""
+    message = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        has_file = names_file and error.filename is not None
+        message = f"{error.strerror}: {error.filename}" if has_file else error.strerror
     # A library may quote an address with its password or token.
     return redact(message)
 
 
 def unreadable(file: object, error: Exception) -> str:
     """Return the message that a file cannot be read, and why."""
-    return f"{file}: cannot be read: {reason_of(error)}"
+    return f"{file}: cannot be read: {reason_of(error, names_file=False)}"
 
 
 def printable(text: str, *, keep: str = "") -> str:

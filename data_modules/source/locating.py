@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from common.errors import DataError, Problems
-from common.text import listed, reason_of, shown
+from common.text import listed, reason_of, shown, unreadable
 from data_modules.source.opening import (
     Chunk,
     File,
@@ -136,7 +136,7 @@ def locate(
             return _files_in(_Folder(file), split, name)
         exists = file.exists()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from error
+        raise DataError(unreadable(path, error)) from error
     if not exists:
         raise DataError(f"{path}: no such file (searched from {Path.cwd().name}/){_nearest(file)}")
     _check_readable(path, file.name)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import MAX_PROBLEMS, DataError, Origin, RemoteError
-from common.text import reason_of, unreadable
+from common.text import unreadable
 from data_modules.source.hub import commit_of, hub_chunks
 from data_modules.source.locating import (
     READERS,
@@ -178,7 +178,7 @@ def _identity_of(file: File, by_stamp: bool) -> object:
     try:
         stat = file.stat()
     except OSError as error:
-        raise DataError(f"{file}: cannot be read: {reason_of(error)}") from error
+        raise DataError(unreadable(file, error)) from error
     return stat.st_size, stat.st_mtime_ns
 
 

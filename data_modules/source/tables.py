@@ -229,7 +229,8 @@ def _arrow_errors(file: File, kind: str) -> Iterator[None]:
         LookupError,
         MemoryError,  # a size that a damaged file claims
     ) as error:
-        raise DataError(f"{file}: not a readable {kind} file: {reason_of(error)}") from error
+        reason = reason_of(error, names_file=False)
+        raise DataError(f"{file}: not a readable {kind} file: {reason}") from error
 
 
 def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
