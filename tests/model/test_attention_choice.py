@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     BloomConfig,
     FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
@@ -25,7 +26,8 @@ from transformers import (
 
 from app.model.architecture import model_class
 from app.model.attention import AttentionConfig, backends, choose_backend
-from common.errors import ENVIRONMENT_ERROR, USER_ERROR, exit_code
+from app.model.attention.inputs import attention_inputs
+from common.errors import ENVIRONMENT_ERROR, USER_ERROR, UserError, exit_code
 from tests.model.test_attention_varlen import varlen_2_10, varlen_2_13
 from tests.tiny import tiny_llama, tiny_t5
 
@@ -204,6 +206,10 @@ def test_falcon_has_separate_layers_for_flash_attention(machine: Machine) -> Non
     assert choose(model=falcon).backend == "eager", "which takes any number of rows"
     with pytest.raises(ValueError, match="flash2 for bloom models"):
         choose("flash2", model=BloomConfig())
+    numbers = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    model = FalconForCausalLM(FalconConfig(num_hidden_layers=1, **numbers))
+    with pytest.raises(UserError, match=r"see each other .* type trainer\.micro_batch_size=1"):
+        attention_inputs(model, "flash2", [[8], [3, 5]], torch.zeros(2, 8))
 
 
 def test_a_package_that_cannot_be_imported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

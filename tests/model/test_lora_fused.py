@@ -14,6 +14,7 @@ from app.model.adapter import (
     LoraConfig,
     adapter_disabled,
     apply_adapter,
+    drop_pending_outputs,
     group_adapters,
     skip_redundant_casts,
     unfuse_adapters,
@@ -300,6 +301,23 @@ def test_a_grouped_layer_with_another_input_computes_alone() -> None:
         found.append([attention.q_proj(x), attention.k_proj(other), attention.v_proj(x)])
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_outputs_of_a_group_that_an_error_left_are_released() -> None:
+    _, fused = pair(tiny_llama())
+    grouped(fused)
+    attention = fused.base_model.model.model.layers[0].self_attn
+
+    def run_out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    attention.k_proj.register_forward_pre_hook(run_out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        fused(**inputs_of(fused))
+    assert attention.q_proj.group._outputs
+    drop_pending_outputs(fused)
+    assert not attention.q_proj.group._outputs
 
 
 @pytest.mark.gpu

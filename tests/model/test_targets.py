@@ -164,6 +164,11 @@ def test_a_linear_module_that_is_never_called_is_skipped(family: str) -> None:
         assert f"dt_proj of {family} models cannot take an adapter" in problem
 
 
+def test_the_bases_own_adapters_are_skipped() -> None:
+    found = find("lora", describe_model(tiny_family("zamba2")), r=2)
+    assert found.own_adapters and not any("adapter_list" in name for name in found.matrices)
+
+
 def test_a_saved_adapter_on_an_uncalled_module_is_not_continued(tmp_path: Path) -> None:
     family = "mamba"
     settings = peft.LoraConfig(r=2, target_modules=["x_proj", "dt_proj"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from app.strategy import build_strategy
 from app.strategy.deepspeed import Zero, check_zero_config
 from app.strategy.deepspeed_config import (
     ALLOWED_KEYS,
@@ -22,7 +23,7 @@ from app.training.module import skip_nonfinite_step
 from common.errors import UserError
 from tests.conftest import read_column
 from tests.processes import type_train
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, prepare_strategy
 from tests.reliability.shell import Shell
 from tests.strategy import zero_training
 from tests.strategy.zero_training import CLIP, SHARD_EVERYTHING
@@ -135,6 +136,35 @@ def test_the_norm_is_on_the_optimizers_device(one_rank: None, home: str, where: 
         skip_nonfinite_step(optimizer, norm, is_scaled=False)
         assert norm.device.type == where
         assert optimizer.found_inf.device.type == where  # type: ignore[attr-defined]
+
+
+def prepare_without_compiler() -> str:
+    """Build a model on two ranks, each the first of its machine, of which one cannot compile."""
+    strategy: Any = build_strategy(
+        ZeroConfig(quantized_weights=True), accelerator="cpu", num_ranks=2
+    )
+    prepare_strategy(strategy)
+    is_second = strategy.global_rank == 1
+    strategy.cluster_environment.local_rank = lambda: 0  # each is the first of its machine
+
+    def prepare() -> None:
+        if is_second:
+            raise UserError("no compiler here; type strategy=zero3_hpz")
+
+    strategy._prepare_quantizer = prepare
+    with pytest.raises(UserError) as error:
+        strategy.build_model(build_nothing)
+    return str(error.value)
+
+
+def build_nothing(on_meta: bool = False, **_: Any) -> Any:
+    raise AssertionError("operators come before weights")
+
+
+@pytest.mark.slow
+def test_a_failed_operator_build_ends_all_ranks() -> None:
+    messages = on_ranks(2, prepare_without_compiler)
+    assert messages == ["no compiler here; type strategy=zero3_hpz"] * 2
 
 
 @pytest.mark.slow

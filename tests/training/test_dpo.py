@@ -528,11 +528,12 @@ def test_a_resumed_run_reads_the_stored_reference_and_never_computes_it(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("reference", ["cached", "base"])
 def test_a_model_trained_whole_is_evaluated_against_its_base(
-    full: Path, shell: Shell, tmp_path: Path
+    full: Path, shell: Shell, tmp_path: Path, reference: str
 ) -> None:
     words = [word for word in RUN if word.startswith(("data.", "objective", "trainer.acc"))]
-    words += [f"run={full}", "trainer.precision=fp32", "objective.reference=cached"]
+    words += [f"run={full}", "trainer.precision=fp32", f"objective.reference={reference}"]
     words += [f"data.cache_dir={tmp_path / 'cache'}"]
     shell.train_into(tmp_path / "found", *words, module="app.evaluate")
     found = json.loads((tmp_path / "found" / "metrics.json").read_text())

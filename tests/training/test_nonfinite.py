@@ -390,6 +390,26 @@ def test_not_a_spike(losses: list[float], caplog: pytest.LogCaptureFixture) -> N
     assert spike_warnings(losses, caplog) == []
 
 
+def test_a_spike_is_one_of_its_own_data_set_and_of_a_full_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = StepWatch()
+    hard, easy, few = {"lists": (4.0, 90)}, {"orders": (0.2, 80)}, {"orders": (4.0, 8)}
+
+    def check(step: int, by_name: dict[str, tuple[float, int]]) -> None:
+        metrics = {"train/loss": 1.0, "train/grad_norm": 1.0}
+        for name, (loss, tokens) in by_name.items():
+            metrics |= {f"train/loss/{name}": loss, f"train/tokens/{name}": tokens}
+        watch.check(SimpleNamespace(step=step, is_scaled=False), metrics, lambda tensor: tensor)  # type: ignore[arg-type]
+
+    with caplog.at_level(logging.WARNING):
+        for step in range(40):
+            check(step, hard if step % 20 == 19 else few if step % 9 == 8 else easy)
+        assert not caplog.messages
+        check(40, {"orders": (4.0, 80)})
+    assert len(caplog.messages) == 1 and "loss of orders 4.0000 is 20.0 times" in caplog.text
+
+
 def test_a_run_that_learns_nothing_is_warned_of_after_a_third(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

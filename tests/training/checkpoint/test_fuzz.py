@@ -6,6 +6,7 @@ process, since what crashes or hangs there must not take the tests along; then w
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -325,3 +326,34 @@ def test_tensors_that_do_not_fit_the_run_are_named(tmp_path: Path) -> None:
         seal(folder)
         with pytest.raises(UserError, match=words):
             resume(folder)
+
+
+CONTRADICTIONS: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
+    (TRAINING, lambda d: d.update(step=3), "training.json: step is 3; expected 4"),
+    (
+        TRAINING,
+        lambda d: d["curves"]["trained_tokens"].append(1.0),
+        "curves.trained_tokens has 2 numbers; expected 1",
+    ),
+    (random_state_name(0), lambda d: d.update(torch="AAAA"), "torch has 3 bytes; expected"),
+    ("manifest", lambda d: d["details"].update(num_ranks=2), "lacks random-rank-1.json"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "words"), CONTRADICTIONS)
+def test_documents_that_contradict_each_other_are_named(
+    name: str, change: Callable[[dict[str, Any]], object], words: str, tmp_path: Path
+) -> None:
+    training = Training(*KINDS["adamw"])
+    training.take_steps(range(STEP))
+    save(training, tmp_path, STEP)
+    file = tmp_path / f"step-{STEP}" / f"{name}.json"
+    document = json.loads(file.read_text())
+    change(document)
+    file.write_text(json.dumps(document))
+    if name == "manifest":
+        seal_manifest(file.parent)
+    else:
+        seal(file.parent)
+    with pytest.raises(UserError, match=words):
+        restore(training, load_checkpoint(file.parent))

@@ -15,6 +15,7 @@ import torch
 
 from app.config import load_config
 from app.process import faults
+from app.process.signals import DataStalled
 from app.train import train
 from app.training.checkpoint import saving
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING
@@ -340,6 +341,50 @@ def test_a_signal_interrupts_a_validation_which_is_repeated_before_the_next_step
     )
     check_same_run(run_into(tmp_path / "run", *words, "resume=must"), whole)
     assert seen.index("validates") < seen.index("batch 4")
+
+
+def interrupt_measurement(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """End what is measured after `step` as a signal does."""
+    measured = FinetuneModule.on_validation_epoch_end
+
+    def interrupted(self: FinetuneModule) -> None:
+        if self.trainer.global_step == step:
+            raise DataStalled(SIGTERM, "it is measured again")
+        measured(self)
+
+    monkeypatch.setattr(FinetuneModule, "on_validation_epoch_end", interrupted)
+
+
+@pytest.mark.slow
+def test_an_owed_validation_may_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (
+        "trainer.validate_every_steps=1",
+        "trainer.checkpoint.every_steps=5",
+        "trainer.early_stopping_patience=2",
+        "optimizer.lr=1e-12",
+        "trainer.precision=fp32",
+        "trainer.checkpoint.monitor=val/loss",
+    )
+    stops = property(lambda self: self.metrics.validated_step == 2)
+    monkeypatch.setattr(FinetuneModule, "stops_early", stops)
+    whole = run_into(tmp_path / "whole", *words)
+    with monkeypatch.context() as patched:
+        interrupt_measurement(patched, 2)
+        with pytest.raises(DataStalled, match="step 2 is saved"):
+            run_into(tmp_path / "run", *words)
+    ids, saved = record_batches(monkeypatch), []
+    save = saving.CheckpointSaver.save
+    monkeypatch.setattr(
+        saving.CheckpointSaver,
+        "save",
+        lambda self, trainer, module: (
+            saved.append(trainer.global_step) or save(self, trainer, module)
+        ),
+    )
+    check_same_run(run_into(tmp_path / "run", *words, "resume=must"), whole)
+    assert (ids, saved) == ([], [2])  # nothing is trained; the step is saved with its figures
 
 
 def test_a_signal_interrupts_the_last_validation_too(

@@ -16,6 +16,7 @@ import torch
 
 from app.process import heartbeat
 from app.process.signals import DataStalled, MeasurementInterrupted
+from app.training.checkpoint import saving
 from app.training.checkpoint.checkpoint import read_tensors, write_tensors
 from app.training.checkpoint.disk import SaveError, write_file
 from app.training.checkpoint.saving import (
@@ -159,6 +160,24 @@ def test_space_is_checked_before_the_first_step_and_after_it(
     assert exit_code(caught.value) == ENVIRONMENT_ERROR
     lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
     assert (lines[-1].split(",")[0] if len(lines) > 2 else None) == last_step
+
+
+def test_space_is_checked_again_once_ranks_have_states_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(saving, "check_space", lambda folder, size, number: sizes.append(size))
+    checkpoints = StoredCheckpoints(CheckpointStore(tmp_path), None)
+    saver = CheckpointSaver(checkpoints, is_due=bool, validates_after=bool)
+    local: dict[str, torch.Tensor] = {}
+    strategy = SimpleNamespace(local_state=lambda _: local)
+    trainer: Any = SimpleNamespace(is_global_zero=True, world_size=2, strategy=strategy)
+    module = SimpleNamespace(checkpoint_tensors=lambda: ({}, {}), optimizer=None)
+    saver._prepare(trainer, module)
+    local["weight/a"] = torch.zeros(1000)
+    for _ in range(2):
+        saver._prepare(trainer, module)
+    assert len(sizes) == 2 and sizes[1] - sizes[0] >= 2 * 4000
 
 
 def test_waiting_for_a_save_sends_heartbeats(

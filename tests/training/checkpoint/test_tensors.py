@@ -20,6 +20,7 @@ from torch import Tensor
 
 from app.process import faults, heartbeat
 from app.strategy.mixin import ShardedTensor, StateTensor
+from app.training.checkpoint import checkpoint as checkpoint_module
 from app.training.checkpoint import disk
 from app.training.checkpoint.checkpoint import (
     file_bytes,
@@ -319,6 +320,14 @@ def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(TrainingFault, match=r"layer3\.weight has non-finite values"):
         write_share(write, "model", rank.tensors, check, rank=0, num_ranks=1)
     assert sorted(rank.gathered) == sorted(wholes)
+
+
+def test_a_rank_that_only_gathers_sends_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[bool] = []
+    monkeypatch.setattr(checkpoint_module, "refresh_liveness", lambda: beats.append(True))
+    one = Rank(some_tensors([5, 1, 4]), held=set())
+    write_share(lambda *_: None, "model", one.tensors, _no_check, rank=4, num_ranks=5)
+    assert len(one.gathered) == len(beats) == 3
 
 
 def test_a_rank_that_cannot_write_one_file_helps_with_the_next(
