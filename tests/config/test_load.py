@@ -76,6 +76,7 @@ BAD_WORDS = [
     (["model.token=abcdef"], ["secrets do not go into settings", "HF_TOKEN"], []),
     (["output.name=hf_" + "a1B2" * 9], ["secrets do not go into settings"], []),
     (["sweep=lora_rank"], ["add -m"], []),
+    (["sweep.trials=3"], ["sweep settings have no effect in a single run; add -m"], []),
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from app.training.metrics import is_measured_at
 from common.errors import UserError
 from tests.reliability.shell import Shell
 from tests.runs import check_same_run
-from tests.tiny import small_run, train_into
+from tests.tiny import SAMPLES, small_run, train_into
 
 MEASURED = (
     "evaluation.tasks=[{name: boolq, few_shot: 0}]",
@@ -169,6 +169,12 @@ def test_a_monitor_that_is_not_measured_is_refused(tmp_path: Path) -> None:
         train_into(tmp_path / "run", *MEASURED, "trainer.checkpoint.monitor=val/accuracy/boolqq")
     with pytest.raises(UserError, match=r"evaluation\.every_steps=N measures"):
         train_into(tmp_path / "other", "trainer.checkpoint.monitor=val/accuracy/boolq")
+    row = {"instruction": "Which number is the biggest?", "input": "1 4", "output": "4"}
+    (tmp_path / "few.json").write_text(json.dumps([row, row]))
+    data = f"[{{path: {SAMPLES / 'lists_test.json'}}}, {{path: {tmp_path / 'few.json'}}}]"
+    words = (f"data.datasets={data}", "data.val_set_size=0.05")
+    with pytest.raises(UserError, match="no row of few is held out"):
+        train_into(tmp_path / "few", *words, "trainer.checkpoint.monitor=val/loss/few")
 
 
 @pytest.mark.slow

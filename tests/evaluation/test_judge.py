@@ -253,6 +253,13 @@ def test_an_unreadable_verdict_is_requested_once_more_and_then_ignored(
     check_judgement(judged, config_of(url))
     assert "3 of 8 verdicts could not be parsed" in caplog.text
     assert "I like turtles." in caplog.text
+    with judging(lambda _: "I like turtles.") as (_, url):
+        judged = judged_by(url, tmp_path / "cache")
+    judged.verdicts = [one for one in judged.verdicts if one.score is None][: MAX_UNREADABLE - 1]
+    judged.failure = None  # as if these were all
+    judged.num_requests = len(judged.verdicts)
+    with pytest.raises(JudgeError, match="returned no readable verdict"):
+        check_judgement(judged, config_of(url))
 
 
 FAILURES: dict[str, tuple[Any, str]] = {
@@ -451,14 +458,20 @@ def test_a_folder_has_questions_and_their_references(
 def test_all_problems_are_listed_by_line(tmp_path: Path) -> None:
     good = {"question_id": 1, "turns": ["Hello", "Again"]}
     rows: list[Any] = [good, [1], {"id": 1}, good, {**good, "question_id": 2, "turns": ["Hi", " "]}]
+    rows += [{**good, "question_id": 3, "reference": ["one"]}, "{"]
     file = write_lines(tmp_path / "q.jsonl", *rows)
     answers = {"question_id": 1, "choices": [{"turns": ["x"]}]}
     with pytest.raises(UserError) as failed:
         read_questions(file, write_lines(tmp_path / "r.jsonl", answers))
-    assert [each.replace(f"{tmp_path}/", "") for each in failed.value.problems] == [
+    problems = [each.replace(f"{tmp_path}/", "") for each in failed.value.problems]
+    assert problems.pop(5).startswith("q.jsonl:7 is not JSON: ")
+    assert problems == [
         "q.jsonl:2 is a JSON list; expected an object",
         "q.jsonl:3 has no question_id and no turns; found ['id']",
         "q.jsonl:4 duplicate question_id 1",
         "q.jsonl:5 turns: expected a list of non-empty questions",
+        "q.jsonl:6 reference: expected 2 answers, one for each turn",
         "r.jsonl:1 has 1 answers, but question 1 has 2 turns",
     ]
+    with pytest.raises(UserError, match="contains no questions"):
+        read_questions(write_lines(tmp_path / "empty.jsonl"))

@@ -79,6 +79,7 @@ SCRIPTS = {  # an answer, and a wrong one
     "thai": ("กรุงเทพมหานคร", "เชียงใหม่"),
     "chinese": ("巴黎是法国的首都。", "柏林是德国的首都。"),
     "rare_han": ("𠮷野家", "松屋"),
+    "japanese": ("とうきょうはにほんのしゅとです。", "きょうとはふるいまちです。"),
     "korean": ("서울은 대한민국의 수도이다.", "부산은 항구이다."),
     "emoji": ("👨‍👩‍👧 👍🏽", "👎"),
     "sign": ("!", "?"),
@@ -96,7 +97,7 @@ def test_an_exact_answer_scores_1_in_every_script(name: str) -> None:
             assert 0 <= score <= 1
             is_whole = one.total([score], [text], [right]) == 1
             assert (score == 1) == is_whole == is_right, script
-    for script in ("chinese", "thai") * (name not in ("rouge2", "chrf")):
+    for script in ("chinese", "japanese", "thai") * (name not in ("rouge2", "chrf")):
         right = SCRIPTS[script][0]  # characters in common count
         assert 0.2 < one.score(answer(right[: len(right) * 2 // 3]), right, "") < 1, script
 
@@ -234,6 +235,8 @@ def test_a_number_is_read_as_written(text: str, number: float | None) -> None:
         assert not is_numeric_match(Answer(str(number - 1), is_finished=True), text) or (
             math.isinf(number)
         )
+    else:
+        assert not is_numeric_match(Answer("seven", is_finished=True), text)
 
 
 @pytest.mark.parametrize(

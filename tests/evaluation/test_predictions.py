@@ -17,7 +17,9 @@ from data_modules import Prompt
 from tests.tiny import train_into
 
 
-def test_predictions_have_one_line_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_have_one_line_per_prompt(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     origins = [Origin("sums.jsonl", line) for line in (1, 7)]
     prompts = {"sums": [Prompt([1, 2], "4", origins[0]), Prompt([3], "ä \u2028", origins[1])]}
     answers = {
@@ -48,6 +50,9 @@ def test_predictions_have_one_line_per_prompt(monkeypatch: pytest.MonkeyPatch) -
     }
     assert second["source"] == "sums.jsonl:7" and second["finished"]["base"] is False
     assert second["metrics"]["exact_match"] == {"base": 0.0, "tuned": 1.0}
+    answers["silent"] = [Answer("", True), Answer(" \n", False)]
+    predictions.answer("silent", cast(Any, "silent"))
+    assert caplog.messages == ["sums: 2 of 2 answers of silent are empty"]
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

@@ -97,6 +97,10 @@ def test_prompts_are_those_of_the_harness() -> None:
         ("The cup did not fit on the shelf because the cup", " was too wide."),
         ("The cup did not fit on the shelf because the shelf", " was too wide."),
     ]
+    assert first_question("openbookqa").pairs[1] == (
+        "A puddle is gone after a sunny day because the water",
+        " evaporated",
+    )
     boolq = first_question("boolq")
     assert boolq.pairs[1][0].endswith("\nQuestion: do bees make honey?\nAnswer:")
     assert [end for _, end in boolq.pairs] == [" no", " yes"] and boolq.item.correct == 1

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from app.config import load_config
 from app.preview import first_rows_of, preview, requested_batching, rows_per_dataset
-from app.report.preview import Passage, TokenPiece, TokenRenderer, render_passage
+from app.report.preview import MAX_ROW_TOKENS, Passage, TokenPiece, TokenRenderer, render_passage
 from app.strategy.settings import FsdpConfig, StrategyConfig
 from app.training.trainer import TrainerConfig
 from common.errors import DataError
@@ -221,6 +221,16 @@ def test_incomplete_characters_never_absorb_a_special_token() -> None:
     assert [piece.is_special for piece in pieces] == [False, True, False]
     assert [piece.text for piece in pieces] == ["\ufffd", "</s>", "é"]
     assert [piece.weight for piece in pieces] == [0.0, 1.0, 0.5]
+
+
+def test_long_rows_show_their_beginning_and_end() -> None:
+    ids = np.full(MAX_ROW_TOKENS + 10, TOKENIZER("a")["input_ids"][0])
+    whole = TokenRenderer(TOKENIZER).passage(ids, np.zeros(len(ids)))
+    assert (len(whole.head), whole.num_omitted, len(whole.tail)) == (2048, 10, 2048)
+    assert whole.cut(MAX_ROW_TOKENS) is whole
+    cut = whole.cut(5)
+    assert (len(cut.head), len(cut.tail)) == (3, 2)
+    assert cut.num_omitted == len(ids) - 5
 
 
 def test_ascii_terminals_are_supported() -> None:

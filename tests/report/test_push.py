@@ -164,6 +164,21 @@ def test_a_name_without_owner_belongs_to_the_token_owner(
     )
 
 
+def test_a_push_of_nothing_or_to_nowhere_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "adapter").rename(run / "other")
+    for words, said in (
+        (["repo=a/b/c"], "the folder has neither an adapter nor a model"),
+        ([], "repo=... is missing: NAME of one of your repositories, or OWNER/NAME"),
+    ):
+        assert run_plain_verb("push", PushConfig, push, [f"run={run}", *words]) == 2
+        assert said in capsys.readouterr().err
+    (run / "other").rename(run / "adapter")
+    assert run_plain_verb("push", PushConfig, push, [f"run={run}", "repo=a/b/c"]) == 2
+    assert "repo=a/b/c: " in capsys.readouterr().err
+
+
 def test_a_pushed_run_gets_its_own_card_and_only_what_it_wrote_is_uploaded(
     run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from app.assembly.training import LivePage
-from app.config import changed_settings, load_config
+from app.config import changed_settings, load_config, save_config
 from app.config.dispatch import run_plain_verb
 from app.plan import MAX_ADVICE_ROWS, make_plan, plan_lines, render_plan
 from app.report.__main__ import ReportConfig, report_runs, settings_in
@@ -24,6 +24,7 @@ from app.report.chart import MAX_BUCKETS, Chart, Series, draw_svg, frame_of
 from app.report.run_page import (
     CURVES_FILE,
     PAGE_FILE,
+    _choose_predictions,
     page_on_failure,
     read_run_files,
     render_run,
@@ -31,6 +32,8 @@ from app.report.run_page import (
     write_page,
 )
 from app.run import Run
+from app.sweep.parameters import parse_parameters
+from app.sweep.trials import Trial, write_sweep_page
 from common.errors import Interrupted
 from tests.tiny import small_run
 
@@ -293,6 +296,48 @@ def test_the_first_line_says_why_the_planned_settings_are_not_the_fastest(
     assert plan_lines(too_large)[0] == "does not fit: type quantization=nf4"
 
 
+def write_sweep(folder: Path) -> str:
+    """Write a sweep of eight trials with curves, the last of which failed; return its page."""
+    parameters = ["seed=1", "adapter.r=1,2,3,4,5,6,7,8", f"model.path='{HOSTILE}',b"]
+    trials = []
+    for number in range(8):
+        (folder / str(number)).mkdir(parents=True)
+        losses = ["2,12.0", f"4,{2 + number}", "6,nan"][: 1 + 2 * (number != 3)]
+        curve = "\n".join(["step,val/loss", *losses])
+        (folder / str(number) / "metrics.csv").write_text(f"{curve}\n")
+        overrides = ["seed=1", f"adapter.r={number + 1}", f"model.path={HOSTILE * 3}"]
+        error = "loss is nan " * 15 if number == 7 else None
+        loss = None if error else 2.0 + number
+        trials.append(
+            Trial(number=number, overrides=overrides, folder=str(folder / str(number)), seconds=1.0,
+                  exit_code=4 if error else 0, error=error, objective=loss)
+        )  # fmt: skip
+    (folder / "1/report.html").touch()
+    write_sweep_page(trials[::-1], folder, parse_parameters(parameters))
+    return (folder / "sweep.html").read_text()
+
+
+def test_the_page_links_its_trials_and_has_the_settings_of_the_best(tmp_path: Path) -> None:
+    page = write_sweep(tmp_path / "sweep dir")
+    assert re.findall('href="([^#]*?)"', page) == ["1/report.html"], "others have no page"
+    (command,) = re.findall('<pre class="type">(.*?)</pre>', page)
+    assert "app.train seed=1 adapter.r=1 " in command
+    assert page.index(">trial 0 2<") < page.index(">trial 1 3<"), "the best first"
+    assert page.count("<polyline") == 6 and ">loss is nan" in page and "nan</" not in page
+    assert "<img" not in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_ten_predictions_from_all_data_sets_with_changed_answers_first() -> None:
+    lines = [
+        {"data_set": name, "number": i, "base": "1", "tuned": "2" if i > 20 else "1"}
+        for name in "abc"
+        for i in range(25)
+    ]
+    chosen = _choose_predictions(iter(lines))
+    assert [line["data_set"] for line in chosen] == list("abcabcabca")
+    assert all(line["number"] > 20 for line in chosen)
+
+
 def run_report(*words: str) -> int:
     return run_plain_verb("report", ReportConfig, report_runs, words)
 
@@ -302,6 +347,8 @@ def test_pages_of_one_run_and_of_two(
 ) -> None:
     monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", last_val=1.5)
+    for run, rank in ((one, 2), (two, 4)):
+        save_config(load_config("train", small_run(f"adapter.r={rank}")), run / "config.yaml")
     assert run_report(f"run={one}") == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"run: {one}"
     assert (one / "report.html").is_file()
@@ -310,3 +357,20 @@ def test_pages_of_one_run_and_of_two(
     text = Page((both / "report.html").read_text()).shown
     assert "one validation" in text and "two validation" in text
     assert re.search(r"tuned/val/loss\s*1\s*1.5", text)
+    assert re.search(r"adapter\.r\s*2\s*4", text) and "trainer.max_steps" not in text
+
+
+def test_runs_that_cannot_be_shown_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, precious = write_run(tmp_path / "run"), tmp_path / "precious"
+    (run / "training_curves.png").symlink_to(precious)
+    (tmp_path / "empty").mkdir()
+    for folder, said in (
+        ("/nope", "run=/nope: no such folder"),
+        (tmp_path / "empty", "has neither metrics.csv nor metrics.json"),
+        (run, "training_curves.png is a link"),
+    ):
+        assert run_report(f"run={folder}") == 2
+        assert said in capsys.readouterr().err
+    assert not precious.exists()

@@ -218,6 +218,8 @@ def test_the_newest_run_is_the_one_that_started_last(here: Path) -> None:
         (folder / "metrics.json").write_text("{}")
         os.utime(folder / "metrics.json", (ended, ended))
     assert find_run(None) == Path("outputs/train/b")
+    (here / "outputs/train/b/manifest.json").write_text("{}")  # as earlier versions wrote it
+    assert find_run(None) == Path("outputs/train/b")
 
 
 def test_the_verb_that_wrote_a_folder_is_recorded(words: list[str], tmp_path: Path) -> None:

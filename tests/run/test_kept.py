@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from app.assembly.base import with_checkpoint
 from app.config import load_config
-from app.run.find import select_checkpoint
+from app.run.find import check_selected, select_checkpoint
 from app.training.checkpoint.store import CheckpointStore
 from common.errors import UserError
 from tests.conftest import read_column
@@ -83,6 +83,9 @@ def test_a_checkpoint_is_selected_by_name(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "checkpoints" / "step-2" / "training.json").write_text("[]")
     with pytest.raises(UserError, match="damaged"):
         select_checkpoint(tmp_path, "step-2")
+    for wanted in ("nwest", "step-x", "step-2/.."):
+        assert "expected final, best" in check_selected(wanted, "run", None)[0]
+    assert "type run=FOLDER" in check_selected("best", None, None)[0]
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,28 @@ def test_why_a_run_was_not_uploaded_is_said_at_its_end(
         raise KeyError
 
 
+def test_a_process_that_ends_before_the_run_does_is_said_at_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr("app.run.upload.child_command", lambda module: command)
+    until = time.monotonic() + LONGEST / 10
+    with pytest.raises(OSError, match="ended with -9"), uploading(run):
+        while "has ended with -9: what is new stays here" not in caplog.text:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+def test_an_upload_two_checkpoints_behind_is_said(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (6, 8):
+        shutil.copytree(run / "checkpoints/step-4", run / f"checkpoints/step-{step}")
+    with open_store(URL) as store:
+        Uploader(run, URL).put_checkpoint(store, 4, run / "checkpoints/step-4")
+    assert "step-4 is still on its way, and step-8 is saved" in caplog.text
+
+
 def test_the_process_that_uploads_is_ended_by_the_end_of_the_one_that_trains_only(
     server: Server, run: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,13 @@ def test_a_run_that_ends_before_its_last_file_is_not_done_and_one_after_it_is(
             train_into(folder, "evaluation.exact_match=false", "trainer.max_steps=1")
     assert not (folder / "metrics.json").exists()
     go_on(folder)
-    assert read_status(folder)["state"] == "finished" and figures(folder)["tuned/val/loss"]
-    end_status(folder, "failed", 4)
-    go_on(folder)
-    assert read_status(folder)["state"] == "failed"
+    assert read_status(folder)["state"] == "finished"
+    found = figures(folder)
+    assert found["tuned/val/perplexity"] == pytest.approx(math.exp(found["tuned/val/loss"]))
+    for state, after in (("evaluating", "finished"), ("failed", "failed")):
+        end_status(folder, state, 4)
+        go_on(folder)
+        assert read_status(folder)["state"] == after
 
 
 RATED = {0: 0.9, 1: 0.5, 2: 0.1, 3: 0.3, 4: 0.2, 5: 0.4}

@@ -122,6 +122,19 @@ def test_a_folder_without_or_with_a_damaged_status_is_refused(
     assert ask(f"run={tmp_path}") == 2 and "invalid JSON" in capsys.readouterr().err
 
 
+def test_the_newest_run_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("old", "new", "older")):
+        folder = tmp_path / "outputs" / "train" / name
+        folder.mkdir(parents=True)
+        begin_status(folder, number)
+        os.utime(folder / STATUS_FILE, (0, (20, 30, 10)[number]))
+    assert ask() == 75
+    assert capsys.readouterr().out.splitlines()[-1] == "run: outputs/train/new"
+
+
 def test_the_verbs_import_no_torch(tmp_path: Path) -> None:
     begin_status(tmp_path, 1)
     code = (

@@ -288,7 +288,13 @@ NO_JSON = ["[" * 50_000, '{"a":' * 20_000, "NaN", "1e999", "\x00", '"', "{}{}", 
 
 def test_malformed_requests_get_error_messages(address: str) -> None:
     names = ("temperature", "top_p", "max_tokens", "seed", "stop", "stream", "n", "tools")
-    bodies: list[Any] = [{**REQUEST, name: value, "zz": 1} for name in names for value in ODD]
+    valid = {("stream", "True"), ("stop", "''"), ("stop", r"'\ud83d'")}
+    bodies: list[Any] = [
+        {**REQUEST, name: value}
+        for name in names
+        for value in ODD
+        if (name, repr(value)) not in valid
+    ]
     bodies += [{**REQUEST, "messages": odd} for value in ODD for odd in (value, [value] * 2)]
     bodies += [{**REQUEST, "messages": [{"role": value, "content": "hi"}]} for value in ODD]
     sent = [

@@ -199,6 +199,16 @@ def test_a_trial_whose_job_slurm_has_forgotten_has_the_code_of_its_status(tmp_pa
     assert not trials.SlurmJob("7", *names).finds_result(forgotten)
 
 
+def test_a_machine_without_slurm_is_refused(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin" / "sbatch").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    result = sweep(*overrides, "adapter.r=2,4")
+    assert result.code == 3 and "sbatch was not found" in result.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_a_secret_is_not_written_into_the_script_of_a_job(
     overrides: list[str], tmp_path: Path
 ) -> None:

@@ -112,6 +112,8 @@ def test_hydra_sweep_syntax_is_parsed() -> None:
     ]
     (own_file,) = parse_parameters(["mine.yaml"])
     assert (own_file.key, own_file.values) == ("experiment", ("mine.yaml",))
+    scales = parse_parameters(["a=interval(0,1)", "b=tag(log, interval(1, 2))"])
+    assert [scale.interval and scale.interval.is_log for scale in scales] == [False, True]
     whole, rate = parse_parameters(["a=int(interval(4, 64))", "b=interval(1e-5,1e-2)"])
     assert str(whole) == "4 to 64, whole numbers"
     assert rate.interval is not None
