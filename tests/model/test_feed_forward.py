@@ -11,7 +11,13 @@ from torch import Tensor
 from app.model import kernels
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
-from app.model.kernels import FusedGate, chunk_feed_forwards, unfuse_layers, without_dropout
+from app.model.kernels import (
+    ChunkedFeedForward,
+    FusedGate,
+    chunk_feed_forwards,
+    unfuse_layers,
+    without_dropout,
+)
 from app.model.layers import repeated_layers
 from tests.strategy.context_training import LLAMA
 from tests.tiny import built
@@ -26,6 +32,7 @@ GPT2 = {
     "n_head": 8,
     **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
 }
+MOE = LLAMA | {"model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_experts": 4}
 
 
 def build(numbers: dict[str, Any], adapter: AdapterConfig, mode: str = "full") -> Any:
@@ -133,3 +140,12 @@ def test_dropout_of_chunks_is_drawn_again_in_the_backward_pass(
     assert ((above - below) / 2).item() == pytest.approx(
         (gradient * direction).sum().item(), rel=2e-2
     )
+
+
+@pytest.mark.parametrize(("numbers", "mode"), [(LLAMA, "none"), (MOE, "full")])
+def test_experts_and_layers_that_are_not_recomputed_stay_whole(
+    numbers: dict[str, Any], mode: str
+) -> None:
+    model = build(numbers, FullConfig(), mode)
+    chunk_feed_forwards(model)
+    assert not any(isinstance(vars(m).get("forward"), ChunkedFeedForward) for m in model.modules())

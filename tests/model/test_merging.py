@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from app.model.adapter import (
 from app.model.base import ModelConfig, load_base, read_shapes, weight_files
 from app.model.merging import BOUNDS, Difference, MergePlan, measure_difference, merge_weights
 from app.model.quantization import QuantizationConfig
+from app.process import environment
 from common.errors import UserError
 from tests.conftest import ROOT
 from tests.families import tiny_family
@@ -330,6 +332,17 @@ def test_a_change_below_the_rounding_of_the_base_is_merged_in_fp32(
     assert merge_weights(on_meta(base), plan, folder) is dtype
     whole = AutoModelForCausalLM.from_pretrained(folder)
     assert {parameter.dtype for parameter in whole.parameters()} == {dtype}
+
+
+def test_the_verb_gives_freed_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(
+        environment, "return_freed_memory", lambda: called.append("return_freed_memory")
+    )
+    monkeypatch.setattr(environment, "run_program", lambda work: called.append(work()))
+    monkeypatch.setattr(sys, "argv", ["merge", "--help"])
+    runpy.run_path(str(ROOT / "app" / "merge.py"), run_name="__main__")
+    assert called == ["return_freed_memory", 0]
 
 
 MERGE = """

@@ -18,12 +18,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.attention.inputs import attention_inputs
-from app.model.attention.mixers import CHUNK, MixerForward
+from app.model.attention.mixer_search import missing_kernels
+from app.model.attention.mixers import CHUNK, MixerForward, causal_conv1d, triton_causal_conv1d
 from app.model.attention.probes import check_isolation, hide_boundaries_from_mixers
 from app.model.layers import disable_bypassing_kernels
+from common.installation import install_extra
 from tests.families import tiny_family
 from tests.model.test_mixers import alone, ids_and_positions, isolated_model, packed
 from tests.tiny import built
@@ -374,6 +377,39 @@ def test_mixers_do_not_get_the_boundaries_of_padded_rows() -> None:
     for row, length in enumerate((40, 30)):
         expected = plain(input_ids=ids[row : row + 1, :length], use_cache=False).logits[0]
         assert torch.allclose(logits[row, :length], expected, atol=1e-4)
+
+
+def test_the_convolution_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def convolve(
+        x: Tensor, weight: Tensor, bias: Tensor, *, activation: str, cu_seqlens: Tensor
+    ) -> tuple[Tensor, None]:
+        assert x.is_contiguous() and activation == "silu"
+        taps, width = weight.unsqueeze(1), weight.shape[1]
+        lengths = cu_seqlens.diff().tolist()
+        rows = [functional.pad(one.mT, (width - 1, 0)) for one in x.split(lengths, 1)]
+        mixed = [functional.conv1d(row, taps, bias, groups=len(taps)) for row in rows]
+        return functional.silu(torch.cat(mixed, 2)).mT, None
+
+    module = ModuleType("fla.modules.causal_conv1d")
+    monkeypatch.setattr(module, "causal_conv1d", convolve, raising=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    hidden, weight, bias = torch.randn(1, 8, 11), torch.randn(8, 4), torch.randn(8)
+    seq_idx = torch.tensor([[0] * 5 + [1] * 6], dtype=torch.int32)
+    expected = causal_conv1d(hidden, weight, bias, "silu", seq_idx=seq_idx)
+    boundaries = {"cu_seq_lens_q": torch.tensor([0, 5, 11]), "seq_idx": seq_idx}
+    found = triton_causal_conv1d(hidden, weight, bias, "silu", **boundaries)
+    assert found.shape == expected.shape and torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [("qwen3_5_text", "hybrid"), ("lfm2", "hybrid"), ("bamba", "mamba"), ("jamba", "")],
+)
+def test_the_extra_with_missing_kernels_is_named(family: str, extra: str) -> None:
+    """Jamba's scan has no kernel with boundaries."""
+    found = [type(each) for each in isolated_model(family).modules() if "forward" in vars(each)]
+    kinds = [kind for kind in found if not issubclass(kind, PreTrainedModel)]
+    assert kinds and missing_kernels(kinds) == (f"type {install_extra(extra)}" if extra else "")
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable
 from operator import call as run_plainly
@@ -142,7 +143,12 @@ ADAPTERS: dict[str, AdapterConfig] = {
 
 @pytest.mark.parametrize(
     ("mode", "kind"),
-    [*itertools.product(["selective"], ADAPTERS), ("full", "freeze"), ("full", "lowest")],
+    [
+        *itertools.product(["selective"], ADAPTERS),
+        ("full", "freeze"),
+        ("full", "lowest"),
+        ("offload", "top"),
+    ],
 )
 def test_gradients_of_every_adapter_are_unchanged(mode: str, kind: str) -> None:
     make = (lambda: tiny_mixture("qwen3_moe")) if kind == "experts" else tiny_llama
@@ -314,6 +320,23 @@ class TestOffload:
             "side waits for main",
             "main waits for side3",
         ]
+
+    def test_no_input_below_the_lowest_adapter_is_offloaded(self, log: list[str]) -> None:
+        adapter = LoraConfig(r=4, layers="top 2")
+        gradients(
+            prepared(tiny_llama(num_hidden_layers=4), RecomputeConfig(mode="offload"), adapter)
+        )
+        assert log[:3] == ["side waits for main3", "side waits for main4", "main waits for side1"]
+
+    def test_on_the_cpu_it_runs_as_full_and_logs_it_once(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = prepared(tiny_llama(), RecomputeConfig(mode="offload"))
+        with caplog.at_level(logging.INFO):
+            gradients(model)
+            gradients(model)
+        lines = [record.message for record in caplog.records if "recompute" in record.message]
+        assert lines == ["recompute: offload has no effect on the CPU, and runs as full"]
 
 
 class Away:

@@ -203,6 +203,18 @@ def test_an_adapter_without_effect_is_refused(
         load_adapter(base(), tmp_path)
 
 
+def test_another_tools_adapter_on_another_base_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_adapter(adapted("lora"), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text()) | {"base_model_name_or_path": "someone/else"}
+    file.write_text(json.dumps(config))
+    with caplog.at_level("INFO"):
+        load_adapter(base(), tmp_path)
+    assert "was trained on someone/else and is loaded onto" in caplog.text
+
+
 CONVERTED = [
     LoraConfig(
         r=4,

@@ -107,6 +107,19 @@ def test_powersgd_sends_a_low_rank_with_error_feedback(answers: Answers) -> None
     assert (came - meant).norm() < meant.norm()
 
 
+@pytest.mark.parametrize("compression", ["powersgd", "topk"])
+def test_a_resume_tells_whether_the_error_feedback_is_gone(
+    compression: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = DdpConfig(compression=compression)
+    strategy = build_strategy(config, accelerator="cpu", num_ranks=2)
+    strategy.checkpoint_io = SimpleNamespace(load_checkpoint=lambda _: {})
+    with caplog.at_level("INFO"):
+        strategy.load_checkpoint("step-2")
+    is_told = "RESUME: PowerSGD starts without its error feedback" in caplog.text
+    assert is_told == (compression == "powersgd")
+
+
 def test_topk_sends_the_largest_and_adds_the_rest_later(answers: Answers) -> None:
     (first, unsent), (second, unsent_there) = answers["topk",]
     came = meant = torch.zeros(SIZE, SIZE)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from app.assembly.base import open_base
+from app.config import load_config
 from app.model.attention import gather_reason, key_repeats
 from app.model.description import BaseDescription
 from app.preflight.files import check_split
 from app.strategy.settings import DdpConfig
+from app.training.trainer import resolve_environment
 from tests.ranks import on_ranks
 from tests.strategy.context_training import (
     CASES,
@@ -93,3 +99,11 @@ def test_bases_whose_rows_cannot_be_split_are_refused() -> None:
         assert message in problem and "strategy.context_parallel_size=1" in problem
         assert check_split(DdpConfig(), base, backend) == []
     assert check_split(split, llama) == []
+
+
+def test_slices_on_several_nodes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    config: Any = load_config("train", ["experiment=quickstart", "trainer.accelerator=cpu"])
+    env = replace(resolve_environment(config.trainer), devices=2, context_size=4)
+    open_base(config, env, config.adapter)
+    assert "splits rows over 2 nodes" in caplog.text
+    assert "strategy.context_parallel_size=2 stays inside a node" in caplog.text

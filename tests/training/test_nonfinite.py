@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -349,6 +349,18 @@ def test_rows_of_the_nonfinite_data_set_and_micro_batch_are_named() -> None:
 
 
 # Spikes.
+
+
+def test_ranks_that_clip_by_their_own_norms_skip_separately_and_report_the_mean() -> None:
+    for differs, message in ((True, "was skipped on the ranks whose"), (False, "was skipped;")):
+        record = replace(record_of(7, num_ranks=2), norm_differs=differs)
+        with pytest.raises(TrainingFault, match=message):
+            Metrics(NAMES, [], 1, StepWatch()).add(record, lambda tensor: tensor)
+        metrics = Metrics(NAMES, [], 1)
+        good = replace(record_of(1, (1.0, 1.0), num_ranks=2), norm_differs=differs)
+        good.grad_norm = torch.tensor(2.0)
+        metrics.add(good, lambda tensor: tensor + 6.0 if tensor.ndim == 1 else tensor)
+        assert metrics.latest["train/grad_norm"] == (4.0 if differs else 2.0)
 
 
 def spike_warnings(losses: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:

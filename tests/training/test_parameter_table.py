@@ -16,7 +16,7 @@ from transformers import (
     BitsAndBytesConfig,
 )
 
-from app.model.adapter import AdapterConfig, LoraConfig, report_trainable
+from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, report_trainable
 from app.training.optimizers import (
     AdamWConfig,
     OptimizerConfig,
@@ -28,7 +28,7 @@ from app.training.prepare import (
     trainable_table,
     trained_patterns,
 )
-from tests.tiny import tiny_llama
+from tests.tiny import tiny_llama, tiny_t5
 
 Q_PROJ = "model.layers.*.self_attn.q_proj"
 
@@ -62,6 +62,16 @@ def test_rates_and_decays_of_their_own_are_rows_of_their_own() -> None:
     table = trainable_table(patterns)
     assert [str(column.header) for column in table.columns][-2:] == ["lr", "decay"]
     assert list(table.columns[-2].cells) == ["1e-3", "0.016", "1e-3"]
+
+
+def test_rows_beyond_the_largest_are_summed_up_in_the_last_one() -> None:
+    patterns = patterns_of(tiny_t5(vocab_size=64), FullConfig(), AdamWConfig(weight_decay=0.1))
+    table = trainable_table(patterns)
+    names, _, modules, weights, *_ = ([*column.cells] for column in table.columns)
+    assert names[-1] == "4 smaller ones"  # norms in and behind the layers of both sides
+    counts = [int(str(cell).replace(",", "")) for cell in weights]
+    assert sum(counts) == sum(pattern.num_weights for pattern in patterns)
+    assert sum(map(int, modules)) == sum(len(pattern.modules) for pattern in patterns)
 
 
 def test_the_printed_tables_name_each_module_and_fit_80_columns(

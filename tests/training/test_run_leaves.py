@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from transformers import AutoTokenizer
 
 from app.config import load_config, load_run_config, run_verb
@@ -27,7 +28,7 @@ from app.run.manifest import git_state
 from app.training.run_documents import CSV_FILE, read_curves
 from common.errors import UserError
 from common.files import write_atomically
-from tests.conftest import TrainRun
+from tests.conftest import TrainRun, read_column
 from tests.reliability.shell import Shell
 from tests.resumed import contents
 from tests.tiny import SAMPLES, small_base, small_run, train_into
@@ -164,6 +165,22 @@ def test_the_manifest_describes_the_run_and_the_rows_of_each_data_set(run: Run) 
         assert entry["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
     assert (capital["rows"], capital["train_rows"], capital["validation_rows"]) == (60, 54, 6)
     assert (orders["rows"], orders["format"]) == (200, "messages")
+
+
+def test_tensorboard_holds_the_same_numbers_as_the_csv(run: Run) -> None:
+    (file,) = (run.folder / "tensorboard").iterdir()
+    found: dict[str, dict[int, float]] = {}
+    for event in EventFileLoader(str(file)).Load():
+        for value in event.summary.value:
+            (number,) = value.tensor.float_val or [value.simple_value]
+            found.setdefault(value.tag, {})[event.step] = number
+    assert not [tag for tag in found if "/tokens/" in tag or "/share/" in tag]
+    assert {"custom_scalars__config__", "_hparams_/experiment", "final/val/loss"} <= found.keys()
+    assert {"command/text_summary", "config/text_summary"} <= found.keys()
+    for name in ("train/loss", "val/loss", "val/loss/orders", "train/lr"):
+        in_csv = read_column(run.folder, name)
+        assert found[name].keys() == in_csv.keys()
+        assert list(found[name].values()) == pytest.approx(list(in_csv.values()), rel=1e-6)
 
 
 def test_a_file_is_on_the_disk_before_it_takes_the_old_one_s_name(

@@ -100,6 +100,25 @@ def test_a_round_ends_at_the_mean_of_two_runs_by_their_tokens(
         torch.testing.assert_close(weight, mean, atol=1e-6, rtol=1e-5)
 
 
+def test_a_further_site_joins_between_two_runs_and_the_first_one_logs_what_is_shared(
+    runs: Runs, pair: tuple[Host, Host]
+) -> None:
+    words = ("strategy.sync_every_steps=2", "strategy.share_counts=true")
+    two = train_sites(runs, pair, *words)
+    shared = [row for row in rows_of(two[0]) if row["sites/2/train/loss"]]
+    own = {row["step"]: row for row in rows_of(two[1]) if row["train/loss"]}
+    assert [row["step"] for row in shared] == ["2", "4"]
+    last = [own["1"]["train/loss"], own["3"]["train/loss"]]  # that were written before
+    assert [row["sites/2/train/loss"] for row in shared] == last
+    assert not any(name.startswith("sites/") for name in rows_of(two[1])[0])
+    path = f"adapter.path={two[1] / 'adapter'}"
+    adapters = [adapter_of(run) for run in train_sites(runs, pair, *words, path, sites=3)]
+    before = adapter_of(two[0])
+    for name, weight in adapters[0].items():
+        assert torch.equal(weight, adapters[1][name]) and torch.equal(weight, adapters[2][name])
+    assert any(not torch.equal(weight, before[name]) for name, weight in adapters[0].items())
+
+
 def test_rows_stay_and_a_killed_site_comes_back(
     runs: Runs, pair: tuple[Host, Host], tmp_path: Path
 ) -> None:
