@@ -205,10 +205,11 @@ def test_host_memory_and_disk() -> None:
 
 
 @pytest.mark.slow
-def test_the_peak_of_a_real_step() -> None:
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_the_peak_of_a_real_step(adapter: str) -> None:
     from benchmarks.planning.tracked import Case, measure, predict
 
-    case = Case("llama", "lora", "none", (512,), 1, "fp32")
+    case = Case("llama", adapter, "none", (512,), 1, "fp32")
     assert predict(case) == pytest.approx(measure(case), rel=0.03)
 
 
