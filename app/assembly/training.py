@@ -331,7 +331,7 @@ class TrainingEvaluation:
         if trainer.world_size == 1:
             return RowRunner(show=lambda *_: refresh_liveness())
         if is_sharded:  # all ranks compute the same batches together
-            return RowRunner(show=self._beat_and_agree)
+            return RowRunner(show=self._refresh_and_agree)
         return RowRunner(
             rank=trainer.global_rank,
             num_ranks=trainer.world_size,
@@ -341,7 +341,7 @@ class TrainingEvaluation:
             agree=self._agree,
         )
 
-    def _beat_and_agree(self, *_: Any) -> None:
+    def _refresh_and_agree(self, *_: Any) -> None:
         refresh_liveness()
         self._agree()
 
