@@ -217,7 +217,7 @@ def suggest_settings(values: Mapping[str, Any]) -> str:
             extra = _input_next_to(values, answer)
         columns = {"instruction": question, "input": extra, "output": answer}
         return _named("alpaca", columns)
-    texts = [name for name, value in values.items() if isinstance(value, str)]
+    texts = [name for name, value in values.items() if isinstance(value, str) and value.strip()]
     text = _find_text(values, _TEXTS) or (texts[0] if len(texts) == 1 and not answer else "")
     return f"format: completion, columns: {{text: {text}}}" if text and not question else ""
 
@@ -256,7 +256,7 @@ def _find_nested_text(values: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def _text_path(value: Any, path: str, names: Sequence[str], depth: int = 0) -> str:
     if isinstance(value, str):
-        return path if depth or value.strip() else ""
+        return path if value.strip() else ""
     if depth == _MAX_DEPTH:
         return ""
     if isinstance(value, list):

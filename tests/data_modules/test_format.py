@@ -205,7 +205,7 @@ def test_any_row_is_converted_or_raises_row_error(name: str, data: st.DataObject
     turns = st.lists(st.dictionaries(NAMES, ANYTHING), max_size=4)
     fields = {names[0]: turns | ANYTHING for names in form.required}
     columns = ("weight", "loss", "loss_scale", "loss_mask", "images", "label", "id")
-    more = dict.fromkeys({*form.optional, *columns} - fields.keys(), ANYTHING)
+    more = {name: ANYTHING for name in (*form.optional, *columns) if name not in fields}
     values = data.draw(st.fixed_dictionaries(fields, optional=more))
     unread: set[str] = set()
     try:

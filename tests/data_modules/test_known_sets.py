@@ -120,3 +120,15 @@ def test_the_suggested_settings_read_the_row() -> None:
             assert [turn.content for turn in item.turns] == texts
         else:
             assert [part.text for part in item.segments] == texts  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"messages": [], "loss": ""},
+        {"question": "q", "answers": [" ", "a"]},
+        {"question": {"text": ""}, "answer": "a"},
+    ],
+)
+def test_no_empty_text_is_suggested(values: dict[str, Any]) -> None:
+    assert not suggest_settings(values)
