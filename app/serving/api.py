@@ -361,6 +361,8 @@ def _parse_stop_texts(fields: dict[str, Any]) -> tuple[str, ...]:
     if len(texts) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARACTERS for text in texts):
         most = f"at most {_MAX_STOPS} strings of at most {_MAX_STOP_CHARACTERS} characters"
         raise _invalid("stop", f"expected {most}")
+    for text in texts:
+        _check_characters(text, "stop")
     return tuple(filter(None, texts))  # some clients send an empty string for none
 
 

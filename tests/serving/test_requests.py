@@ -57,6 +57,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ["a"] * 5}, "stop", "at most 4"),
     ({"stop": "x" * 257}, "stop", "at most 256"),
     ({"stop": [1]}, "stop", "a list of strings"),
+    ({"stop": ["ok", "\ud83d"]}, "stop", "surrogate"),
     ({"stream": "yes"}, "stream", "not true or false"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
     ({"\ud83d" * 200: 1}, "ud83d", "not supported"),
