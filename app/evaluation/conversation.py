@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
 
-from app.evaluation.generation import first_stop, override_generation_config
+from app.evaluation.generation import decode_answer, first_stop, override_generation_config
 from app.model.attention import generation_attention
 from common.errors import Origin, UserError
 from common.facts import setting
@@ -173,7 +173,7 @@ class Responder:
             if reply.is_finished:
                 break
             tokens.append(token)
-            text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+            text = decode_answer(self._tokenizer, tokens)
             end = first_stop(text, stop_texts)
             reply.is_finished = end is not None
             if reply.is_finished:

@@ -77,9 +77,10 @@ class Predictions:
         stop_ids: set[int],
         config: EvaluationConfig,
         seconds: float = math.inf,
+        context_len: int | None = None,
     ) -> None:
         """`seconds`: after this time, answers of a data set are cut off."""
-        self._seconds = seconds
+        self._seconds, self._context_len = seconds, context_len
         self._tokenizer, self._stop_ids, self._config = tokenizer, stop_ids, config
         self._prompts = {name: list(rows) for name, rows in prompts.items() if rows}
         self._metrics = build_metrics(config) if self._prompts else []
@@ -105,6 +106,7 @@ class Predictions:
             yield from answer_batches(
                 *(model, self._tokenizer, chosen, self._stop_ids, self._config, sharding),
                 seconds=self._seconds,
+                context_len=self._context_len,
             )
 
         found: dict[str, list[Answer]] = {}
@@ -221,7 +223,12 @@ class Evaluator:
         prompts = data.prompts(config.max_rows) if is_measured else _choose_prompts(data, num_shown)
         self.prompts = {name: rows for name, rows in prompts.items() if rows}
         seconds = math.inf if is_measured else _SHOWN_SECONDS / max(1, len(self.prompts))
-        self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config, seconds)
+        # An encoder's positions are not those of its decoder.
+        is_pair = base.spec.decoder_start_token_id is not None
+        context_len = None if is_pair else base.spec.context_len
+        self.predictions = Predictions(
+            tokenizer, self.prompts, stop_ids, config, seconds, context_len
+        )
         self.row_losses: dict[str, Tensor] = {}
         """variant -> weighted loss and weight of every validation row [2, rows]"""
         self.row_outputs: dict[str, Tensor] = {}

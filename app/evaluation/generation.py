@@ -7,6 +7,7 @@ batch until the last answer ends; here finished answers give their rows to waiti
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import time
 from collections import deque
@@ -124,9 +125,11 @@ def answer_batches(
     stop_texts: Sequence[str] = (),
     seconds: float = math.inf,
     temperature: float = 0.0,
+    context_len: int | None = None,
 ) -> Iterator[list[tuple[int, Answer]]]:
     """Answer each prompt up to the first of `stop_ids`; yield batches of (index, answer).
 
+    An answer is cut off where the model's context ends, None for a decoder without an end.
     `sharding`: the strategy that shards the weights, None if each rank holds the whole model; all
     ranks must then answer the same prompts. Generation also ends after one of `stop_texts`, which
     stays in the answer, and cuts off answers after `seconds`, which ranks do not agree on. With a
@@ -140,6 +143,7 @@ def answer_batches(
                 stop_ids=frozenset(stop_ids),
                 max_new_tokens=config.max_new_tokens,
                 batch_size=config.batch_size,
+                context_len=context_len,
                 is_done=lambda tokens: (
                     time.monotonic() > until or _has_one_of(stop_texts, tokens, tokenizer)
                 ),
@@ -148,15 +152,25 @@ def answer_batches(
         else:
             generated = _generate(
                 *(model, tokenizer, prompts, stop_ids, config, sharding),
-                *(stop_texts, seconds, temperature),
+                *(stop_texts, seconds, temperature, context_len),
             )
         for batch in generated:
             answers = []
             for number, tokens in batch:
                 end = next((n for n, token in enumerate(tokens) if token in stop_ids), None)
-                text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
+                text = decode_answer(tokenizer, tokens[:end])
                 answers.append((number, Answer(text, end is not None)))
             yield answers
+
+
+def decode_answer(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Return the text of tokens, without special ones, with all spaces that they have.
+
+    Some tokenizers would else remove those before punctuation, as in "[1 , 2]".
+    """
+    return str(
+        tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
 
 
 def first_stop(text: str, stop_texts: Sequence[str]) -> int | None:
@@ -171,7 +185,7 @@ def _has_one_of(
         return False
     # A text has at most as many tokens as bytes, and may end inside the last token.
     tail = max(len(text.encode()) for text in texts) + 1
-    recent = tokenizer.decode(tokens[-tail:])
+    recent = tokenizer.decode(list(tokens[-tail:]), clean_up_tokenization_spaces=False)
     return any(text in recent for text in texts)
 
 
@@ -185,20 +199,29 @@ def _generate(
     stop_texts: Sequence[str],
     seconds: float,
     temperature: float,
+    context_len: int | None,
 ) -> Iterator[list[tuple[int, list[int]]]]:
     """Yield batches of (index, generated tokens) from `model.generate`, for any architecture."""
     import torch
     from transformers import StoppingCriteriaList
 
-    # Prompts of similar length share a batch, for less padding.
+    def limit(index: int) -> int:
+        return _limit(len(prompts[index].input_ids), config.max_new_tokens, context_len)
+
+    # Prompts of similar length share a batch, for less padding, if their answers may be equally
+    # long: `generate` counts on the positions of a row that has ended.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].input_ids))
+    batches = [
+        batch
+        for _, same in itertools.groupby(order, limit)
+        for batch in _batched(list(same), config.batch_size)
+    ]
     device = model.device if sharding is None else sharding.root_device
     is_encoder_decoder, pad = model.config.is_encoder_decoder, tokenizer.pad_token_id
-    with override_generation_config(
-        model, sorted(stop_ids), pad, config.max_new_tokens, temperature=temperature
-    ):
-        for first in range(0, len(order), config.batch_size):
-            chosen = order[first : first + config.batch_size]
+    for chosen in batches:
+        with override_generation_config(
+            model, sorted(stop_ids), pad, limit(chosen[0]), temperature=temperature
+        ):
             # A decoder continues at the end of a row; an encoder counts positions from its start.
             ids, mask = padded(
                 [prompts[i].input_ids for i in chosen], on_the_left=not is_encoder_decoder
@@ -264,10 +287,23 @@ def override_generation_config(
         generator.generation_config = own
 
 
+def _limit(prompt_len: int, max_new_tokens: int, context_len: int | None) -> int:
+    """Return how many tokens an answer may have; behind their context some models fail."""
+    room = max_new_tokens if context_len is None else context_len - prompt_len
+    return max(1, min(max_new_tokens, room))
+
+
+def _batched(items: list[int], size: int) -> Iterator[list[int]]:
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
+
+
 @dataclass(slots=True)
 class _Row:
     index: int
     """index of the prompt"""
+    limit: int
+    """maximum number of tokens"""
     tokens: list[int]
     is_finished: bool = False
 
@@ -325,6 +361,8 @@ class GreedyDecoder:
     """token ids that end an answer"""
     max_new_tokens: int
     batch_size: int
+    context_len: int | None = None
+    """where answers are cut off at the latest, None for a model without an end"""
     is_done: Callable[[list[int]], bool] = lambda tokens: False
     """returns whether an answer of these tokens is complete without a stop token"""
 
@@ -365,7 +403,11 @@ class GreedyDecoder:
 
         ids, mask = (part.to(self.model.device) for part in padded(prompts, on_the_left=True))
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
-        batch = _Batch([_Row(index, []) for index in indices], cache, mask)
+        rows = [
+            _Row(index, _limit(len(prompt), self.max_new_tokens, self.context_len), [])
+            for index, prompt in zip(indices, prompts, strict=True)
+        ]
+        batch = _Batch(rows, cache, mask)
         self._forward(batch, ids, (mask.cumsum(-1) - 1).clamp(min=0))
         return batch
 
@@ -393,7 +435,7 @@ class GreedyDecoder:
                 row.tokens.append(token)
                 row.is_finished = (
                     token in self.stop_ids
-                    or len(row.tokens) == self.max_new_tokens
+                    or len(row.tokens) == row.limit
                     or self.is_done(row.tokens)
                 )
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from app.evaluation.conversation import check_served_tokens
+from app.evaluation.conversation import (
+    ConversationConfig,
+    Reply,
+    Responder,
+    check_served_tokens,
+)
 from data_modules import TEMPLATE_NAMES, ChatTemplate
 from data_modules.template.named_templates import _NEEDED
 from tests.tiny import TINY_BASE
@@ -43,3 +51,24 @@ def test_a_changed_template_is_reported(tmp_path: Path) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     problems = check_served_tokens(template, tokenizer)
     assert len(problems) == 3 and all("the exported tokenizer renders" in one for one in problems)
+
+
+def test_an_answer_has_the_spaces_that_were_generated_each_piece_once() -> None:
+    """Tokenizers of T5's kind may be set to remove them, from pieces that were shown already."""
+    pieces = {"<unk>": 0.0, "\u2581": -2.0} | dict.fromkeys("[1,2]don't", -1.0)
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram([*pieces.items()], unk_id=0))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    text = "[1 , 2] do n't , 1"
+    assert tokenizer.decode(tokenizer.encode(text)) == "[1, 2] don't, 1"
+
+    class Scripted(Responder):
+        def _tokens(self, *_: Any) -> Iterator[int]:
+            yield from tokenizer.encode(text)
+
+    model: Any = SimpleNamespace()
+    template: Any = None
+    responder = Scripted(model, tokenizer, template, set())
+    answer = list(responder.answer(Reply([1]), ConversationConfig()))
+    assert "".join(answer) == text and len(answer) > 10

@@ -35,7 +35,7 @@ class Spelled:
 
     pad_token_id = 0
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool, **_: bool) -> str:
         assert skip_special_tokens
         return "".join(chr(ord("a") + token - 3) for token in ids)
 
@@ -45,7 +45,7 @@ class Numbered:
 
     pad_token_id = 0
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: list[int], **_: bool) -> str:
         return "".join(f"<{token}>" for token in ids)
 
 
@@ -170,6 +170,24 @@ def test_a_finished_row_uses_no_more_positions() -> None:
     # Four finish early; the longest then finishes alone and waits for the four that replaced them.
     early = {number: whole[number][:6] for number in (1, 2, 3, 4)}
     assert answers(5, lambda tokens: tokens in early.values()) == whole | early
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_answers_end_where_the_context_does(
+    is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of learned positions would fail behind it, on a GPU with all that follows."""
+    monkeypatch.setattr(GreedyDecoder, "supports", lambda model: is_split)
+    model, chance = tiny_gpt2(n_positions=LONGEST_TEXT), random.Random(1)
+    lengths = (3, LONGEST_TEXT, 18, LONGEST_TEXT - 1, 25, 20)
+    prompts = [
+        Prompt([chance.randrange(3, 64) for _ in range(length)], "", Origin("a", 1))
+        for length in lengths
+    ]
+    config = EvaluationConfig(max_new_tokens=12, batch_size=4)
+    batches = answer_batches(model, Numbered(), prompts, set(), config, context_len=LONGEST_TEXT)
+    counts = {number: answer.text.count("<") for batch in batches for number, answer in batch}
+    assert [counts[number] for number in range(len(lengths))] == [12, 1, 12, 1, 7, 12]
 
 
 def tiny_mpt() -> Any:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from app.evaluation.generation import EvaluationConfig
+from app.evaluation.metrics import Answer
+from app.evaluation.row_runner import RowRunner
+from app.evaluation.tasks import measure
 from app.evaluation.tasks.measure import Harness, check_harness
 from app.evaluation.tasks.questions import SAMPLES
 from tests.evaluation.test_evaluate_tasks import run_evaluation
@@ -55,6 +59,24 @@ def test_scores_of_the_library_equal_those_of_the_built_in_task(
         for name in ("arc", "own_arc")
     )
     assert ours == theirs and len(ours) == 6
+
+
+def test_an_answer_as_long_as_the_context_leaves_room_for_the_end_of_its_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def answer(_: Any, __: Any, prompts: list[Any], ___: Any, config: Any, *____: Any) -> Any:
+        seen.append((prompts[0].input_ids, config.max_new_tokens))
+        return iter([[(0, Answer("yes", is_finished=True))]])
+
+    monkeypatch.setattr(measure, "answer_batches", answer)
+    tokenizer: Any = SimpleNamespace(encode=lambda text: list(range(100)))
+    harness = Harness(config=EvaluationConfig(), tokenizer=tokenizer, stop_ids=set(), max_len=64)
+    for most, kept, new in ((8, 56, 8), (64, 16, 48), (4096, 16, 48)):
+        requests = [("a prompt", {"until": [], "max_gen_toks": most})]
+        assert measure._answers(harness, None, RowRunner(), "key", requests) == ["yes"]
+        assert seen.pop() == (list(range(100 - kept, 100)), new)
 
 
 def test_a_folder_of_tasks_needs_allow_code(

@@ -544,7 +544,8 @@ def _answers(
     for settings in {repr(settings): settings for _, settings in requests}.values():
         stops = settings.get("until") or []
         stops = list(filter(None, [stops] if isinstance(stops, str) else stops))
-        max_new_tokens = int(settings.get("max_gen_toks") or harness.config.max_new_tokens)
+        longest = int(settings.get("max_gen_toks") or harness.config.max_new_tokens)
+        max_new_tokens = min(longest, harness.max_len - _MIN_CONTEXT)
         max_prompt = harness.max_len - max_new_tokens
         numbers = [n for n, (_, own) in enumerate(requests) if own == settings]
         prompts = [
