@@ -19,6 +19,7 @@ from typing import Any
 from app.config.dispatch import run_plain_verb
 from app.process.environment import run_program
 from app.process.status import FAILED, FINISHED, NO_NEWS, RUNNING, STATUS_FILE, STOPPED, TRAINING
+from app.run.find import files_in_outputs
 from app.run.folder import OUTPUTS, expand_home, refuse_special_entries
 from app.run.remote import is_store_url, open_store, working_folder
 from app.training.run_documents import STATUS, read_document
@@ -70,8 +71,9 @@ def status(config: StatusConfig) -> int:
 
 def _find_folder(run: str | None) -> Path:
     if run is None:
-        files = OUTPUTS.glob(f"*/*/{STATUS_FILE}")
-        newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+        newest = max(
+            files_in_outputs(STATUS_FILE), key=lambda file: file.stat().st_mtime, default=None
+        )
         if newest is None:
             raise UserError(
                 f"no run under {OUTPUTS} has a {STATUS_FILE}: type run=FOLDER, or train first with "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -212,9 +213,20 @@ def find_run(
 
 def finished_runs() -> list[Path]:
     """List the finished training runs under outputs/, the one that started last at the end."""
-    found = OUTPUTS.rglob(METRICS_FILE)
+    found = files_in_outputs(METRICS_FILE)
     runs = [file.parent for file in found if is_training_run(file.parent / CONFIG_FILE)]
     return sorted(runs, key=_start_of_finished)
+
+
+def files_in_outputs(name: str) -> Iterator[Path]:
+    """Yield the files of this name in run folders under outputs/, at any depth.
+
+    A run may remove folders of its own meanwhile, by which `Path.rglob` fails.
+    """
+    for folder, subfolders, files in os.walk(OUTPUTS):
+        subfolders[:] = [each for each in subfolders if each != CHECKPOINTS]
+        if name in files:
+            yield Path(folder) / name
 
 
 def _start_of_finished(run: Path) -> tuple[float, float]:

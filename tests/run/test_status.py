@@ -126,13 +126,14 @@ def test_the_newest_run_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for number, name in enumerate(("old", "new", "older")):
-        folder = tmp_path / "outputs" / "train" / name
+    # A run has the depth of its name and time, or that of its own output.dir.
+    for number, name in enumerate(("train/old", "train/new", "mine", "s3:/bucket/runs/mine")):
+        folder = tmp_path / "outputs" / name
         folder.mkdir(parents=True)
         begin_status(folder, number)
-        os.utime(folder / STATUS_FILE, (0, (20, 30, 10)[number]))
-    assert ask() == 75
-    assert capsys.readouterr().out.splitlines()[-1] == "run: outputs/train/new"
+        os.utime(folder / STATUS_FILE, (0, 10 + number))
+        assert ask() == 75
+        assert capsys.readouterr().out.splitlines()[-1] == f"run: outputs/{name}"
 
 
 def test_the_verbs_import_no_torch(tmp_path: Path) -> None:
