@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.config import ChatConfig, EvaluateConfig, MergeConfig, TrainConfig, load_config
 from app.evaluate import evaluate
+from app.evaluation.conversation import ConversationConfig
 from app.merge import merge
 from app.process.launch import run_dir
 from app.push import PushConfig, push
@@ -33,7 +35,8 @@ class TrainedRun:
     """A finished run: its folder, what it measured, and what can be done with it."""
 
     folder: Path
-    _responder: Responder | None = None
+    _loaded: tuple[str, Responder] | None = None
+    """the settings of the model that answers, and what answers"""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -64,16 +67,18 @@ class TrainedRun:
     def generate(self, prompts: Sequence[str], settings: VerbSettings | None = None) -> list[str]:
         """Return the tuned model's answer to each prompt, as `loft chat` does with `chat.*`."""
         config = self._config("chat", ChatConfig, settings)
-        if self._responder is None:  # the model is loaded once
-            from app.assembly.base import open_tuned
-            from app.training.trainer import resolve_single_device
+        described = repr(replace(config, chat=ConversationConfig()))
+        if self._loaded is None or self._loaded[0] != described:
+            from app.assembly.base import open_tuned, with_checkpoint
 
-            env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
-            tuned = open_tuned(config, env)
-            self._responder = tuned.responder(tuned.load(env), env)
+            with tempfile.TemporaryDirectory() as folder:
+                selected, env = with_checkpoint(config, Path(folder))
+                tuned = open_tuned(selected, env)
+                self._loaded = described, tuned.responder(tuned.load(env), env)
+        _, responder = self._loaded
         system = [Turn("system", config.chat.system)] if config.chat.system else []
         turns = [[*system, Turn("user", prompt)] for prompt in prompts]
-        return ["".join(self._responder.stream(each, config.chat)) for each in turns]
+        return ["".join(responder.stream(each, config.chat)) for each in turns]
 
     def merge(self, settings: VerbSettings | None = None) -> Path:
         """Merge the adapter into its base and verify it; return the folder of the model."""

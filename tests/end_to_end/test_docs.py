@@ -184,6 +184,11 @@ def test_the_blocks_of_the_python_page_run_in_order(
     assert run.folder == tmp_path / "outputs/from_python" and names["steps"].seen == 2
     assert [row["step"] for row in run.rows if "val/loss" in row] == [0, 1, 2]
     assert run.report.is_file() and len(run.generate(["2 1"], {"chat.max_new_tokens": 1})) == 1
+    loaded = run._loaded
+    run.generate(["2 1"], {"chat.max_new_tokens": 2})
+    assert run._loaded is loaded
+    with pytest.raises(UserError, match="checkpoint=step-9: the run has step-1"):
+        run.generate(["2 1"], {"checkpoint": "step-9"})
     assert names["metrics"]["tuned/val/loss"] == pytest.approx(run.metrics["val/loss"], rel=1e-4)
     assert (names["folder"] / "model.safetensors").is_file()
     assert "verdict" in json.loads((run.folder / "verdict.json").read_text())
