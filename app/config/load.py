@@ -456,7 +456,7 @@ def _resolve_paths(config: Config) -> None:
     Expands `~`, and lets relative paths of the shipped YAML files work from any folder. A path that
     does not exist stays as typed: it is a hub id, a template's name, or an error reported later.
     """
-    for _, part, name in _paths_in(config):
+    for _, part, name in paths_in(config):
         path = getattr(part, name)
         if not path or "\0" in path:
             continue
@@ -470,7 +470,7 @@ def _resolve_paths(config: Config) -> None:
 
 def check_paths(config: Config) -> list[str]:
     """List paths (and a revision) that are empty, not null, and a cache folder that is a URL."""
-    places = [*_paths_in(config), ("model.revision", config.model, "revision")]
+    places = [*paths_in(config), ("model.revision", config.model, "revision")]
     problems = []
     if isinstance(config, (TrainConfig, EvaluateConfig)):
         places.append(("data.cache_dir", config.data, "cache_dir"))
@@ -483,7 +483,7 @@ def check_paths(config: Config) -> list[str]:
     ]
 
 
-def _paths_in(config: Config) -> Iterator[tuple[str, Any, str]]:
+def paths_in(config: Config) -> Iterator[tuple[str, Any, str]]:
     """Yield full key, owner and field of each path, but for the names of shipped templates."""
     for key, part, field, value in leaves_of(config):
         is_shipped = field.name == "chat_template" and value in TEMPLATE_NAMES

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import glob
 import json
+import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from app.config import LaunchConfig, load_run_config, run_verb
+from app.config.load import paths_in
+from app.config.overrides import EXPERIMENT, FILE_ALONE, YAML_SUFFIXES
 from app.config.verbs import LauncherConfig, LaunchSettings, TrainConfig
 from app.launch.schedulers import (
+    NOT_UPLOADED,
     SCHEDULERS,
     SHARED,
     Scheduler,
@@ -35,6 +40,7 @@ from app.run.folder import CONFIG_FILE, OUTPUTS, into_folder
 from app.run.job import Job, check_names, job_name
 from app.run.remote import is_store_url, url_of
 from common.errors import DONE, UserError
+from common.facts import leaves_of
 from common.files import write_atomically
 from common.installation import ROOT, is_checkout, python_command, verb_command
 from common.redaction import redacted
@@ -49,6 +55,11 @@ _DECIDED = ("trainer.num_nodes=", "trainer.devices=", "output.dir=", "output_dir
 _LAUNCHED = "launched"
 """folder of a launched run under outputs/NAME: the same each time, so that the run resumes"""
 JOB_FILE = "job.json"
+_EVALUATION_FILES = re.compile(
+    r"evaluation\.(task_dir|harness_dir|metric|tasks\[\d+\]\.(few_shot_)?path)"
+)
+"""settings of files that `paths_in` does not list: they stay as typed"""
+_LEFT_OUT = [(name,) for name in NOT_UPLOADED]
 _OF_SLURM = ("partition", "account", "minutes", "gpus")
 """settings of the launcher that only SLURM's jobs have"""
 
@@ -136,27 +147,69 @@ def _check_launch(
             f"output.dir={folder}: with launcher={name} it is a folder of the machines that train: "
             f"type one on their shared volume, as output.dir={SHARED}/runs/mine"
         )
+    typed = _typed_text(words)
     for key, path in _local_paths(config, words):
         if not reaches(path, scheduler):
             yield (
                 f"{key}={path}: exists only on this machine, not where launcher={name} trains: "
                 f"{_upload_hint(key, path, folder)}"
             )
+        elif _is_typed_absolute(path, typed):
+            yield (
+                f"{key}={path}: this folder is uploaded into another one: type "
+                f"{os.path.relpath(path)} in its place"
+            )
+
+
+def _experiment_files(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield key and path of each experiment that is a file."""
+    for word in words:
+        key, _, value = FILE_ALONE.sub(EXPERIMENT, word).partition("=")
+        if key.lstrip("+") == "experiment" and value.endswith(YAML_SUFFIXES):
+            yield key, value
 
 
 def _local_paths(config: TrainConfig, words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for word in words:
-        key, _, value = word.lstrip("+").partition("=")
-        if key == "experiment" and value.endswith((".yaml", ".yml")):
-            yield word.partition("=")[0], value
-    data, model = config.data, config.model
-    named = [("model.path", model.path), ("model.tokenizer_path", model.tokenizer_path)]
-    for group in ("datasets", "val_datasets", "test_datasets"):
-        sets = enumerate(getattr(data, group))
-        named += [(f"data.{group}[{number}].path", one.path) for number, one in sets]
+    """Yield key and path of each file, folder or glob that the run reads on this machine."""
+    yield from _experiment_files(words)
+    named = [(key, getattr(part, name)) for key, part, name in paths_in(config)]
+    evaluation = leaves_of(config.evaluation, "evaluation")
+    named += [(key, value) for key, _, _, value in evaluation if _EVALUATION_FILES.fullmatch(key)]
     for key, path in named:
-        if path is not None and (Path(path).expanduser().exists() or glob.glob(path)):
-            yield key, path
+        file = str(path or "").rpartition(":")[0] if key == "evaluation.metric" else str(path or "")
+        if file and (Path(file).expanduser().exists() or glob.glob(file)):
+            yield key, file
+
+
+def _typed_text(words: Sequence[str]) -> str:
+    """Return the overrides, and the text of the experiments that they name."""
+    files = [Path(path) for _, path in _experiment_files(words)]
+    return "\n".join(
+        [*words, *(file.read_text(errors="replace") for file in files if file.is_file())]
+    )
+
+
+def _is_typed_absolute(path: str, typed: str) -> bool:
+    """Return whether a path of the current folder is named from the root, or from the home."""
+    if Path(path).resolve().is_relative_to(_SAMPLES):
+        return False
+    home = Path.home()
+    from_home = f"~/{Path(path).relative_to(home)}" if Path(path).is_relative_to(home) else path
+    names = "|".join(map(re.escape, (path, from_home)))
+    return Path(path).is_absolute() and re.search(rf"({names})(?![\w./-])", typed) is not None
+
+
+def _outside(config: TrainConfig, words: Sequence[str]) -> list[str]:
+    """Return the files and folders outside of the current folder that the run reads."""
+    here, found = Path.cwd().resolve(), set()
+    for _, path in _local_paths(config, words):
+        place = Path(path).expanduser().absolute()
+        while not place.exists():  # the pattern of a glob
+            place = place.parent
+        for one in (place, place.resolve()):
+            if not one.is_relative_to(here) and not one.is_relative_to(_SAMPLES):
+                found.add(str(one))
+    return sorted(found)
 
 
 def _upload_hint(key: str, path: str, folder: str) -> str:
@@ -178,10 +231,11 @@ def _upload_hint(key: str, path: str, folder: str) -> str:
 
 def reaches(path: str, scheduler: Scheduler) -> bool:
     """Return whether the machines of a scheduler see a path of this machine."""
-    resolved = Path(path).expanduser().resolve()
+    resolved, here = Path(path).expanduser().resolve(), Path.cwd().resolve()
     if resolved.is_relative_to(_SAMPLES):
         return True
-    return scheduler.uploads and resolved.is_relative_to(Path.cwd().resolve())
+    is_here = resolved.is_relative_to(here)
+    return scheduler.uploads and is_here and resolved.relative_to(here).parts[:1] not in _LEFT_OUT
 
 
 def _check_here(config: LaunchConfig, folder: str) -> None:
@@ -235,6 +289,7 @@ def _build_job(
         card=card,
         launcher=config.launcher,
         image=config.launch.image,
+        mounts=_outside(config, words),
         volume=config.launch.volume,
         kind=config.launch.kind,
         min_nodes=fewest,

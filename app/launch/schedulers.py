@@ -50,6 +50,8 @@ SHUTDOWN_SECONDS, POD_GRACE_SECONDS = 170, 200
 _MAX_RESTARTS = 3
 _CONTAINER = "node"
 """name by which Kubeflow finds the container to which it gives PET_NNODES"""
+NOT_UPLOADED = (".git", ".venv", "outputs")
+"""parts of the current folder that Ray is told to leave out, and SkyPilot by .gitignore"""
 RAY_VARIABLE = "LOFT_RAY_JOB"
 """variable in which the driver on Ray finds what to train"""
 _CLOUD_NAMES = {
@@ -182,7 +184,7 @@ def ray_file(job: Job) -> str:
     }
     content: dict[str, Any] = {
         "working_dir": ".",
-        "excludes": [".git", ".venv", "outputs"],
+        "excludes": [*NOT_UPLOADED],
         "env_vars": {RAY_VARIABLE: json.dumps(what)},
     }
     if job.image:

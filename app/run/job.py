@@ -65,6 +65,8 @@ class Job:
     """option of conf/hardware; None for a run on CPUs"""
     launcher: LauncherConfig
     image: str | None = None
+    mounts: Sequence[str] = ()
+    """of SLURM: files and folders outside of the current one that an image has to see"""
     volume: str = "shared"
     kind: str = "JobSet"
     """of Kubernetes: JobSet or TrainJob"""
@@ -152,7 +154,7 @@ def _verb_words(job: Job, verb: str) -> str:
     if job.image is None:
         return shlex.join(child_command(f"app.{verb}"))
     loft, cwd = f"{IMAGE_HOME}/.venv/bin/loft {verb}", str(Path.cwd())
-    folders = [cwd] if is_store_url(job.folder) else [cwd, job.folder]
+    folders = [cwd, *([] if is_store_url(job.folder) else [job.folder]), *job.mounts]
     if job.image.startswith("docker://") or job.image.endswith(".sif"):
         bind = shlex.join(["--bind", ",".join(folders), "--pwd", cwd, job.image])
         return f"apptainer exec {'--nv ' if job.card else ''}{bind} {loft}"

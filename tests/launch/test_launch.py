@@ -273,6 +273,15 @@ def test_a_run_can_keep_its_folder_in_a_bucket(
         assert f"output.dir={URL}" in words and "trainer.devices=auto" in words
 
 
+def test_a_container_on_slurm_sees_what_the_run_reads(cwd: Path, tmp_path: Path) -> None:
+    model, data = make_model(tmp_path / "base"), make_data(tmp_path / "real.jsonl")
+    (cwd / "link.jsonl").symlink_to(data)
+    typed = [f"model.path={model}", "data.datasets=[{path: link.jsonl, format: alpaca}]", *SMALL]
+    mounts = [cwd, cwd / "outputs/launch/launched", model, data]
+    listed = ",".join(f"{folder}:{folder}" for folder in mounts)
+    assert f"--container-mounts={listed} " in write("slurm", *typed)
+
+
 ENDINGS: list[tuple[str | None, int, str | None, int]] = [
     ("finished", 0, None, 0),
     ("failed", 2, "error: no such column", 2),
@@ -312,6 +321,8 @@ def test_exit_code_and_message_of_a_run_survive_its_launcher(
     words += [f"model.path={model}", f"data.datasets=[{{path: {data}, format: alpaca}}]"]
     if name.startswith(("kubernetes", "sky")):
         words.append("launch.image=ours:1")
+    if name != "slurm":  # whose machines see the folders of this one
+        monkeypatch.setattr("app.launch.__main__._is_typed_absolute", lambda *_: False)
         monkeypatch.setattr("app.launch.__main__.reaches", lambda *_: True)
     assert start(*words) == expected
     out = capsys.readouterr().out
@@ -366,6 +377,11 @@ REFUSED: list[tuple[str, str]] = [
     ("launcher=sky launch.image=i", "pip install 'skypilot"),
     ("launcher=kubernetes launch.image=i data.datasets=[{path: DATA}]", "exists only on this"),
     ("launcher=ray model.path=MODEL", "model.path"),
+    ("launcher=ray data.datasets=[{path: HERE/a.jsonl}]", "type a.jsonl in its place"),
+    ("launcher=ray data.datasets=[{path: outputs/a.jsonl}]", "exists only on this"),
+    ("launcher=ray data.chat_template=TEMPLATE", "exists only on this"),
+    ("launcher=sky launch.image=i evaluation.task_dir=MODEL", "exists only on this"),
+    ("launcher=kubernetes launch.image=i mine.yaml", "experiment=mine.yaml: exists only"),
     ("launcher=kubernetes launch.image=i +experiment=mine.yaml", "+experiment=mine.yaml"),
     ("launcher=slurm data.datasets=[{path: 'https://me:Zq7password@host/a.jsonl'}]", "a secret"),
 ]
@@ -385,9 +401,15 @@ def test_what_cannot_run_there_is_refused_before_it_is_submitted(
     data = make_data(tmp_path / "data.jsonl")
     model = make_model(elsewhere / "model")
     (cwd / "mine.yaml").write_text("# @package _global_\nseed: 3\n")
-    typed = typed.replace("DATA", str(data)).replace("MODEL", str(model))
+    (template := elsewhere / "own.jinja").write_text("{{ messages[0].content }}")
+    (cwd / "outputs").mkdir()
+    for file in (cwd / "a.jsonl", cwd / "outputs" / "a.jsonl"):
+        file.write_bytes(data.read_bytes())
+    places = {"DATA": data, "MODEL": model, "HERE": cwd, "TEMPLATE": template}
+    for name, place in places.items():
+        typed = typed.replace(name, str(place))
     words = re.findall(r"(?:\[.*?\]|'.*?'|\S)+", typed)
-    first = [] if "experiment" in typed else ["+experiment=quickstart"]
+    first = [] if "mine.yaml" in typed else ["+experiment=quickstart"]
     named = ["model=tiny"] if first == [] else []
     assert start(*first, *named, *SMALL, *words) == 2
     assert fragment in capsys.readouterr().err
