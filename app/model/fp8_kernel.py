@@ -31,17 +31,9 @@ def _read(rows, factors, columns, width, HAS_FACTORS: tl.constexpr):  # type: ig
 
 @triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    parts,
-    factors,
-    quantized,
-    scales,
-    strides,
-    widths,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    parts, factors, quantized, scales, strides, widths,
+    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, HAS_FACTORS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     highest = SMALLEST
     total = 0
@@ -81,18 +73,11 @@ def quantize_rows(
     quantized = torch.empty(num_rows, sum(widths), dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=device)
     _kernel[(num_rows,)](
-        rows,
-        tuple(factors) or rows,
-        quantized,
-        scales,
-        tuple(part.stride(0) for part in rows),
-        widths,
-        LARGEST=largest,
-        SMALLEST=smallest,
-        HAS_FACTORS=bool(factors),
-        BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(max(widths))),
-        num_warps=_WARPS,
-    )
+        rows, tuple(factors) or rows, quantized, scales,
+        tuple(part.stride(0) for part in rows), widths,
+        LARGEST=largest, SMALLEST=smallest, HAS_FACTORS=bool(factors),
+        BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(max(widths))), num_warps=_WARPS,
+    )  # fmt: skip
     return quantized, scales
 
 
@@ -105,18 +90,9 @@ def _read_tile(tensor, rows, columns, stride, num_rows, width):  # type: ignore[
 
 @triton.jit
 def _column_kernel(  # type: ignore[no-untyped-def]
-    tensor,
-    quantized,
-    scales,
-    stride,
-    num_rows,
-    width,
-    length,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    tensor, quantized, scales, stride, num_rows, width, length,
+    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     highest = tl.full([COLUMNS], SMALLEST, tl.float32)
     for start in range(0, num_rows, ROWS):
@@ -147,17 +123,7 @@ def quantize_columns(
     quantized = torch.empty(width, length, dtype=torch.float8_e4m3fn, device=tensor.device)
     scales = torch.empty(width, dtype=torch.float32, device=tensor.device)
     _column_kernel[(triton.cdiv(width, _TILE[1]),)](
-        tensor,
-        quantized,
-        scales,
-        tensor.stride(0),
-        num_rows,
-        width,
-        length,
-        LARGEST=largest,
-        SMALLEST=smallest,
-        ROWS=_TILE[0],
-        COLUMNS=_TILE[1],
-        num_warps=_WARPS,
-    )
+        tensor, quantized, scales, tensor.stride(0), num_rows, width, length,
+        LARGEST=largest, SMALLEST=smallest, ROWS=_TILE[0], COLUMNS=_TILE[1], num_warps=_WARPS,
+    )  # fmt: skip
     return quantized, scales

@@ -26,16 +26,9 @@ def _read(logits, columns, num_columns, softcap, HAS_SOFTCAP: tl.constexpr):  # 
 
 @triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    logits,
-    labels,
-    losses,
-    row_stride,
-    num_columns,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    WRITES_GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, labels, losses, row_stride, num_columns, softcap,
+    HAS_SOFTCAP: tl.constexpr, WRITES_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     label = tl.load(labels + row)
@@ -73,14 +66,7 @@ def cross_entropy_(
     """
     num_rows, num_columns = logits.shape
     _kernel[(num_rows,)](
-        logits,
-        labels,
-        losses,
-        logits.stride(0),
-        num_columns,
-        softcap or 1.0,
-        HAS_SOFTCAP=softcap is not None,
-        WRITES_GRADIENT=writes_gradient,
-        BLOCK=min(MAX_BLOCK, triton.next_power_of_2(num_columns)),
-        num_warps=_WARPS,
-    )
+        logits, labels, losses, logits.stride(0), num_columns, softcap or 1.0,
+        HAS_SOFTCAP=softcap is not None, WRITES_GRADIENT=writes_gradient,
+        BLOCK=min(MAX_BLOCK, triton.next_power_of_2(num_columns)), num_warps=_WARPS,
+    )  # fmt: skip

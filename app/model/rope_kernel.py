@@ -16,17 +16,10 @@ from torch import Tensor
 
 @triton.jit
 def _rotate(  # type: ignore[no-untyped-def]
-    source,
-    target,
-    cosine,
-    sine,
-    stride,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROTATED: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    source, target, cosine, sine, stride,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    ROTATED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     # The heads of one token; those of the target lie side by side.
     heads, angles = tl.arange(0, HEADS[1])[:, None], tl.arange(0, HALF)[None, :]
     are_there = (heads < HEADS[0]) & (angles < ROTATED // 2)
@@ -45,24 +38,10 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    query,
-    key,
-    cosine,
-    sine,
-    new_query,
-    new_key,
-    of_query,
-    of_key,
-    of_angles,
-    num_tokens,
-    sign,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROTATED: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    query, key, cosine, sine, new_query, new_key, of_query, of_key, of_angles, num_tokens, sign,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    ROTATED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     row, token, angles = place // num_tokens, place % num_tokens, tl.arange(0, HALF)[None, :]
     at = row * of_angles[0] + token * of_angles[1] + angles
@@ -92,22 +71,11 @@ def turn(
     results = [torch.empty(shape, dtype=query.dtype, device=query.device) for shape in shapes]
     heads = ((each.shape[1], triton.next_power_of_2(each.shape[1])) for each in (query, key))
     _kernel[(rows * tokens,)](
-        query,
-        key,
-        cosine,
-        sine,
-        *results,
-        query.stride()[:3],
-        key.stride()[:3],
-        (cosine.stride(0) if len(cosine) > 1 else 0, cosine.stride(1)),
-        tokens,
-        sign,
-        *heads,
-        WIDTH=width,
-        ROTATED=rotated,
-        HALF=triton.next_power_of_2(rotated // 2),
+        query, key, cosine, sine, *results, query.stride()[:3], key.stride()[:3],
+        (cosine.stride(0) if len(cosine) > 1 else 0, cosine.stride(1)), tokens, sign, *heads,
+        WIDTH=width, ROTATED=rotated, HALF=triton.next_power_of_2(rotated // 2),
         REST=triton.next_power_of_2(max(1, width - rotated)),
-    )
+    )  # fmt: skip
     new_query, new_key = (each.transpose(1, 2) for each in results)
     return new_query, new_key
 

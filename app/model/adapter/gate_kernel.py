@@ -72,23 +72,10 @@ def _product(wide, narrow):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    gate,
-    up,
-    low,
-    b_gate,
-    b_up,
-    a_down,
-    gated,
-    low_down,
-    num_rows,
-    width,
-    rank,
-    IS_GELU: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    gate, up, low, b_gate, b_up, a_down, gated, low_down, num_rows, width, rank,
+    IS_GELU: tl.constexpr, RANK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     first, chunk = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1)
     rows, columns, ranks = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, RANK)
     are_there, in_rank = (rows < num_rows - first)[:, None], (ranks < rank)[None, :]
@@ -131,44 +118,18 @@ def forward(
     gated = torch.empty_like(gate)
     low_down = torch.empty(num_chunks, num_rows, rank, dtype=torch.float32, device=gate.device)
     _forward_kernel[(triton.cdiv(num_rows, _ROWS), num_chunks)](
-        gate,
-        up,
-        low,
-        b_gate,
-        b_up,
-        a_down,
-        gated,
-        low_down,
-        num_rows,
-        width,
-        rank,
-        IS_GELU=is_gelu,
-        RANK=_filled(rank),
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        CHUNK=_CHUNK,
-        num_warps=_WARPS,
-    )
+        gate, up, low, b_gate, b_up, a_down, gated, low_down, num_rows, width, rank,
+        IS_GELU=is_gelu, RANK=_filled(rank),
+        ROWS=_ROWS, COLUMNS=_COLUMNS, CHUNK=_CHUNK, num_warps=_WARPS,
+    )  # fmt: skip
     return gated, low_down.sum(0)
 
 
 @triton.jit
 def _differentiate(  # type: ignore[no-untyped-def]
-    gate,
-    up,
-    grad,
-    rows,
-    columns,
-    width,
-    are_there,
-    low_gate,
-    low_up,
-    low_down,
-    of_gate,
-    of_up,
-    of_down,
-    IS_GELU: tl.constexpr,
-):
+    gate, up, grad, rows, columns, width, are_there,
+    low_gate, low_up, low_down, of_gate, of_up, of_down, IS_GELU: tl.constexpr,
+):  # fmt: skip
     # The gate's output, and the gradients of both its inputs, of one tile.
     kind = gate.dtype.element_ty
     values = _read(gate, rows, columns, width, are_there)
@@ -192,29 +153,11 @@ def _largest_of_rows(grad_gate, grad_up, factors, columns):  # type: ignore[no-u
 
 @triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    grad,
-    gate,
-    up,
-    low,
-    grad_low_down,
-    b_gate,
-    b_up,
-    a_down,
-    factors,
-    maxima,
-    grad_low,
-    grad_b_gate,
-    grad_b_up,
-    grad_a_down,
-    num_rows,
-    width,
-    rank,
-    IS_GELU: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    grad, gate, up, low, grad_low_down, b_gate, b_up, a_down, factors, maxima,
+    grad_low, grad_b_gate, grad_b_up, grad_a_down, num_rows, width, rank,
+    IS_GELU: tl.constexpr, RANK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     tile, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * CHUNK
     rows, columns, ranks = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, RANK)
     in_rank, rank_is_there = (ranks < rank)[None, :], (ranks < rank)[:, None]
@@ -255,26 +198,11 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _quantize_kernel(  # type: ignore[no-untyped-def]
-    grad,
-    gate,
-    up,
-    low,
-    grad_low_down,
-    b_gate,
-    b_up,
-    a_down,
-    factors,
-    scales,
-    quantized,
-    num_rows,
-    width,
-    rank,
-    IS_GELU: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    grad, gate, up, low, grad_low_down, b_gate, b_up, a_down, factors, scales, quantized,
+    num_rows, width, rank,
+    IS_GELU: tl.constexpr, RANK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     first, chunk = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1)
     rows, columns, ranks = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, RANK)
     are_there, in_rank = (rows < num_rows - first)[:, None], (ranks < rank)[None, :]
@@ -329,20 +257,10 @@ def backward(
     maxima = sums.new_empty(num_tiles, num_rows) if factors else None
     given = grad, gate, up, low, grad_low_down, b_gate, b_up, a_down, tuple(factors)
     _backward_kernel[(num_tiles, num_chunks)](
-        *given,
-        maxima,
-        grad_low,
-        *sums,
-        num_rows,
-        width,
-        rank,
-        IS_GELU=is_gelu,
-        RANK=filled,
-        ROWS=_BACKWARD_ROWS,
-        COLUMNS=columns,
-        CHUNK=_BACKWARD_CHUNK,
-        num_warps=_BACKWARD_WARPS,
-    )
+        *given, maxima, grad_low, *sums, num_rows, width, rank,
+        IS_GELU=is_gelu, RANK=filled,
+        ROWS=_BACKWARD_ROWS, COLUMNS=columns, CHUNK=_BACKWARD_CHUNK, num_warps=_BACKWARD_WARPS,
+    )  # fmt: skip
     results = grad_low.sum(0), *sums.sum(1)
     return results if maxima is None else (*results, *_quantize(given, maxima, is_gelu=is_gelu))
 
@@ -354,19 +272,10 @@ def _quantize(given: Sequence[Any], maxima: Tensor, *, is_gelu: bool) -> tuple[T
     scales = maxima.amax(0).clamp_min_(fp8.SMALLEST) / fp8.LARGEST
     quantized = torch.empty(num_rows, 2 * width, dtype=torch.float8_e4m3fn, device=gate.device)
     _quantize_kernel[(triton.cdiv(num_rows, _ROWS), triton.cdiv(width, _CHUNK))](
-        *given,
-        scales,
-        quantized,
-        num_rows,
-        width,
-        rank,
-        IS_GELU=is_gelu,
-        RANK=_filled(rank),
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        CHUNK=_CHUNK,
-        num_warps=_WARPS,
-    )
+        *given, scales, quantized, num_rows, width, rank,
+        IS_GELU=is_gelu, RANK=_filled(rank),
+        ROWS=_ROWS, COLUMNS=_COLUMNS, CHUNK=_CHUNK, num_warps=_WARPS,
+    )  # fmt: skip
     return quantized, scales
 
 
