@@ -40,10 +40,7 @@ _NO_CONTEXTS: Contexts = (nullcontext(), nullcontext())
 
 
 def run_recomputed(
-    layer: Callable[..., Any],
-    *args: Any,
-    contexts: Contexts = _NO_CONTEXTS,
-    **kwargs: Any,
+    layer: Callable[..., Any], *args: Any, contexts: Contexts = _NO_CONTEXTS, **kwargs: Any
 ) -> Any:
     """Run `layer` without saving activations; the backward pass runs it again to get them.
 
@@ -301,12 +298,9 @@ class LayerInput:
 
 
 ATTENTION_KERNELS = (
-    "aten::_scaled_dot_product_",
-    "aten::_flash_attention_forward",
-    "aten::_efficient_attention_forward",
-    "torch_attn::_varlen_attn",
-    "flash_attn::",
-    "flash_attn_3::",
+    *("aten::_scaled_dot_product_", "aten::_flash_attention_forward"),
+    *("aten::_efficient_attention_forward", "torch_attn::_varlen_attn"),
+    *("flash_attn::", "flash_attn_3::"),
 )
 """prefixes of the fused attention operators of PyTorch and flash-attn; our own CPU attention, made
 of matrix products, is recomputed"""
@@ -524,7 +518,6 @@ class _SaveMode(_LayerMode):
         self._storages: set[int] = set()
 
     def restart(self) -> None:
-        """Begin a forward pass."""
         self.is_all_marked = True
 
     def compute_once(self, compute: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
@@ -544,7 +537,9 @@ class _SaveMode(_LayerMode):
         if properties.is_plain or self._computes:
             return func(*args, **kwargs) if kwargs else func(*args)
         if properties.written:
-            self._check_not_saved(func, args, properties.written)
+            written = (args[index] for index in properties.written if index < len(args))
+            if not self._storages.isdisjoint(map(_storage_of, filter(_is_tensor, written))):
+                raise _modified_output(func.name())
         output = func(*args, **(kwargs or {}))
         if properties.is_expensive(args):
             self._save(output, None)
@@ -559,12 +554,6 @@ class _SaveMode(_LayerMode):
             tensors = filter(_is_tensor, tree_leaves(saved))
             self._storages.update(map(_storage_of, tensors))
 
-    def _check_not_saved(self, func: Any, args: tuple[Any, ...], written: tuple[int, ...]) -> None:
-        """Raise an error if an operator modifies a saved output in place."""
-        modified = filter(_is_tensor, (args[index] for index in written if index < len(args)))
-        if not self._storages.isdisjoint(map(_storage_of, modified)):
-            raise _modified_output(func.name())
-
 
 class _ReuseMode(_LayerMode):
     """Returns the saved outputs in the same order."""
@@ -572,11 +561,9 @@ class _ReuseMode(_LayerMode):
     _next = 0
 
     def restart(self) -> None:
-        """Begin a recompute."""
         self._next = 0
 
     def compute_once(self, compute: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
-        """Return the saved output."""
         output: Tensor = self._next_saved()
         return output
 

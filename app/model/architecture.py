@@ -56,9 +56,19 @@ _VOCAB_SIZES = ("vocab_size", "decoder_vocab_size")
 
 def load_architecture(config: ModelConfig) -> PretrainedConfig:
     """Read config.json, or build it from `config.architecture` when from scratch."""
+    from packaging.version import Version
+
     with reading_base(config):
         architecture = _load_architecture(config)
-    _check_version(config, architecture)
+    import transformers  # the first import of a model's code replaces this module
+
+    since, fault = CORRECT_SINCE.get(architecture.model_type, ("0", ""))
+    if Version(transformers.__version__) < Version(since):
+        where = "model.architecture" if config.from_scratch else f"model.path={config.path}"
+        raise UserError(
+            f"{where}: in transformers {transformers.__version__}, {architecture.model_type} "
+            f"models {fault}: type pip install 'transformers>={since}'"
+        )
     if config.context_len is not None:
         extend_context(architecture, config.context_len, config.rope_scaling or DEFAULT_SCALING)
     if config.labels:
@@ -152,19 +162,6 @@ def _architecture_from_scratch(config: ModelConfig) -> PretrainedConfig:
             f"model.architecture.model_type={text}"
         )
     return architecture
-
-
-def _check_version(config: ModelConfig, architecture: PretrainedConfig) -> None:
-    import transformers
-    from packaging.version import Version
-
-    since, fault = CORRECT_SINCE.get(architecture.model_type, ("0", ""))
-    if Version(transformers.__version__) < Version(since):
-        where = "model.architecture" if config.from_scratch else f"model.path={config.path}"
-        raise UserError(
-            f"{where}: in transformers {transformers.__version__}, {architecture.model_type} "
-            f"models {fault}: type pip install 'transformers>={since}'"
-        )
 
 
 def generation_config(config: ModelConfig) -> GenerationConfig | None:
@@ -296,12 +293,10 @@ def reading_base(config: ModelConfig) -> AbstractContextManager[None]:
     """Return a context that reports errors as caused by the base's files."""
     if config.from_scratch:
         return reading(f"model.architecture={dict(config.architecture)}", "fix its values")
-    where = (
-        config.path
-        if config.path is None or not Path(config.path).is_dir()
-        else f"{config.path} (config.json and the weights next to it)"
-    )
-    return reading(f"model.path={where}", "copy or download its files again, or use another base")
+    where = f"model.path={config.path}"
+    if config.path is not None and Path(config.path).is_dir():
+        where += " (config.json and the weights next to it)"
+    return reading(where, "copy or download its files again, or use another base")
 
 
 def reading_first_forward(model: PreTrainedModel) -> AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from app.model.architecture import (
     model_class,
     reading_base,
 )
-from app.model.attention import check_implementation
+from app.model.attention.backends import check_implementation
 from app.model.description import names_by_id
 from app.model.multimodal import outermost, record_tower_files, tower_modules
 from app.model.quantization import (

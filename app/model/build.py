@@ -9,18 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from app.model.adapter import (
-    AdapterConfig,
-    FullConfig,
-    apply_adapter,
-    is_adapter,
-    load_adapter,
-    report_trainable,
-    required_embedding_rows,
-    saves_whole_model,
-    skip_redundant_casts,
-)
-from app.model.adapter.apply import apply_neftune
+from app.model.adapter.apply import apply_adapter, apply_neftune
+from app.model.adapter.saved import is_adapter, load_adapter, required_embedding_rows
+from app.model.adapter.settings import AdapterConfig, FullConfig, saves_whole_model
+from app.model.adapter.wrap import report_trainable, skip_redundant_casts
 from app.model.attention import attention_implementation
 from app.model.base import ModelConfig, load_base
 from app.model.layers import disable_bypassing_kernels

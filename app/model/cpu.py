@@ -13,7 +13,7 @@ rounded as in transformers' eager attention; flash attention keeps them in fp32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -167,10 +167,10 @@ class _DocumentAttention(torch.autograd.Function):
         saved = []
         for stack in stacks:
             queries, keys, values = (_cut(part, stack) for part in parts)
-            for block in _blocks(queries, keys):
-                probs = _probabilities(queries[:, block.rows], keys[:, : block.end], future)
-                _put(attended, torch.bmm(probs, values[:, : block.end]), stack, block.start)
-                if block.end <= MAX_SAVED_TOKENS:
+            for start, end, rows_of_block in _blocks(queries, keys):
+                probs = _probabilities(queries[:, rows_of_block], keys[:, :end], future)
+                _put(attended, torch.bmm(probs, values[:, :end]), stack, start)
+                if end <= MAX_SAVED_TOKENS:
                     saved.append(probs)
         ctx.save_for_backward(query, key, value, future, *saved)
         ctx.stacks, ctx.scale = stacks, scale
@@ -189,23 +189,23 @@ class _DocumentAttention(torch.autograd.Function):
             # Sums over blocks of queries, from the last block, which has all keys. In fp32, to
             # round only once.
             grad_keys = grad_values = torch.empty(0)
-            for block in reversed(_blocks(queries, keys)):
-                block_queries, block_keys = queries[:, block.rows], keys[:, : block.end]
-                grad_block = grad_outputs[:, block.rows]
-                if block.end <= MAX_SAVED_TOKENS:
+            for start, end, rows_of_block in reversed(_blocks(queries, keys)):
+                block_queries, block_keys = queries[:, rows_of_block], keys[:, :end]
+                grad_block = grad_outputs[:, rows_of_block]
+                if end <= MAX_SAVED_TOKENS:
                     probs = saved.pop()
                 else:
                     probs = _probabilities(block_queries, block_keys, future)
-                grad_probs = torch.bmm(grad_block, values[:, : block.end].mT)
+                grad_probs = torch.bmm(grad_block, values[:, :end].mT)
                 grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-                _put(grad_query, torch.bmm(grad_scores, block_keys), stack, block.start)
+                _put(grad_query, torch.bmm(grad_scores, block_keys), stack, start)
                 keys_summand = torch.bmm(grad_scores.mT, block_queries)
                 values_summand = torch.bmm(probs.mT, grad_block)
-                if block.end == keys.shape[1]:
+                if end == keys.shape[1]:
                     grad_keys, grad_values = keys_summand.float(), values_summand.float()
                 else:
-                    grad_keys[:, : block.end] += keys_summand
-                    grad_values[:, : block.end] += values_summand
+                    grad_keys[:, :end] += keys_summand
+                    grad_values[:, :end] += values_summand
             _put(grad_key, grad_keys, stack)
             _put(grad_value, grad_values, stack)
         grads[0].mul_(ctx.scale)
@@ -246,24 +246,13 @@ def _put(whole: Tensor, part: Tensor, stack: Sequence[DocumentSpan], first: int 
         target.copy_(slot[:, : target.shape[1]])
 
 
-class _Block(NamedTuple):
-    start: int
-    """first token"""
-    end: int
-    """token after the last"""
-    rows: slice
-    """rows of the queries of these tokens, one per head that shares the key head"""
-
-
-def _blocks(queries: Tensor, keys: Tensor) -> list[_Block]:
+def _blocks(queries: Tensor, keys: Tensor) -> list[tuple[int, int, slice]]:
+    """Return first token, end, and rows of the queries, one per head that shares the key head."""
     tokens = keys.shape[1]
     shared = queries.shape[1] // tokens
     starts = range(0, tokens, BLOCK)
-    ends = (min(start + BLOCK, tokens) for start in starts)
-    return [
-        _Block(start, end, slice(start * shared, end * shared))
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    bounds = [(start, min(start + BLOCK, tokens)) for start in starts]
+    return [(start, end, slice(start * shared, end * shared)) for start, end in bounds]
 
 
 def _probabilities(queries: Tensor, keys: Tensor, future: Tensor) -> Tensor:

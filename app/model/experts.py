@@ -153,7 +153,12 @@ def _project(module: Any, name: str, rows: Tensor, experts: Tensor, ends: Tensor
     low: LowRank | None = vars(module).get("low_rank", {}).get(name)
     a = b = None
     if low is not None:
-        a, b = _aligned_rank(low.a.to(dtype), low.b.to(dtype))
+        a, b = low.a.to(dtype), low.b.to(dtype)
+        # The rank is padded with zeros to the alignment of grouped products.
+        if missing := -a.shape[1] % (_ALIGNED_BYTES // a.element_size()):
+            a = torch.nn.functional.pad(a, (0, 0, 0, missing))
+            b = torch.nn.functional.pad(b, (0, missing))
+        a, b = a.contiguous(), b.contiguous()
     output: Tensor = _GroupedLinear.apply(
         rows, ends, stored, a, b, low.scale if low else 1.0, dequantize, module.is_transposed
     )
@@ -163,15 +168,14 @@ def _project(module: Any, name: str, rows: Tensor, experts: Tensor, ends: Tensor
 
 def _stored_experts(module: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, _Unpack]:
     """Return the stored weight of the experts, and a function from it to matrices in `dtype`."""
-    packed = module._modules.get(packed_name(name))
-    if packed is None:
-        weight = module._parameters[name]
-        if not weight.is_contiguous() or (weight.device.type == "cpu" and weight.data_ptr() % 16):
-            # Tensors in a memory-mapped file may be unaligned.
-            return weight.to(dtype).clone(), _identity
-        return weight.to(dtype), _identity
-    stored, unpack = packed.read(packed)
-    return stored, lambda values: unpack(values).to(dtype)
+    if (packed := module._modules.get(packed_name(name))) is not None:
+        stored, unpack = packed.read(packed)
+        return stored, lambda values: unpack(values).to(dtype)
+    weight = module._parameters[name]
+    stored = weight.to(dtype)
+    if not weight.is_contiguous() or (weight.device.type == "cpu" and weight.data_ptr() % 16):
+        stored = stored.clone()  # tensors in a memory-mapped file may be unaligned
+    return stored, lambda values: values
 
 
 def packed_name(name: str) -> str:
@@ -214,19 +218,6 @@ def packed_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
         for name, packed in module._modules.items()
         if packed is not None and name.endswith(_PACKED)
     }
-
-
-def _identity(weight: Tensor) -> Tensor:
-    return weight
-
-
-def _aligned_rank(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad the rank with zeros to the alignment of grouped products."""
-    missing = -a.shape[1] % (_ALIGNED_BYTES // a.element_size())
-    if missing:
-        a = torch.nn.functional.pad(a, (0, 0, 0, missing))
-        b = torch.nn.functional.pad(b, (0, missing))
-    return a.contiguous(), b.contiguous()
 
 
 def repeat_rows(rows: Tensor, order: Tensor, positions: Tensor, times: int = 1) -> Tensor:

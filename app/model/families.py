@@ -278,7 +278,6 @@ _UNGATED = LayerKind(has_rms_norms=False, has_gate=False, is_gated=False, activa
 _GEMMA = LayerKind(activation="gelu_pytorch_tanh")
 _OLDER = replace(_LLAMA, defaults=_TIED, layer=_UNGATED, has_tensor_plan=False)
 _PAIR = replace(_OLDER, defaults={**_TIED, "is_encoder_decoder": True})
-_KERNEL_READS_OUT_PROJ = Family(refuses_lora="out_proj")
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -332,13 +331,11 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_neox": Family(queries_and_keys="query_key_value", joins_rotated=True),
     "gpt_bigcode": Family(queries_and_keys="c_attn"),
     "mpt": Family(queries_and_keys="Wqkv"),
-    "persimmon": Family(joins_rotated=True),
-    "stablelm": Family(joins_rotated=True),
-    "falcon_h1": _KERNEL_READS_OUT_PROJ,
-    "falcon_mamba": _KERNEL_READS_OUT_PROJ,
-    "mamba": _KERNEL_READS_OUT_PROJ,
-    "mamba2": _KERNEL_READS_OUT_PROJ,
-    "nemotron_h": _KERNEL_READS_OUT_PROJ,
+    **dict.fromkeys(("persimmon", "stablelm"), Family(joins_rotated=True)),
+    **dict.fromkeys(
+        ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"),
+        Family(refuses_lora="out_proj"),
+    ),
     **dict.fromkeys(("qwen3_moe", "ministral3", "smollm3", "olmo3"), _CAUSAL),
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _CAUSAL),
     **dict.fromkeys(("glm4", "glm4_moe", "deepseek_v3"), _CAUSAL),

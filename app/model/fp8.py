@@ -116,7 +116,6 @@ class _Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the rows."""
         weight, scales = ctx.saved_tensors
         return linear(outer[0], matrix_of(weight, scales, ctx.columns).T), *[None] * 4
 
@@ -150,15 +149,12 @@ class _TrainedProduct(torch.autograd.Function):
         (rows, weight), grad = ctx.saved_tensors, outer[0]
         rows_need_grad, weight_needs_grad, bias_needs_grad = ctx.needs_input_grad
         multiply = partial(product, bias=None, dtype=grad.dtype)
-        return (
-            multiply(quantize_rows(grad), Matrix(*_quantize_columns(weight)))
-            if rows_need_grad
-            else None,
-            multiply(_quantize_columns(grad), Matrix(*_quantize_columns(rows)))
-            if weight_needs_grad
-            else None,
-            grad.sum(0) if bias_needs_grad else None,
-        )
+        grad_rows = grad_weight = None
+        if rows_need_grad:
+            grad_rows = multiply(quantize_rows(grad), Matrix(*_quantize_columns(weight)))
+        if weight_needs_grad:
+            grad_weight = multiply(_quantize_columns(grad), Matrix(*_quantize_columns(rows)))
+        return grad_rows, grad_weight, grad.sum(0) if bias_needs_grad else None
 
 
 class Rows(NamedTuple):
@@ -325,7 +321,6 @@ def _filled_columns(tensor: Tensor) -> Tensor:
 
 
 def dequantize(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """Return the values of a quantized matrix."""
     return (matrix.values.float() * matrix.scales.unsqueeze(1)).to(dtype)
 
 

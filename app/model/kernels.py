@@ -25,7 +25,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from inspect import signature
 from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.model.accumulation import accumulated_linear, accumulating_in_products
 from app.model.activation_checkpointing import RandomState, read_autocasts, restored_autocasts
-from app.model.adapter import is_fused
+from app.model.adapter.wrap import is_fused
 from app.model.attention.mixers import MixerForward
 from app.model.head import LossHead, linear_cross_entropy
 from app.model.layers import eval_mode, repeated_layers, replaced
@@ -68,17 +67,17 @@ NORMED = "normed"
 class Fused:
     """Forward of a module by a kernel; in evaluation, that of its class."""
 
-    kernel: Callable[..., torch.Tensor]
+    kernel: Callable[..., Tensor]
     module: Any
 
-    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         (hidden,) = (*args, *kwargs.values())  # its forward names its one argument as it likes
         if self.module.training:
             return self.compute(hidden)
-        output: torch.Tensor = type(self.module).forward(self.module, hidden)
+        output: Tensor = type(self.module).forward(self.module, hidden)
         return output
 
-    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -89,12 +88,10 @@ class FusedNorm(Fused):
     eps: float
     offset: float
     casting: str
-    adds: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    adds: Callable[..., tuple[Tensor, Tensor]] | None = None
     """the kernel that adds to a residual first, with one argument more"""
 
-    def add(
-        self, hidden: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of residual + hidden, and the sum."""
         if self.adds is None or hidden.dtype != residual.dtype:
             total = residual + hidden
@@ -102,7 +99,7 @@ class FusedNorm(Fused):
         weight = self.module.weight
         return self.adds(hidden, residual, weight, self.eps, self.offset, self.casting, False)
 
-    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute(self, hidden: Tensor) -> Tensor:
         norm, normed = vars(hidden).pop(NORMED, (None, None))
         if norm is self:
             return normed
@@ -119,13 +116,11 @@ class FusedGate(Fused):
     joined: GatedLora | None = None
     """computes the MLP with its adapters, if it can"""
 
-    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute(self, hidden: Tensor) -> Tensor:
         if self.joined is not None and (output := self.joined(hidden)) is not None:
             return output
         layer = self.module
-        gated: torch.Tensor = layer.down_proj(
-            self.kernel(layer.gate_proj(hidden), layer.up_proj(hidden))
-        )
+        gated: Tensor = layer.down_proj(self.kernel(layer.gate_proj(hidden), layer.up_proj(hidden)))
         return gated
 
 
@@ -134,13 +129,13 @@ class FusedLinear(Fused):
 
     __slots__ = ()
 
-    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute(self, hidden: Tensor) -> Tensor:
         return self.kernel(hidden, self.module.weight, self.module.bias)
 
 
 ROPE = "apply_rotary_pos_emb"
 """name of the function of transformers' modules that rotates queries and keys"""
-Rotation = Callable[..., tuple["torch.Tensor", "torch.Tensor"]]
+Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True)
@@ -155,27 +150,22 @@ class FusedRope:
     source: ModuleType
     runs_without_gradients: bool = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         is_training = self.runs_without_gradients or torch.is_grad_enabled()
         if len(args) != 4 or kwargs or not is_training:
             return self.original(*args, **kwargs)
-        return self.compute(*args)
-
-    def compute(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.kernel(query, key, cos, sin)
+        return self.kernel(*args)
 
 
 @dataclass(kw_only=True, slots=True)
 class Kernels:
     """The kernels of a device; None if the device has no better one than the model's own."""
 
-    norm: Callable[..., torch.Tensor]
-    norm_of_sum: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
-    gates: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
+    norm: Callable[..., Tensor]
+    norm_of_sum: Callable[..., tuple[Tensor, Tensor]] | None = None
+    gates: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
     """by activation: part of its class's name in transformers"""
-    linear: Callable[..., torch.Tensor] | None = None
+    linear: Callable[..., Tensor] | None = None
 
 
 Gathered = Callable[["torch.nn.Module"], AbstractContextManager[None]]
@@ -209,19 +199,14 @@ def fuse_layers(
         log.info("kernels: the model's own (liger-kernel is not installed)")
         return
     try:
-        from liger_kernel.transformers.functional import (
-            liger_fused_add_rms_norm,
-            liger_geglu,
-            liger_rms_norm,
-            liger_swiglu,
-        )
+        from liger_kernel.transformers import functional
 
         from app.model.rope_kernel import rotate
 
         kernels = Kernels(
-            norm=liger_rms_norm,
-            norm_of_sum=liger_fused_add_rms_norm,
-            gates={"silu": liger_swiglu, "gelutanh": liger_geglu},
+            norm=functional.liger_rms_norm,
+            norm_of_sum=functional.liger_fused_add_rms_norm,
+            gates={"silu": functional.liger_swiglu, "gelutanh": functional.liger_geglu},
             linear=accumulated_linear if accumulates else None,
         )
         fused, differing = _find_equal_forwards(model, kernels, gathered, device)
@@ -427,7 +412,7 @@ def _find_equal_ropes(
             setattr(source, ROPE, rope.original)
         # Queries, keys, cos and sin; Gemma 4's takes only one of the two.
         takes_pairs = all(
-            len(args) == 4 and all(isinstance(arg, torch.Tensor) for arg in args) for args in calls
+            len(args) == 4 and all(isinstance(arg, Tensor) for arg in args) for args in calls
         )
         if not calls or not takes_pairs:
             continue
@@ -440,9 +425,7 @@ def _find_equal_ropes(
     return equal, is_any_different
 
 
-def _is_equal_rope(
-    rope: FusedRope, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> bool:
+def _is_equal_rope(rope: FusedRope, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Compare kernel and original on random queries and keys of the model's shapes and strides."""
     random = torch.Generator(query.device).manual_seed(0)
     inputs = [
@@ -450,8 +433,8 @@ def _is_equal_rope(
         torch.empty_like(tensor).normal_(generator=random).detach().requires_grad_()
         for tensor in (query, key)
     ]
-    rotations: tuple[Rotation, ...] = (rope.original, rope.compute)
-    return agree([partial(rotate, *inputs, cos, sin) for rotate in rotations], inputs)
+    rotations = [partial(each, *inputs, cos, sin) for each in (rope.original, rope.kernel)]
+    return agree(rotations, inputs)
 
 
 def _is_on_gpu(device: torch.device) -> bool:
@@ -525,7 +508,7 @@ def is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.devic
     return agree([partial(compute, hidden) for compute in forwards], [hidden, *trained])
 
 
-def agree(functions: Sequence[Callable[[], Any]], inputs: Sequence[torch.Tensor]) -> bool:
+def agree(functions: Sequence[Callable[[], Any]], inputs: Sequence[Tensor]) -> bool:
     """Return whether two functions have equal outputs and gradients of `inputs`, up to rounding."""
     results = []
     with torch.enable_grad():
@@ -538,7 +521,7 @@ def agree(functions: Sequence[Callable[[], Any]], inputs: Sequence[torch.Tensor]
     return all(map(_are_close, *results))
 
 
-def _are_close(own: torch.Tensor, fused: torch.Tensor) -> bool:
+def _are_close(own: Tensor, fused: Tensor) -> bool:
     """Return whether two results differ by no more than rounding."""
     if own.dtype != fused.dtype:
         return False
@@ -582,7 +565,7 @@ def chunk_feed_forwards(model: Any) -> None:
             isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing
         ):
             continue
-        takes_one = len(signature(type(module).forward).parameters) == 2  # and `self`
+        takes_one = len(inspect.signature(type(module).forward).parameters) == 2  # and `self`
         has_experts = _EXPERTS in dict(module.named_children())
         if takes_one and not has_experts and not isinstance(module.forward, MixerForward):
             module.forward = ChunkedFeedForward(module)
@@ -622,11 +605,7 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        whole: Callable[[Tensor], Tensor],
-        kept: Any,
-        hidden: Tensor,
-        *weights: Tensor,
+        ctx: Any, whole: Callable[[Tensor], Tensor], kept: Any, hidden: Tensor, *weights: Tensor
     ) -> Tensor:
         ctx.whole, ctx.kept, ctx.weights = whole, kept, weights
         # Casts of weights that autocast caches here would have no gradients.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.model.adapter import read_weight_changes, required_embedding_rows
+from app.model.adapter.saved import read_weight_changes, required_embedding_rows
 from app.model.architecture import HEAD, base_folder, is_classifier
 from app.model.attention import attention_implementation
 from app.model.base import has_own_head, load_base, read_shapes, read_tensor, weight_files
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from app.assembly.base import Base
-    from app.model.adapter import WeightChange
+    from app.model.adapter.saved import WeightChange
 
 log = logging.getLogger(__name__)
 
@@ -105,10 +105,7 @@ class MergePlan:
 
 
 def plan_merge(
-    config: MergingConfig,
-    base: Base,
-    adapters: Sequence[tuple[Path, float]],
-    num_tokens: int,
+    config: MergingConfig, base: Base, adapters: Sequence[tuple[Path, float]], num_tokens: int
 ) -> tuple[PreTrainedModel, MergePlan]:
     """Return the merged model on `meta`, and the plan that computes its weights.
 
@@ -229,18 +226,6 @@ def _is_changed_equally(names: Sequence[str], changes: Mapping[str, WeightChange
     return all(each == tensors[0] for each in tensors)
 
 
-def _check_shared(
-    aliases: Mapping[str, Sequence[str]], changes: Mapping[str, WeightChange]
-) -> None:
-    for names in aliases.values():
-        if not _is_changed_equally(names, changes):
-            raise UserError(
-                f"the adapter changes {names[0]} differently from {names[1]}, but this model has "
-                "one shared weight for both: it cannot be merged; python -m app.chat and "
-                "app.serve load base and adapter without merging"
-            )
-
-
 Location = tuple[Path, str, tuple[int, ...]]
 """file of the base, key and shape of a tensor in it"""
 _NOT_IN_BASE = ""
@@ -257,7 +242,13 @@ class _Merger:
         model = files.model
         self.files, self.plan = files, plan
         aliases = _aliases(model)
-        _check_shared(aliases, plan.changes)
+        for names in aliases.values():
+            if not _is_changed_equally(names, plan.changes):
+                raise UserError(
+                    f"the adapter changes {names[0]} differently from {names[1]}, but this model "
+                    "has one shared weight for both: it cannot be merged; python -m app.chat and "
+                    "app.serve load base and adapter without merging"
+                )
         by_id = {id(weight): name for name, weight in files.needed.items()}
         self.names = {
             name: by_id[id(weight)] for name, weight in files.on_disk.items() if id(weight) in by_id

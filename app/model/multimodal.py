@@ -29,10 +29,7 @@ _TOWER_FILES = "loft_tower_files"
 """attribute of a model without towers: names of the towers' weights, by file of the base"""
 _CALLED_ON_TEXT = {"gemma3n": ("embed_vision", "embed_audio")}
 """model_type -> modules outside the language model that a forward pass on text calls"""
-HIDDEN_INPUTS = {
-    "qwen2_audio": "its audio tower's device",
-    "voxtral_realtime": "input_features",
-}
+HIDDEN_INPUTS = {"qwen2_audio": "its audio tower's device", "voxtral_realtime": "input_features"}
 """model_type -> required inputs besides text that are not in the signature of the forward pass"""
 _PROCESSORS = (
     "processor_config.json",
@@ -158,12 +155,8 @@ def language_model_name(model: Any) -> str:
 
 def describe_language_model(model: Any) -> str:
     """Return a description of a model for messages, which names the towers that were not built."""
-    towers = outermost(tower_modules(model))
-    return (
-        f"the model without {', '.join(towers)}, which are not used for text,"
-        if towers
-        else "the model"
-    )
+    towers = ", ".join(outermost(tower_modules(model)))
+    return f"the model without {towers}, which are not used for text," if towers else "the model"
 
 
 def outermost(names: Iterable[str]) -> list[str]:

@@ -61,6 +61,7 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
         return
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    from app.model import activation_checkpointing
     from app.model.attention.mixers import recompute_on_same_documents
 
     # Reentrant checkpointing loses the gradients of adapters whose layer input requires none.
@@ -68,7 +69,12 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
     # continue below the lowest trained layer.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.disable_input_require_grads()
-    run_layer = recompute_on_same_documents(_build_checkpoint(config.mode))
+    run_layer: Callable[..., Any] = activation_checkpointing.run_recomputed
+    if config.mode == "offload":
+        run_layer = activation_checkpointing.OffloadedInputs().run_layer
+    elif config.mode == "selective":
+        run_layer = activation_checkpointing.SelectiveLayers().run_layer
+    run_layer = recompute_on_same_documents(run_layer)
     num_layers = 0
     for module in model.modules():
         if "_gradient_checkpointing_func" in vars(module):
@@ -79,15 +85,6 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
             for inner in module.modules():
                 if inner is not module and "gradient_checkpointing" in vars(inner):
                     inner.gradient_checkpointing = False
-
-
-def _build_checkpoint(mode: str) -> Callable[..., Any]:
-    """Return the function that runs a checkpointed layer on its arguments."""
-    from app.model.activation_checkpointing import OffloadedInputs, SelectiveLayers, run_recomputed
-
-    if mode == "offload":
-        return OffloadedInputs().run_layer
-    return SelectiveLayers().run_layer if mode == "selective" else run_recomputed
 
 
 def rows_per_chunk(vocabulary: int, device: str) -> int:

@@ -15,19 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from app.model.adapter import (
-    AdapterConfig,
+from app.model.adapter.apply import has_modified_base, reopen_converted, save_converted
+from app.model.adapter.saved import (
     check_adapter_file,
     check_same_logits,
-    has_modified_base,
     probe_logits,
-    reopen_converted,
     save_adapter,
-    save_converted,
-    saves_whole_model,
     verify_adapter,
-    write_origin,
 )
+from app.model.adapter.settings import AdapterConfig, saves_whole_model, write_origin
 from app.model.architecture import is_classifier, model_class
 from app.model.base import INDEX, WEIGHTS
 from app.model.multimodal import copy_processors, read_towers
@@ -301,11 +297,7 @@ def round_weights(model: torch.nn.Module, dtype: torch.dtype, shards: Shards | N
 
     if shards is not None:
         shards.reshard(model)
-    rounded = [
-        weight
-        for weight in model.parameters()
-        if weight.requires_grad and torch.promote_types(weight.dtype, dtype) != dtype
-    ]
+    rounded = [w for w in model.parameters() if w.requires_grad and loses_bits(w.dtype, dtype)]
     for weight in rounded:
         if shards is None:
             weight.data.copy_(weight.data.to(dtype))

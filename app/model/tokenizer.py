@@ -39,7 +39,7 @@ _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 
 
 def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer, and add `config.added_tokens`.
+    """Load the model's tokenizer, and make `config.added_tokens` special tokens of it.
 
     UserError if it cannot be read or has no EOS token.
     """
@@ -54,8 +54,13 @@ def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         # Safe for the loss: it is masked by position, never by token id.
         tokenizer.pad_token = tokenizer.eos_token
         log.info("tokenizer: no pad token, padding with %r", tokenizer.eos_token)
-    if config.added_tokens:
-        _add(tokenizer, config.added_tokens)
+    if added := config.added_tokens:
+        known = tokenizer.get_vocab()
+        tokenizer.add_tokens(added, special_tokens=True)
+        if new := [token for token in added if token not in known]:
+            log.info("tokenizer: added %s", ", ".join(new))
+        if existing := [token for token in added if token in known]:
+            log.info("tokenizer: %s existed already, and keeps its row", ", ".join(existing))
     return tokenizer
 
 
@@ -87,16 +92,6 @@ def new_token_ids(
             "model.tokenizer_path to the tokenizer that the model was made with"
         )
     return sorted(new)
-
-
-def _add(tokenizer: PreTrainedTokenizerBase, added: list[str]) -> None:
-    """Make each of `added` a special token; an existing one keeps its id."""
-    known = tokenizer.get_vocab()
-    tokenizer.add_tokens(added, special_tokens=True)
-    if new := [token for token in added if token not in known]:
-        log.info("tokenizer: added %s", ", ".join(new))
-    if existing := [token for token in added if token in known]:
-        log.info("tokenizer: %s existed already, and keeps its row", ", ".join(existing))
 
 
 def _path(config: ModelConfig) -> str:
@@ -183,14 +178,16 @@ def _raise_file_error(folder: Path, error: BaseException) -> None:
 def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
     import transformers
 
-    only_file = _find_only_sentencepiece(path)
+    folder, only_file = Path(path), ""
+    if not any((folder / name).is_file() for name in (TOKENIZER_FILE, _CONFIG)):
+        only_file = next((name for name in (_T5, _LLAMA) if (folder / name).is_file()), "")
     if only_file == _LLAMA:
         # AutoTokenizer would guess a different class, and silently return different tokens.
         raise UserError(
             f"the tokenizer in {path} cannot be read: {_LLAMA} alone does not determine the tokens "
             f"of a text; {SET_TOKENIZER_PATH}"
         )
-    if only_file == _T5 and not (Path(path) / "config.json").is_file():
+    if only_file == _T5 and not (folder / "config.json").is_file():
         log.info("tokenizer: only %s in %s, loaded as a T5 tokenizer", only_file, path)
         return transformers.T5Tokenizer.from_pretrained(path)
     # The revision is that of the base, if the base is on the hub.
@@ -201,9 +198,7 @@ def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
         raise UserError("\n".join(problems))
     with collect_later():
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
-            path,
-            revision=revision,
-            trust_remote_code=config.trust_remote_code,
+            path, revision=revision, trust_remote_code=config.trust_remote_code
         )
         return tokenizer if file is None or is_verified(file) else follow_file(tokenizer, file)
 
@@ -218,14 +213,6 @@ def _find_file(path: str, revision: str | None) -> Path | None:
         path, TOKENIZER_FILE, revision=revision, _raise_exceptions_for_missing_entries=False
     )
     return Path(found) if found else None
-
-
-def _find_only_sentencepiece(path: str) -> str:
-    """Return the name of a folder's SentencePiece file if no other file describes it, else ""."""
-    folder = Path(path)
-    if any((folder / name).is_file() for name in ("tokenizer.json", _CONFIG)):
-        return ""
-    return next((name for name in (_T5, _LLAMA) if (folder / name).is_file()), "")
 
 
 def _eos_fix(path: str, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,21 +1,11 @@
 """Adapters: add them to a base, save, load and merge them. Only this folder imports peft."""
 
-from app.model.adapter.apply import (
-    apply_adapter,
-    has_modified_base,
-    initial_weights,
-    reopen_converted,
-    save_converted,
-)
+from app.model.adapter.apply import apply_adapter, initial_weights, save_converted
 from app.model.adapter.saved import (
-    WeightChange,
-    check_adapter_file,
-    check_same_logits,
     is_adapter,
     load_adapter,
     load_weighted_adapters,
     probe_logits,
-    read_weight_changes,
     required_embedding_rows,
     save_adapter,
     verify_adapter,
@@ -45,7 +35,6 @@ from app.model.adapter.wrap import (
     external_parameters,
     group_adapters,
     hold_transposed,
-    is_fused,
     report_trainable,
     skip_redundant_casts,
     trainable_weights,

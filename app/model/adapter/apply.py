@@ -15,18 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.model.adapter import targets
+from app.model.adapter import settings, targets
 from app.model.adapter.saved import load_adapter, probe_logits, sort_sets
-from app.model.adapter.settings import (
-    ADAPTER_FILE,
-    INITS,
-    ORIGIN_FILE,
-    AdapterConfig,
-    FreezeConfig,
-    Ia3Config,
-    LoraConfig,
-    continued_from,
-)
 from app.model.adapter.wrap import (
     check_token_rows_train,
     trainable_rows,
@@ -48,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @without_bitsandbytes()
-def _apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
+def _apply_ia3(model: PreTrainedModel, config: settings.Ia3Config) -> peft.PeftModel:
     """Add IA3 vectors, initially ones, to keys and values (outputs) and feed-forward (inputs).
 
     Raises UserError if a pattern matches nothing or the architecture is unknown.
@@ -80,7 +70,7 @@ def _apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
 
 
 def _apply_freeze(
-    model: PreTrainedModel, config: FreezeConfig, *, token_ids: Sequence[int] = ()
+    model: PreTrainedModel, config: settings.FreezeConfig, *, token_ids: Sequence[int] = ()
 ) -> PreTrainedModel:
     """Make only the chosen layers and modules trainable.
 
@@ -117,7 +107,7 @@ def _apply_freeze(
 
 def apply_adapter(
     model: PreTrainedModel,
-    config: AdapterConfig,
+    config: settings.AdapterConfig,
     *,
     half_precision: bool,
     token_ids: Sequence[int] = (),
@@ -132,21 +122,21 @@ def apply_adapter(
     import torch
 
     dtype = model.dtype if half_precision else torch.float32
-    if isinstance(config, Ia3Config) and token_ids:
+    if isinstance(config, settings.Ia3Config) and token_ids:
         raise UserError(
             "adapter=ia3 cannot train the embedding rows of new tokens (model.added_tokens); "
             "type adapter=lora or adapter=full"
         )
-    if folder := continued_from(config):
+    if folder := settings.continued_from(config):
         adapted = load_adapter(model, Path(folder), trainable=True, half_precision=half_precision)
         check_token_rows_train(adapted, token_ids)
-    elif isinstance(config, LoraConfig):
+    elif isinstance(config, settings.LoraConfig):
         adapted = apply_lora(
             model, config, half_precision=half_precision, token_ids=token_ids, device=device
         )
-    elif isinstance(config, Ia3Config):
+    elif isinstance(config, settings.Ia3Config):
         adapted = _apply_ia3(model, config)
-    elif isinstance(config, FreezeConfig):
+    elif isinstance(config, settings.FreezeConfig):
         adapted = _apply_freeze(model, config, token_ids=token_ids)
     else:
         return model
@@ -224,12 +214,6 @@ INITIAL_A, INITIAL_B = "lora_A_at_start", "lora_B_at_start"
 """buffers of a LoRA layer, and parts of their names in checkpoints"""
 
 
-def _record_initial_weights(model: peft.PeftModel) -> None:
-    for _, layer in _lora_layers(model):
-        layer.register_buffer(INITIAL_A, layer.lora_A["default"].weight.detach().clone(), False)
-        layer.register_buffer(INITIAL_B, layer.lora_B["default"].weight.detach().clone(), False)
-
-
 def has_modified_base(model: torch.nn.Module) -> bool:
     """Return whether the initial weights of a model's adapter were subtracted from its base."""
     return any(INITIAL_A in layer._buffers for layer in model.modules())
@@ -264,12 +248,12 @@ def save_converted(model: peft.PeftModel, folder: Path) -> None:
     if not has_changed:
         raise ValueError("every lora_A and lora_B has its initial value: nothing was learned")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ORIGIN_FILE).unlink(missing_ok=True)  # of an earlier adapter in this folder
+    (folder / settings.ORIGIN_FILE).unlink(missing_ok=True)  # of an earlier adapter in this folder
     config = _with_twice_the_rank(model.peft_config["default"])
     sort_sets(config)
     config.save_pretrained(str(folder))
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    save_file(contiguous, folder / settings.ADAPTER_FILE, metadata={"format": "pt"})
 
 
 def reopen_converted(
@@ -347,7 +331,7 @@ _MAX_GROWTH = 4.0
 @without_bitsandbytes()
 def apply_lora(
     model: PreTrainedModel,
-    config: LoraConfig,
+    config: settings.LoraConfig,
     *,
     half_precision: bool,
     token_ids: Sequence[int] = (),
@@ -381,18 +365,28 @@ def apply_lora(
     log.debug("lora: %s", _describe_targets(config, modules, found.experts))
     adapted = wrap(model, _peft_config(model, config, found, rows))
     if config.use_dora and not half_precision:
-        _init_magnitudes_in_fp32(adapted)
+        # peft has computed the magnitudes in the base's dtype: a rounded magnitude would scale its
+        # row from the first step on.
+        for _, layer in _lora_layers(adapted):
+            layer.lora_magnitude_vector["default"].update_layer(
+                base_layer=layer.get_base_layer(),
+                lora_A=layer.lora_A["default"].weight.detach(),
+                lora_B=layer.lora_B["default"].weight.detach(),
+                scaling=layer.scaling["default"],
+            )
     if config.init in ("pissa", "olora"):
         dtype = model.dtype if half_precision else torch.float32
         if model.device.type != "meta":
             _init_from_base(adapted, config.init, dtype, device)
         adapted.peft_config["default"].init_lora_weights = config.init
-        _record_initial_weights(adapted)
+        for _, layer in _lora_layers(adapted):
+            for part, own in ((INITIAL_A, layer.lora_A), (INITIAL_B, layer.lora_B)):
+                layer.register_buffer(part, own["default"].weight.detach().clone(), False)
     return adapted
 
 
 def _peft_config(
-    model: PreTrainedModel, config: LoraConfig, found: targets.Targets, rows: Any
+    model: PreTrainedModel, config: settings.LoraConfig, found: targets.Targets, rows: Any
 ) -> peft.LoraConfig:
     """Return peft's settings of a new adapter on `found`.
 
@@ -405,6 +399,7 @@ def _peft_config(
         name for name, _ in model.named_modules() if not is_inside(name, found.full_modules)
     ]
     all_names += tower_modules(model)
+    endings = {".".join(name.split(".")[-2:]) for name in found.experts}
     is_transposed = (isinstance(model.get_submodule(name), Conv1D) for name in found.matrices)
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     return peft.LoraConfig(
@@ -413,7 +408,7 @@ def _peft_config(
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
         target_modules=shortest(found.matrices, found.endings, all_names),
-        target_parameters=_expert_endings(model, found) or None,
+        target_parameters=shortest(found.experts, endings, describe_model(model).experts) or None,
         fan_in_fan_out=any(is_transposed),
         rank_pattern=dict(config.rank_pattern),
         alpha_pattern=dict(config.alpha_pattern),
@@ -425,7 +420,7 @@ def _peft_config(
     )
 
 
-def _log_skipped(config: LoraConfig, found: targets.Targets) -> None:
+def _log_skipped(config: settings.LoraConfig, found: targets.Targets) -> None:
     if found.thin:
         log.info("lora: skipped, too thin for rank %d: %s", config.r, ", ".join(found.thin))
     if found.own_adapters:
@@ -437,11 +432,13 @@ def _log_skipped(config: LoraConfig, found: targets.Targets) -> None:
         log.warning("lora: the experts stay frozen: %s", found.frozen_experts)
 
 
-def _check_init(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> None:
+def _check_init(config: settings.LoraConfig, modules: Mapping[str, torch.nn.Module]) -> None:
     from transformers.pytorch_utils import Conv1D
 
-    if config.init not in INITS:
-        raise UserError(f"adapter.init={config.init!r}: expected one of {', '.join(INITS)}")
+    if config.init not in settings.INITS:
+        raise UserError(
+            f"adapter.init={config.init!r}: expected one of {', '.join(settings.INITS)}"
+        )
     if config.init not in ("pissa", "olora"):
         return
     for name, module in modules.items():
@@ -455,20 +452,6 @@ def _check_init(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> N
                 f"adapter.init=olora: {name} is a Conv1D, which peft cannot decompose; "
                 "type adapter.init=pissa"
             )
-
-
-def _init_magnitudes_in_fp32(model: peft.PeftModel) -> None:
-    """Recompute DoRA's initial magnitudes, which peft computes in the base's dtype, in fp32.
-
-    A rounded magnitude would scale its row from the first step on.
-    """
-    for _, layer in _lora_layers(model):
-        layer.lora_magnitude_vector["default"].update_layer(
-            base_layer=layer.get_base_layer(),
-            lora_A=layer.lora_A["default"].weight.detach(),
-            lora_B=layer.lora_B["default"].weight.detach(),
-            scaling=layer.scaling["default"],
-        )
 
 
 def _init_from_base(
@@ -518,14 +501,8 @@ def _init_layer_from_base(layer: Any, init: str, dtype: torch.dtype) -> float:
     return growth
 
 
-def _expert_endings(model: PreTrainedModel, found: targets.Targets) -> list[str]:
-    """Return the shortest name endings that match exactly the chosen experts' parameters."""
-    endings = dict.fromkeys(".".join(name.split(".")[-2:]) for name in found.experts)
-    return shortest(found.experts, endings, describe_model(model).experts)
-
-
 def _describe_targets(
-    config: LoraConfig, modules: Mapping[str, torch.nn.Module], experts: Sequence[str]
+    config: settings.LoraConfig, modules: Mapping[str, torch.nn.Module], experts: Sequence[str]
 ) -> str:
     counts = Counter(name.rpartition(".")[2] for name in modules)
     endings = ", ".join(f"{ending} x {count}" for ending, count in counts.items())

@@ -60,7 +60,6 @@ class FusedLoraFp8(FusedLoraLinear):
     product = staticmethod(fp8.linear)
 
     def stored_weight(self, dtype: torch.dtype) -> tuple[Tensor, Dequantize]:
-        """Return the quantized values, and the function that adds their scales."""
         scales, columns = self.base_layer.scales, self.base_layer.columns
         return self.base_layer.weight, lambda weight: fp8.matrix_of(weight, scales, columns)
 

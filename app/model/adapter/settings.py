@@ -57,19 +57,11 @@ class LoraConfig(AdapterConfig):
     path: str | None = setting(None, is_path=True)
     """folder of an adapter to continue training, with the settings it was saved with"""
     r: int = setting(
-        16,
-        ge=1,
-        note="8 to 64 is usual",
-        shown=("train",),
-        aliases=("lora_r", "lora_rank", "rank"),
+        16, ge=1, note="8 to 64 is usual", shown=("train",), aliases=("lora_r", "lora_rank", "rank")
     )
     """rank of the matrices; a higher rank has more capacity and needs more memory"""
     alpha: float = setting(
-        32.0,
-        gt=0,
-        note="the rank or twice it is usual",
-        shown=("train",),
-        aliases=("lora_alpha",),
+        32.0, gt=0, note="the rank or twice it is usual", shown=("train",), aliases=("lora_alpha",)
     )
     """the update is scaled by alpha / r (alpha / sqrt(r) with use_rslora)"""
     dropout: float = setting(

@@ -41,14 +41,7 @@ _EXPERTS_SHARE = 1 / 3
 """share of the layers' weights above which adapter.experts=auto adapts the experts"""
 _KEYS_AND_VALUES = (("k_proj", "v_proj"), ("k", "v"))
 """separate key and value matrices: of most models, of T5"""
-_FEED_FORWARD = (
-    "down_proj",
-    "fc2",
-    "DenseReluDense.wo",
-    "dense_4h_to_h",
-    "mlp.c_proj",
-    "fc_out",
-)
+_FEED_FORWARD = ("down_proj", "fc2", "DenseReluDense.wo", "dense_4h_to_h", "mlp.c_proj", "fc_out")
 """names of a feed-forward's second matrix, whose input IA3 scales"""
 
 

@@ -73,8 +73,16 @@ def wrap(
     import peft
 
     from app.model.adapter.experts import fuse_experts, keep_target_modules, placeholders_for_packed
+    from app.model.adapter.fused import FusedLoraFp8, FusedLoraLinear, lora_4bit_class
 
-    _drop_untied_keys(model)
+    # peft trusts these keys. FLAN-T5's head is a separate matrix, but T5's class lists it as tied,
+    # and peft would copy the embedding's rows to it.
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    model._tied_weights_keys = {
+        name: source
+        for name, source in (model._tied_weights_keys or {}).items()
+        if weights.get(name) is weights.get(source)
+    }
     with keep_target_modules(), placeholders_for_packed(model):
         adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
     fuse_experts(adapted)
@@ -86,7 +94,12 @@ def wrap(
     # With activation checkpointing, peft makes the embedding's output require gradients. Only
     # reentrant checkpointing needs this, and the backward pass would run through frozen layers.
     model.disable_input_require_grads()
-    _fuse_lora(adapted)
+    for module in adapted.modules():
+        if type(module) is peft.tuners.lora.Linear and _is_plain(module):
+            is_fp8 = is_quantized(module.base_layer)
+            module.__class__ = FusedLoraFp8 if is_fp8 else FusedLoraLinear
+        elif _is_in_4_bits(module) and _is_plain(module):
+            module.__class__ = lora_4bit_class()
     return adapted
 
 
@@ -113,19 +126,6 @@ def skip_redundant_casts(model: torch.nn.Module) -> None:
             module.forward = MethodType(lora.Linear.forward, module)
         if kind in (IN_4_BITS, FUSED_IN_4_BITS) or isinstance(module, lora.Linear):
             module.cast_input_dtype_enabled = False
-
-
-def _fuse_lora(model: torch.nn.Module) -> None:
-    import peft
-
-    from app.model.adapter.fused import FusedLoraFp8, FusedLoraLinear, lora_4bit_class
-
-    for module in model.modules():
-        if type(module) is peft.tuners.lora.Linear and _is_plain(module):
-            is_fp8 = is_quantized(module.base_layer)
-            module.__class__ = FusedLoraFp8 if is_fp8 else FusedLoraLinear
-        elif _is_in_4_bits(module) and _is_plain(module):
-            module.__class__ = lora_4bit_class()
 
 
 def unfuse_adapters(model: torch.nn.Module) -> None:
@@ -249,20 +249,6 @@ def drop_pending_outputs(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if is_fused(layer) and layer.group is not None:
             layer.group.drop_outputs()
-
-
-def _drop_untied_keys(model: PreTrainedModel) -> None:
-    """Remove keys from `_tied_weights_keys`, which peft trusts, whose weights are not tied.
-
-    FLAN-T5's head is a separate matrix, but T5's class lists it as tied, and peft would copy the
-    embedding's rows to it.
-    """
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    model._tied_weights_keys = {
-        name: source
-        for name, source in (model._tied_weights_keys or {}).items()
-        if weights.get(name) is weights.get(source)
-    }
 
 
 def trainable_rows(

@@ -30,6 +30,9 @@ from common.errors import UserError
 BLOCK_TOKENS = 512
 """queries that attend together under a window"""
 Kernel = Callable[..., Any]
+Attend = Callable[..., Tensor]
+Parts = tuple[Tensor, Tensor, Tensor]
+"""query, key and value"""
 _STATE = ("rng_state", "unused")
 """further outputs of the GPU's forward operator that its backward operator takes"""
 
@@ -42,15 +45,15 @@ class MaskRule:
     the documents of a pack.
     """
 
-    function: Callable[..., torch.Tensor]
+    function: Callable[..., Tensor]
     """(row, head, query position, key position) -> whether the query sees the key"""
     size: int
     """length of the window or chunk in tokens; shorter documents are not affected"""
-    _visible: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+    _visible: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     def visible(
         self, queries: range, keys: range, device: torch.device, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the mask of positions in a document, bool [1, 1, queries, keys].
 
         With a `dtype`, what kernels add to the scores: 0 or -inf. Cached for all layers, and for
@@ -80,7 +83,7 @@ def window_rule(size: int) -> MaskRule:
 
 def build_mask_rule(
     *,
-    mask_function: Callable[..., torch.Tensor],
+    mask_function: Callable[..., Tensor],
     local_size: int | None = None,
     use_vmap: bool = False,
     **_: Any,
@@ -100,19 +103,19 @@ def build_mask_rule(
 
 def attend_by_document(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: MaskRule | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     documents: DocumentGroups | PairGroups | None = None,
-    position_bias: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     softcap: float | None = None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attend inside each document; without `documents`, every row is one document.
 
     query [rows, heads, tokens, head_dim]; key and value may have fewer heads (GQA). position_bias
@@ -152,9 +155,7 @@ def attend_by_document(
     return _attend_encoder_decoder(module, parts, documents, position_bias, attend), None
 
 
-def cast_to_one_dtype(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def cast_to_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> Parts:
     """Cast query, key and value to autocast's dtype, or to the values' dtype without autocast.
 
     Rotary embeddings in fp32 leave queries and keys in fp32, and autocast does not cover every
@@ -167,12 +168,8 @@ def cast_to_one_dtype(
 
 
 def _attend_encoder_decoder(
-    module: Any,
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    documents: PairGroups,
-    bias: torch.Tensor | None,
-    attend: Callable[..., torch.Tensor],
-) -> torch.Tensor:
+    module: Any, parts: Parts, documents: PairGroups, bias: Tensor | None, attend: Attend
+) -> Tensor:
     """Attend as encoder, decoder or cross-attention, depending on the layer's attributes."""
     if module.is_causal:
         longest = documents.decoder.gather[0].shape[1] if documents.decoder else None
@@ -195,9 +192,7 @@ def _attend_encoder_decoder(
     return _attend_in_groups(parts, members, groups.restore, attend)
 
 
-def _slice_bias(
-    bias: torch.Tensor | None, longest: int | None, documents: PairGroups
-) -> torch.Tensor | None:
+def _slice_bias(bias: Tensor | None, longest: int | None, documents: PairGroups) -> Tensor | None:
     """Return the bias for the longest document, cached since all layers of T5 share it.
 
     Each further slice would allocate a gradient of the whole bias.
@@ -209,11 +204,7 @@ def _slice_bias(
     return documents.sliced_bias[1]
 
 
-def _attend_causally(
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    groups: DocumentGroups | None,
-    attend: Callable[..., torch.Tensor],
-) -> torch.Tensor:
+def _attend_causally(parts: Parts, groups: DocumentGroups | None, attend: Attend) -> Tensor:
     if groups is None:
         return attend(*parts).transpose(1, 2)
     members = ((index, index, None) for index in groups.gather)
@@ -221,11 +212,11 @@ def _attend_causally(
 
 
 def _attend_in_groups(
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    groups: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
-    restore: torch.Tensor,
-    attend: Callable[..., torch.Tensor],
-) -> torch.Tensor:
+    parts: Parts,
+    groups: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    restore: Tensor,
+    attend: Attend,
+) -> Tensor:
     """Attend in each group, and return the outputs in the order of the rows.
 
     A group: flat positions of queries and of keys, and the mask of visible keys.
@@ -241,19 +232,19 @@ def _attend_in_groups(
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     dropout: float,
     scaling: float | None,
-    sinks: torch.Tensor | None,
+    sinks: Tensor | None,
     window: int | None,
     rule: MaskRule | None,
     is_causal: bool,
-    visible: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    visible: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Run PyTorch's attention on a dense batch of documents.
 
     `visible` bool [documents, 1, 1, keys]; None for causal attention.
@@ -285,15 +276,15 @@ def _attend(
 
 
 def attend_in_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     rule: MaskRule,
     *,
     dropout: float,
     scaling: float | None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend causally by blocks of queries, which stand at the last of the keys' positions.
 
     A block reads only keys within the reach of `rule`: no mask is that of a whole document. If
@@ -321,14 +312,14 @@ def attend_in_blocks(
 
 
 def _run_kernel(
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    mask: torch.Tensor | None,
+    parts: Parts,
+    mask: Tensor | None,
     dropout: float,
     scaling: float | None,
-    sinks: torch.Tensor | None,
+    sinks: Tensor | None,
     *,
     is_causal: bool,
-) -> torch.Tensor:
+) -> Tensor:
     if sinks is not None:
         if dropout or parts[0].device.type != "cpu":
             raise UserError(f"attention=sdpa: {SINKS_ERROR}; type attention=eager")
@@ -337,7 +328,7 @@ def _run_kernel(
     query, key, value = parts
     if query.is_cuda and not _runs_flash(query, value, mask):
         key, value = repeat_heads(query, key, value)
-    output: torch.Tensor = attend_once(
+    output: Tensor = attend_once(
         torch.nn.functional.scaled_dot_product_attention,
         query,
         key,
@@ -351,9 +342,7 @@ def _run_kernel(
     return output
 
 
-def repeat_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat key heads on a GPU for its kernels with a mask.
 
     They do not support GQA, and the fallback saves all scores in fp32.
@@ -364,7 +353,7 @@ def repeat_heads(
     return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
 
 
-def _runs_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def _runs_flash(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return whether PyTorch runs this attention on a GPU by its FlashAttention kernel."""
     if torch.cuda.get_device_capability() < (8, 0):
         return False
@@ -420,12 +409,7 @@ def _by_token(values: Tensor, query: Tensor) -> Tensor:
 
 
 def attend_to_rows(
-    parts: tuple[Tensor, Tensor, Tensor],
-    sinks: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    *,
-    is_causal: bool,
+    parts: Parts, sinks: Tensor, mask: Tensor | None, scaling: float | None, *, is_causal: bool
 ) -> Tensor:
     """Attend on a CPU; query, key, value, and the output: [rows, heads, tokens, head_dim].
 
@@ -451,7 +435,7 @@ def attend_to_rows(
 
 
 def attend_to_documents(
-    parts: tuple[Tensor, Tensor, Tensor],
+    parts: Parts,
     sinks: Tensor,
     boundaries: Tensor,
     longest: int,

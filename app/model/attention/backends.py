@@ -32,22 +32,19 @@ BACKEND_PACKAGES = {
     "flash3": ("flash_attn_interface", "flash-attn-3"),
 }
 """backend in a separate package -> the module to import, and the package's name"""
-_BY_DOCUMENT = "attention_by_document"
-_BY_BOUNDARIES = "varlen_by_boundaries"
-_BY_BLOCKS = "flex_attention_by_blocks"
-"""names under which our attention functions are registered in transformers; with "sdpa" in one, it
-refuses models without an sdpa of its own"""
 SINKS_ERROR = "attention sinks are computed on a CPU only, and without dropout"
 EXCHANGED = ("sdpa", "varlen")
 """backends that can run on a share of the heads, for rows split over ranks"""
 IN_TRANSFORMERS = {
     "eager": "eager",
-    "sdpa": _BY_DOCUMENT,
-    "varlen": _BY_BOUNDARIES,
-    "flex": _BY_BLOCKS,
+    "sdpa": "attention_by_document",
+    "varlen": "varlen_by_boundaries",
+    "flex": "flex_attention_by_blocks",
     "flash2": "flash_attention_2",
     "flash3": "flash_attention_3",
 }
+"""backend -> its name in transformers; with "sdpa" in one, it refuses models without an sdpa of
+their own"""
 
 # Properties of model types that config.json does not contain (transformers 5.23). The lists give an
 # early message; the probes at the start of training refuse the models that are missing here.
@@ -117,26 +114,24 @@ def attention_implementation(backend: str) -> str:
     """Register our attention functions in transformers, and return the name of `backend` there."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    if backend == "sdpa":
+    name = IN_TRANSFORMERS[backend]
+    if backend in EXCHANGED:
         from app.model.attention.attend import attend_by_document, build_mask_rule
-        from app.model.attention.exchange import exchanging
+        from app.model.attention.exchange import Attend, exchanging
 
-        AttentionInterface.register(_BY_DOCUMENT, exchanging(attend_by_document))
-        AttentionMaskInterface.register(_BY_DOCUMENT, build_mask_rule)
-    elif backend == "varlen":
-        from app.model.attention.attend import build_mask_rule
-        from app.model.attention.exchange import exchanging
-        from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
+        attend: Attend = attend_by_document
+        if backend == "varlen":
+            from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
 
-        attend = partial(attend_by_boundaries, kernel=VarlenKernel.installed())
-        AttentionInterface.register(_BY_BOUNDARIES, exchanging(attend))
-        AttentionMaskInterface.register(_BY_BOUNDARIES, build_mask_rule)
+            attend = partial(attend_by_boundaries, kernel=VarlenKernel.installed())
+        AttentionInterface.register(name, exchanging(attend))
+        AttentionMaskInterface.register(name, build_mask_rule)
     elif backend == "flex":
         from app.model.attention.inputs import attend_by_blocks
 
         # No mask function: the block mask that is built for each batch is complete.
-        AttentionInterface.register(_BY_BLOCKS, attend_by_blocks)
-    return IN_TRANSFORMERS[backend]
+        AttentionInterface.register(name, attend_by_blocks)
+    return name
 
 
 def key_repeats(heads: int, key_heads: int, size: int) -> int:
@@ -275,7 +270,7 @@ def _nested_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def generation_attention(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Use transformers' own attention in `model.generate`, which needs a cache and left padding."""
-    ours = (_BY_DOCUMENT, _BY_BOUNDARIES, _BY_BLOCKS)
+    ours = [IN_TRANSFORMERS[backend] for backend in ("sdpa", "varlen", "flex")]
 
     def choose(part: PreTrainedModel) -> str:
         own: str = part.config._attn_implementation
@@ -493,7 +488,13 @@ def _required_transformers(model_type: str) -> str | None:
 
 
 def _supports(backend: str, architecture: PretrainedConfig) -> bool:
-    model_class = _model_class(architecture)
+    from transformers.models.auto import modeling_auto
+
+    classes = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if architecture.is_encoder_decoder:
+        classes = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    language_model = language_model_class(architecture)
+    model_class = language_model or classes.get(type(architecture), None)
     if model_class is None:
         return True
     if not model_class._can_set_attn_implementation():
@@ -524,19 +525,6 @@ def _find_tower_without(backend: str, architecture: PretrainedConfig) -> str | N
         if tower is not None and not getattr(tower, flags.get(backend, "_supports_flash_attn")):
             return str(tower.__name__)
     return None
-
-
-def _model_class(architecture: PretrainedConfig) -> Any:
-    from transformers.models.auto import modeling_auto
-
-    if (language_model := language_model_class(architecture)) is not None:
-        return language_model
-    classes = (
-        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-        if architecture.is_encoder_decoder
-        else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    )
-    return classes.get(type(architecture), None)
 
 
 def find_package_problem(backend: str) -> str | None:

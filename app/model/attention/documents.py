@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _FREE_PADDING = 1024
 """query-key pairs of padding that each document may add on top, for fewer and larger calls"""
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor in host memory to `device`, without waiting for a GPU's queued work."""
     if device.type == "cuda":  # copies are asynchronous only from pinned memory
         tensor = tensor.pin_memory()
@@ -67,7 +68,7 @@ class DocumentGroups:
         return stack_documents(self.documents)
 
     @cached_property
-    def gather(self) -> list[torch.Tensor]:
+    def gather(self) -> list[Tensor]:
         """Flat positions (row * tokens + column) of each group, [documents, longest].
 
         A shorter document is padded by repeating its last token, which no earlier token sees.
@@ -75,7 +76,7 @@ class DocumentGroups:
         return self._indices[0]
 
     @cached_property
-    def restore(self) -> torch.Tensor:
+    def restore(self) -> Tensor:
         """Index of each flat position into the concatenated group outputs, [rows * tokens]."""
         return self._indices[1]
 
@@ -93,7 +94,7 @@ class DocumentGroups:
         }
 
     @cached_property
-    def _indices(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _indices(self) -> tuple[list[Tensor], Tensor]:
         groups = [
             _index([Span(each.length, each.row * self.tokens + each.start) for each in members])
             for members in _group_by_length(self.documents)
@@ -225,11 +226,11 @@ class PairGroup:
     A shorter document is padded by repeating its last token.
     """
 
-    queries: torch.Tensor
+    queries: Tensor
     """flat positions (row * tokens + column), [documents, longest]"""
-    keys: torch.Tensor
+    keys: Tensor
     """flat positions, [documents, longest]"""
-    visible: torch.Tensor | None
+    visible: Tensor | None
     """bool [documents, 1, 1, longest], False at padded keys; None if no key is padded"""
 
 
@@ -238,7 +239,7 @@ class BidirectionalGroups:
     """Groups of documents whose queries see all of their keys."""
 
     groups: list[PairGroup]
-    restore: torch.Tensor
+    restore: Tensor
     """index of each flat query into the concatenated group outputs, [rows * tokens]; padding gets
     the first output, which no layer reads"""
 
@@ -250,7 +251,7 @@ class PairGroups:
     encoder: BidirectionalGroups | None
     decoder: DocumentGroups | None
     cross: BidirectionalGroups | None
-    sliced_bias: tuple[torch.Tensor, torch.Tensor] | None = None
+    sliced_bias: tuple[Tensor, Tensor] | None = None
     """latest relative position bias, and its slice for the longest document"""
 
 
@@ -325,7 +326,7 @@ def _take_similar(
     return documents, []
 
 
-def _index(spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+def _index(spans: list[Span]) -> tuple[Tensor, Tensor]:
     """Return flat positions [documents, longest], and a mask of those that are not padding."""
     lengths = torch.tensor([span.length for span in spans]).unsqueeze(1)
     starts = torch.tensor([span.start for span in spans]).unsqueeze(1)
@@ -333,9 +334,7 @@ def _index(spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
     return starts + torch.minimum(columns, lengths - 1), columns < lengths
 
 
-def _inverse(
-    groups: Sequence[tuple[torch.Tensor, torch.Tensor]], num_positions: int
-) -> torch.Tensor:
+def _inverse(groups: Sequence[tuple[Tensor, Tensor]], num_positions: int) -> Tensor:
     """Return the place of each flat position in the concatenated groups of `_index`; 0 if none."""
     # Padding repeats a document's last token, behind it: the first place is the token's own.
     positions = torch.cat([index.flatten() for index, _ in groups])

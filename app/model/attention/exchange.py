@@ -17,10 +17,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from app.model.attention.attend import (
     MaskRule,
+    Parts,
     attend_in_blocks,
     cast_to_one_dtype,
     repeat_heads,
@@ -70,12 +71,8 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, piece: RowPiece) -> tuple[Tensor, Tensor]:
-        ctx.place = (
-            slice(piece.row, piece.row + 1),
-            ...,
-            slice(piece.first, piece.columns.stop),
-            slice(None),
-        )
+        tokens = slice(piece.first, piece.columns.stop)
+        ctx.place = slice(piece.row, piece.row + 1), ..., tokens, slice(None)
         ctx.shape = whole.shape
         ctx.set_materialize_grads(False)
         return whole[ctx.place], whole.view_as(whole)
@@ -129,10 +126,8 @@ def exchanging(attend: Attend) -> Attend:
                 f"heads, and the position_bias of {type(module).__name__} is one of all heads: "
                 "type strategy.context_parallel_size=1"
             )
-        reason, sinks = (
-            gather_reason(query.shape[1], key.shape[1], ranks.size()),
-            options.get("s_aux"),
-        )
+        sinks = options.get("s_aux")
+        reason = gather_reason(query.shape[1], key.shape[1], ranks.size())
         if reason and sinks is not None and query.device.type != "cpu":
             raise UserError(
                 f"strategy.context_parallel_size={ranks.size()}: {reason}, and attention with "
@@ -140,9 +135,8 @@ def exchanging(attend: Attend) -> Attend:
             )
         parts = cast_to_one_dtype(query, key, value)
         if reason:
-            return _attend_to_gathered(
-                partial(attend, module), parts, attention_mask, exchange, options
-            ), None
+            own = partial(attend, module)
+            return _attend_to_gathered(own, parts, attention_mask, exchange, options), None
         parts = _heads_of_all_tokens(parts, ranks)
         if sinks is not None:
             options["s_aux"] = sinks.chunk(ranks.size())[ranks.rank()]
@@ -153,11 +147,7 @@ def exchanging(attend: Attend) -> Attend:
 
 
 def _attend_to_gathered(
-    attend: Attend,
-    parts: tuple[Tensor, Tensor, Tensor],
-    mask: MaskRule | None,
-    slices: RowSlices,
-    options: dict[str, Any],
+    attend: Attend, parts: Parts, mask: MaskRule | None, slices: RowSlices, options: dict[str, Any]
 ) -> Tensor:
     """Attend with own queries to the keys of all ranks; [rows, own tokens, heads, dim]."""
     query, key, value = parts
@@ -199,9 +189,7 @@ def _attend_to_gathered(
     return joined.unflatten(1, (len(query), -1)).squeeze(0)
 
 
-def _heads_of_all_tokens(
-    parts: tuple[Tensor, Tensor, Tensor], ranks: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
+def _heads_of_all_tokens(parts: Parts, ranks: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Exchange [rows, heads, own tokens, dim] for [rows, own heads, all tokens, dim], at once."""
     size, (query, key, value) = ranks.size(), parts
     if (repeats := key_repeats(query.shape[1], key.shape[1], size)) > 1:
@@ -227,16 +215,6 @@ def _tokens_of_all_heads(output: Tensor, ranks: dist.ProcessGroup) -> Tensor:
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-def _describe_exchange(config: PretrainedConfig, size: int) -> str:
-    """Return how `size` ranks attend to whole documents, and why."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    reason = gather_reason(heads, getattr(text, "num_key_value_heads", None) or heads, size)
-    if reason is None:
-        return f"{size} ranks exchange heads for tokens in attention"
-    return f"each rank gathers the keys and values of whole rows: {reason}"
-
-
 def check_exchange(
     model: PreTrainedModel, backend: str, device: torch.device, ranks: dist.ProcessGroup
 ) -> None:
@@ -246,7 +224,12 @@ def check_exchange(
     edit of the first, on the first rank, may change no logit of the second on any of them. Costs
     six forward passes of a few tokens.
     """
-    log.info("context parallelism: %s", _describe_exchange(model.config, ranks.size()))
+    text, size = model.config.get_text_config(), ranks.size()
+    heads = text.num_attention_heads
+    how = f"{size} ranks exchange heads for tokens in attention"
+    if reason := gather_reason(heads, getattr(text, "num_key_value_heads", None) or heads, size):
+        how = f"each rank gathers the keys and values of whole rows: {reason}"
+    log.info("context parallelism: %s", how)
     excess = []
     for shift in EDITS:  # rounding may send a token to another expert, but hardly twice
         leak, difference, limit = _effects_on_slices(model, backend, device, ranks, shift)
@@ -263,18 +246,14 @@ def check_exchange(
         f"{fault} ({by:.2g} times the rounding error)" for fault, by in faults.items() if by > 1
     ]:
         raise UserError(
-            f"strategy.context_parallel_size={ranks.size()}: {', and '.join(found)}, so some "
+            f"strategy.context_parallel_size={size}: {', and '.join(found)}, so some "
             f"layers of {model.config.model_type} models do not exchange tokens as they should: "
             "type strategy.context_parallel_size=1"
         )
 
 
 def _effects_on_slices(
-    model: PreTrainedModel,
-    backend: str,
-    device: torch.device,
-    ranks: dist.ProcessGroup,
-    shift: int,
+    model: PreTrainedModel, backend: str, device: torch.device, ranks: dist.ProcessGroup, shift: int
 ) -> tuple[Tensor, Tensor, float]:
     """Return the change of the second document's logits by an edit of the first on the first rank.
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PretrainedConfig
@@ -40,7 +41,7 @@ def attention_inputs(
     model: PreTrainedModel,
     backend: str,
     document_lengths: Lengths,
-    ids: torch.Tensor,
+    ids: Tensor,
     sequence: SequenceSlice | None = None,
 ) -> dict[str, Any]:
     """Return the keyword arguments with which a model's forward keeps documents apart.
@@ -61,7 +62,7 @@ def _sliced_inputs(
     model: PreTrainedModel,
     backend: str,
     document_lengths: Lengths,
-    ids: torch.Tensor,
+    ids: Tensor,
     sequence: SequenceSlice,
     ranks: ProcessGroup,
 ) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def has_attention(model: PreTrainedModel) -> bool:
 
 
 def _mask_inputs(
-    model: PreTrainedModel, backend: str, document_lengths: Lengths, ids: torch.Tensor
+    model: PreTrainedModel, backend: str, document_lengths: Lengths, ids: Tensor
 ) -> dict[str, Any]:
     # Not the model's device: its weights may be offloaded to host memory between passes.
     shape, device = _shape(ids), ids.device
@@ -106,7 +107,11 @@ def _mask_inputs(
             "other if a batch has several rows: type trainer.micro_batch_size=1, or attention=eager"
         )
     if backend == "eager":
-        return {"attention_mask": _dense_masks(model, document_lengths, ids)}
+        if all(len(lengths) == 1 for lengths in document_lengths):
+            # Causal attention never sees the padding at a row's end.
+            return {"attention_mask": torch.ones_like(ids)}
+        build = partial(_dense_mask, document_lengths, shape, device, model.dtype)
+        return {"attention_mask": _by_layer(model, backend, build)}
     if backend == "flex":
         build = partial(block_mask, document_lengths, shape, device)
         return {"attention_mask": _by_layer(model, backend, build)}
@@ -143,7 +148,7 @@ def _config_values(config: PretrainedConfig) -> dict[str, Any]:
     return parts | {"model_type": config.model_type}
 
 
-def _placeholder_mask(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+def _placeholder_mask(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return a mask of ones for our attention, which ignores it.
 
     Without a mask, transformers would search the positions for documents, and wait for the device.
@@ -153,13 +158,6 @@ def _placeholder_mask(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor
     """
     mask = torch.ones_like(ids)
     return mask.unsqueeze(1) if masks_recurrent_layers(model) else mask
-
-
-def _dense_masks(model: PreTrainedModel, document_lengths: Lengths, ids: torch.Tensor) -> Any:
-    if all(len(lengths) == 1 for lengths in document_lengths):
-        return torch.ones_like(ids)  # causal attention never sees the padding at a row's end
-    build = partial(_dense_mask, document_lengths, _shape(ids), ids.device, model.dtype)
-    return _by_layer(model, "eager", build)
 
 
 def _by_layer(model: PreTrainedModel, backend: str, build: Callable[..., Any]) -> Any:
@@ -187,7 +185,7 @@ def _dense_mask(
     dtype: torch.dtype,
     *,
     window: int | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return an additive mask [rows, 1, tokens, tokens]: 0 where a query sees the key.
 
     `window`: most tokens that a token sees, itself included.
@@ -212,8 +210,8 @@ def pair_inputs(
     backend: str,
     source_lengths: Lengths,
     target_lengths: Lengths,
-    source_ids: torch.Tensor,
-    target_ids: torch.Tensor,
+    source_ids: Tensor,
+    target_ids: Tensor,
 ) -> dict[str, Any]:
     """Return the keyword arguments with which an encoder-decoder model keeps documents apart.
 
@@ -236,19 +234,19 @@ def pair_inputs(
     return {"attention_mask": (torch.arange(tokens).unsqueeze(0) < ends).long().to(device)}
 
 
-def _shape(ids: torch.Tensor) -> tuple[int, int]:
+def _shape(ids: Tensor) -> tuple[int, int]:
     return ids.shape[0], ids.shape[1]
 
 
 def attend_by_blocks(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: BlockMask | None,
     sliding_window: int | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Call the kernel as transformers does; without a mask, every row is one document.
 
     query [rows, heads, tokens, head_dim]; key and value may have fewer heads (GQA). Returns
@@ -267,18 +265,14 @@ def attend_by_blocks(
         # PyTorch would choose its decoding kernel, for which these blocks are too large.
         options["kernel_options"] = {"BACKEND": "TRITON"}
     parts = cast_to_one_dtype(query, key, value)
-    attended: tuple[torch.Tensor, torch.Tensor | None] = flex_attention_forward(
+    attended: tuple[Tensor, Tensor | None] = flex_attention_forward(
         module, *parts, attention_mask, **options
     )
     return attended
 
 
 def block_mask(
-    document_lengths: Lengths,
-    shape: tuple[int, int],
-    device: torch.device,
-    *,
-    window: int | None,
+    document_lengths: Lengths, shape: tuple[int, int], device: torch.device, *, window: int | None
 ) -> BlockMask:
     """Build the mask of a batch: a token sees its document's past, at most `window` tokens.
 
@@ -295,9 +289,7 @@ def block_mask(
     is_whole = is_past & (number * FLEX_BLOCK >= highest)
     first = first.to(device)
 
-    def is_visible(
-        row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor:
+    def is_visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (first[row, query] <= key) & (key <= query)
 
     mask: BlockMask = BlockMask.from_kv_blocks(
@@ -312,7 +304,7 @@ def block_mask(
 
 def _first_visible_keys(
     document_lengths: Lengths, shape: tuple[int, int], window: int | None
-) -> torch.Tensor:
+) -> Tensor:
     """Return the column of the first key that each query sees, [rows, tokens padded to a block].
 
     The padding of a row counts as one more document.
@@ -329,7 +321,7 @@ def _first_visible_keys(
     return first
 
 
-def _list_key_blocks(is_chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _list_key_blocks(is_chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of key blocks of each query block, and indices that start with these."""
     counts = is_chosen.sum(-1, dtype=torch.int32)
     numbers = is_chosen.int().argsort(dim=-1, descending=True, stable=True).int()

@@ -13,7 +13,6 @@ replaces causal-conv1d, which is compiled.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
@@ -21,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
@@ -42,19 +41,15 @@ _ARGUMENT = "mixer_documents"
 RANKS = "mixer_ranks"
 """name of the one that carries the ranks that hold slices of the rows"""
 _BOUNDARIES = (
-    "documents",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
+    *("documents", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
 )
 """arguments that describe a whole batch, which mixers do not get"""
 _RECURRENT_MASK = "create_recurrent_attention_mask"
 """name of the function with which transformers' models hide padding from recurrent layers"""
 CHUNK = 32
 """tokens per chunk: fewer mean less padding and less work within chunks, more mean fewer steps"""
-_installed: set[Callable[..., Any]] = set()
+Forward = Callable[..., Any]
+_installed: set[Forward] = set()
 
 
 class _CurrentBatch:
@@ -83,10 +78,10 @@ def use_documents(
         _CurrentBatch.documents, _CurrentBatch.ranks = before
 
 
-def recompute_on_same_documents(run_layer: Callable[..., Any]) -> Callable[..., Any]:
+def recompute_on_same_documents(run_layer: Forward) -> Forward:
     """Make an activation checkpoint recompute its layer on the documents of its forward pass."""
 
-    def run(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(layer: Forward, *args: Any, **kwargs: Any) -> Any:
         documents, ranks = _CurrentBatch.documents, _CurrentBatch.ranks
 
         @wraps(layer)
@@ -146,7 +141,7 @@ class MixerForward:
         A scan pads each document to whole chunks (256 tokens in Mamba 2, 64 in a delta rule). Their
         size does not change the result. GPU kernels are compiled for one size.
         """
-        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         hidden = next(tensors)
         if self._chunk_size is None or hidden.device.type != "cpu":
             return self._original(*args, **kwargs)
@@ -195,10 +190,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _run_by_boundaries(
-    forward: Callable[..., Any],
-    documents: DocumentGroups,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    forward: Forward, documents: DocumentGroups, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run `forward` on all rows joined into one, with the boundaries of the documents.
 
@@ -206,15 +198,15 @@ def _run_by_boundaries(
     """
     rows, tokens = documents.rows, documents.tokens
 
-    def join(tensor: torch.Tensor) -> torch.Tensor:
+    def join(tensor: Tensor) -> Tensor:
         if tensor.ndim < 2 or tensor.shape[1] != tokens or tensor.shape[0] not in (1, rows):
             return tensor
         return tensor.expand(rows, *tensor.shape[1:]).flatten(0, 1).unsqueeze(0)
 
-    args, kwargs = tree_map_only(torch.Tensor, join, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, join, (args, kwargs))
     with use_documents(None):  # nested mixers get the same boundaries as arguments
         output = forward(*args, **kwargs, **documents.boundaries)
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, Tensor):
         return output.unflatten(1, (rows, tokens)).squeeze(0)
     joined = 1, rows * tokens
     return tuple(
@@ -224,7 +216,7 @@ def _run_by_boundaries(
 
 
 def _run_on_whole_rows(
-    forward: Callable[..., Any], ranks: ProcessGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+    forward: Forward, ranks: ProcessGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run `forward` on the tokens of all ranks that hold slices of the rows; return the own slice.
 
@@ -232,31 +224,28 @@ def _run_on_whole_rows(
     """
     from app.model.attention.exchange import gather_tokens
 
-    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     tokens = next(tensors).shape[1]
     own = SequenceSlice.of_rank(ranks.size() * tokens, ranks)
 
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
+    def gather(tensor: Tensor) -> Tensor:
         is_by_token = tensor.ndim > 1 and tensor.shape[1] == tokens
         return gather_tokens(tensor, ranks, 1) if is_by_token else tensor
 
-    args, kwargs = tree_map_only(torch.Tensor, gather, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, gather, (args, kwargs))
     output = forward(*args, **kwargs)
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, Tensor):
         return own.take(output)
     return tuple(
         own.take(part)
-        if isinstance(part, torch.Tensor) and part.shape[1:2] == (ranks.size() * tokens,)
+        if isinstance(part, Tensor) and part.shape[1:2] == (ranks.size() * tokens,)
         else None
         for part in output
     )
 
 
 def _run_by_document(
-    forward: Callable[..., Any],
-    documents: DocumentGroups,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    forward: Forward, documents: DocumentGroups, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run `forward` on batches of documents instead of rows.
 
@@ -269,14 +258,14 @@ def _run_by_document(
     with use_documents(None):  # nested mixers already run on whole documents
         for index in documents.gather:
             gather = partial(_gather_documents, index=index, shape=shape)
-            group_args, group_kwargs = tree_map_only(torch.Tensor, gather, (args, kwargs))
+            group_args, group_kwargs = tree_map_only(Tensor, gather, (args, kwargs))
             outputs.append(forward(*group_args, **group_kwargs))
 
-    def join(parts: list[torch.Tensor]) -> torch.Tensor:
+    def join(parts: list[Tensor]) -> Tensor:
         flat = torch.cat([part.flatten(0, 1) for part in parts])
         return flat[documents.restore].unflatten(0, shape)
 
-    if isinstance(outputs[0], torch.Tensor):
+    if isinstance(outputs[0], Tensor):
         return join(outputs)
     sizes = [index.shape for index in documents.gather]
     return tuple(
@@ -285,9 +274,7 @@ def _run_by_document(
     )
 
 
-def _gather_documents(
-    tensor: torch.Tensor, index: torch.Tensor, shape: tuple[int, int]
-) -> torch.Tensor:
+def _gather_documents(tensor: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
     rows, tokens = shape
     if tensor.ndim == 4 and tuple(tensor.shape[-2:]) == (tokens, tokens):
         raise UserError(
@@ -299,7 +286,7 @@ def _gather_documents(
 
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == tuple(shape)
+    return isinstance(value, Tensor) and tuple(value.shape[:2]) == tuple(shape)
 
 
 def has_isolated_mixers(model: torch.nn.Module) -> bool:
@@ -335,7 +322,7 @@ def transformers_model(model: torch.nn.Module) -> Any:
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
-def install_kernels(forward: Callable[..., Any]) -> None:
+def install_kernels(forward: Forward) -> None:
     """Make the functions that a mixer's `forward` calls support document boundaries.
 
     A function is replaced only if its package is not installed. Without boundaries, or on another
@@ -353,12 +340,10 @@ def install_kernels(forward: Callable[..., Any]) -> None:
             _installed.add(names[name])
 
 
-def _dispatch(
-    original: Callable[..., Any], kernels: Mapping[str, Callable[..., Any]]
-) -> Callable[..., Any]:
+def _dispatch(original: Forward, kernels: Mapping[str, Forward]) -> Forward:
     """Return a function that calls the kernel of a device for one packed row, else `original`."""
 
-    @functools.wraps(original)
+    @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         is_packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
         is_one_row = len(args[0]) == 1  # `original` raises an error for several packed rows
@@ -466,7 +451,7 @@ class _Chunks:
         return int(self.steps[-1].stop)
 
 
-@functools.lru_cache(maxsize=4)
+@lru_cache(maxsize=4)
 def _chunks_of(lengths: tuple[int, ...]) -> _Chunks:
     num_chunks = [-(-length // CHUNK) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda document: -num_chunks[document])

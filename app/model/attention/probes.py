@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -241,8 +241,9 @@ def _pair_difference(
 
     Packed, before one neighbour and after another one; padded, before some tokens and others.
     """
-    source, target = _token_ranges(model, device, 4, 3)
-    others, other_targets = _token_ranges(model, device, 10, 4)
+    source, target, others, other_targets = (
+        probe_ids(model, length, 2 * length, device)[0] for length in (4, 3, 10, 4)
+    )
     first = torch.cat([source, others[:5]]), torch.cat([target, other_targets[:2]])
     second = (source, others[5:]), (target, other_targets[2:])
     lengths: list[tuple[list[int], list[int]]] = [([4], [3])] * 2
@@ -250,9 +251,8 @@ def _pair_difference(
         second = second[0][::-1], second[1][::-1]
         lengths = [([4, 5], [3, 2]), ([5, 4], [2, 3])]
     with eval_mode(model), use_backend(model, backend):
-        logits = _pair_logits(model, backend, *first, *lengths[0])[:3]
-        sources, targets = map(torch.cat, second)
-        changed = _pair_logits(model, backend, sources, targets, *lengths[1])
+        logits = _pair_logits(model, backend, first, lengths[0])[:3]
+        changed = _pair_logits(model, backend, map(torch.cat, second), lengths[1])
     changed = changed[2:] if is_packed else changed[:3]
     # The shapes are equal, so rounding is small; a wrong position changes far more.
     return distances(logits, changed).max().item(), rounding(model, logits, MAX_ULPS, MIN_SHARE)
@@ -278,9 +278,15 @@ def rounding(model: PreTrainedModel, logits: torch.Tensor, ulps: float, min_shar
     """Return the RMS rounding error to expect of `logits` [tokens, vocabulary].
 
     It is `ulps` units in the last place of their spread, or `min_share` of the spread if that is
-    more, plus half a unit of their mean, which the last addition rounds.
+    more, plus half a unit of their mean, which the last addition rounds. A unit is that of the
+    coarsest of weights, autocast and matrix products.
     """
-    eps = _coarsest_eps(model, logits)
+    device, dtypes = logits.device.type, [logits.dtype, model.dtype]
+    if torch.is_autocast_enabled(device):
+        dtypes.append(torch.get_autocast_dtype(device))
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    if torch.get_float32_matmul_precision() != "highest":
+        eps = max(eps, _TF32_EPS)
     spread = _spread(logits.float()).square().mean().sqrt().item()
     mean = logits.float().mean(-1).abs().max().item()
     return max(ulps * eps, min_share) * spread + eps / 2 * mean
@@ -291,35 +297,13 @@ def _spread(logits: torch.Tensor) -> torch.Tensor:
     return (logits - logits.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
-def _coarsest_eps(model: PreTrainedModel, logits: torch.Tensor) -> float:
-    """Return the largest machine epsilon of weights, autocast and matrix products."""
-    device = logits.device.type
-    dtypes = [logits.dtype, model.dtype]
-    if torch.is_autocast_enabled(device):
-        dtypes.append(torch.get_autocast_dtype(device))
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    is_exact = torch.get_float32_matmul_precision() == "highest"
-    return eps if is_exact else max(eps, _TF32_EPS)
-
-
-def _token_ranges(
-    model: PreTrainedModel, device: torch.device, *lengths: int
-) -> tuple[torch.Tensor, ...]:
-    """Return a range of token ids of each length, each starting at another id."""
-    return tuple(probe_ids(model, length, 2 * length, device)[0] for length in lengths)
-
-
 def _pair_logits(
-    model: PreTrainedModel,
-    backend: str,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
-    source_lengths: list[int],
-    target_lengths: list[int],
+    model: Any, backend: str, pair: Iterable[torch.Tensor], lengths: tuple[list[int], list[int]]
 ) -> torch.Tensor:
-    ids = {"input_ids": sources.unsqueeze(0), "decoder_input_ids": targets.unsqueeze(0)}
-    inputs = pair_inputs(model, backend, [source_lengths], [target_lengths], *ids.values())
-    logits: torch.Tensor = model(**ids, use_cache=False, **inputs).logits[0]
+    sources, targets = (tokens.unsqueeze(0) for tokens in pair)
+    inputs = pair_inputs(model, backend, [lengths[0]], [lengths[1]], sources, targets)
+    inputs |= {"input_ids": sources, "decoder_input_ids": targets}
+    logits: torch.Tensor = model(**inputs, use_cache=False).logits[0]
     return logits
 
 

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from app.model.activation_checkpointing import attend_once
 from app.model.attention.attend import MaskRule, attend_to_documents, cast_to_one_dtype
@@ -44,37 +45,36 @@ class VarlenKernel:
     `scale`, and 2.12 adds `enable_gqa`.
     """
 
-    function: Callable[..., torch.Tensor]
+    function: Callable[..., Tensor]
     takes_window: bool
     takes_scale: bool
     takes_gqa: bool
 
     @classmethod
-    def of(cls, function: Callable[..., torch.Tensor]) -> VarlenKernel:
+    def of(cls, function: Callable[..., Tensor]) -> VarlenKernel:
         """Wrap a version of `varlen_attn`, by its signature."""
         names = inspect.signature(function).parameters
         return cls(function, "window_size" in names, "scale" in names, "enable_gqa" in names)
 
     @classmethod
     def installed(cls) -> VarlenKernel:
-        """Return the kernel of the installed PyTorch."""
         from torch.nn.attention.varlen import varlen_attn
 
         return cls.of(varlen_attn)
 
     def __call__(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        boundaries: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        boundaries: Tensor,
         longest: int,
         *,
         is_causal: bool,
         window: int | None,
         scaling: float | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend inside each document; query, key, value [tokens, heads, head_dim].
 
         boundaries int32 [documents + 1]: start of each document, and end of the last; longest: most
@@ -107,26 +107,26 @@ class VarlenKernel:
             options["window_size"] = window_size
         # The kernel knows that queries and keys have the same lengths if it gets one tensor twice.
         arguments = (query, key, value, boundaries, boundaries, longest, longest)
-        output: torch.Tensor = attend_once(self.function, *arguments, **options)
+        output: Tensor = attend_once(self.function, *arguments, **options)
         return output
 
 
 def attend_by_boundaries(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: MaskRule | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     *,
     kernel: VarlenKernel,
     **unsupported: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attend inside each document; without boundaries, every row is one document.
 
     query [rows, heads, tokens, head_dim]; key and value may have fewer heads (GQA). cu_seq_lens_q
@@ -156,29 +156,20 @@ def attend_by_boundaries(
         output = _attend_to_batch(query, key, value, num_documents, scaling)
     else:
         window = sliding_window if has_window else None
-        how: dict[str, Any] = {
-            "is_causal": is_causal,
-            "window": window,
-            "scaling": scaling,
-            "sinks": s_aux,
-        }
+        how: Any = {"is_causal": is_causal, "window": window, "scaling": scaling, "sinks": s_aux}
         output = kernel(query, key, value, cu_seq_lens_q, max_length_q, **how)
     return output[..., :value_dim].unflatten(0, (rows, tokens)), None
 
 
 def _attend_to_batch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    num_documents: int,
-    scaling: float | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, num_documents: int, scaling: float | None
+) -> Tensor:
     """Attend inside each of `num_documents` of equal lengths, causally.
 
     query, key, value, and the output: [tokens of all documents, heads, head_dim].
     """
     batch = (part.unflatten(0, (num_documents, -1)).transpose(1, 2) for part in (query, key, value))
-    output: torch.Tensor = attend_once(
+    output: Tensor = attend_once(
         torch.nn.functional.scaled_dot_product_attention,
         *batch,
         is_causal=True,
@@ -203,7 +194,7 @@ def _check_variant(dropout: float, options: dict[str, Any]) -> None:
 
 
 def _check_mask(
-    module: torch.nn.Module, mask: MaskRule | torch.Tensor | None, window: int | None, longest: int
+    module: torch.nn.Module, mask: MaskRule | Tensor | None, window: int | None, longest: int
 ) -> None:
     """Raise UserError for a mask other than the layer's own sliding window."""
     if mask is None:
@@ -251,10 +242,7 @@ def activate_flash4(
 def restore_flash2() -> None:
     """Make PyTorch's built-in FlashAttention 2 its kernel again."""
     try:
-        from torch.nn.attention import (
-            current_flash_attention_impl,
-            restore_flash_attention_impl,
-        )
+        from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
     except ImportError:  # the only kernel before PyTorch 2.11
         return
     if current_flash_attention_impl() is not None:
@@ -263,7 +251,7 @@ def restore_flash2() -> None:
 
 def _run_kernel(
     head_dims: Sequence[int], query_heads_per_key: int, device: torch.device, *, has_sinks: bool
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Return the kernel's outputs and gradients for random documents, with and without a window."""
     kernel, results = VarlenKernel.installed(), []
     generator = torch.Generator(device).manual_seed(0)
@@ -282,12 +270,7 @@ def _run_kernel(
                 for heads in (num_heads, _PROBE_KEY_HEADS, _PROBE_KEY_HEADS)
             )
             with torch.enable_grad():
-                how: dict[str, Any] = {
-                    "is_causal": True,
-                    "window": window,
-                    "scaling": None,
-                    "sinks": sinks,
-                }
+                how: Any = {"is_causal": True, "window": window, "scaling": None, "sinks": sinks}
                 output = kernel(query, key, value, boundaries, longest, **how)
                 grad_output = torch.linspace(-1, 1, output.numel(), device=device).to(output)
                 grads = torch.autograd.grad(
