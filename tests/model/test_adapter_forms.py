@@ -13,18 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.model.adapter import (
-    load_adapter,
-    read_weight_changes,
-    save_adapter,
-    verify_adapter,
-    write_origin,
-)
+from app.model.adapter.saved import load_adapter, read_weight_changes, save_adapter, verify_adapter
 from app.model.adapter.settings import (
     RULES,
     UNSUPPORTED_FIELDS,
     WITHOUT_EFFECT,
     read_adapter_config,
+    write_origin,
 )
 from common.errors import UserError
 from tests.tiny import move, tiny_llama

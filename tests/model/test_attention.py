@@ -11,12 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
-from transformers.masking_utils import (
-    causal_mask_function,
-    chunked_causal_mask_function,
-    sliding_window_causal_mask_function,
-)
+from transformers import CONFIG_MAPPING, masking_utils
 
 from app.model.attention import attend, attention_implementation, generation_attention
 from app.model.attention.attend import MaskRule, attend_by_document, build_mask_rule
@@ -76,8 +71,8 @@ KERNEL = VarlenKernel.of(varlen_2_13)
 def rule(kind: str, size: int) -> MaskRule:
     rows = torch.zeros(1, dtype=torch.int64)
     functions = {
-        "window": sliding_window_causal_mask_function(size),
-        "chunk": chunked_causal_mask_function(size, rows),
+        "window": masking_utils.sliding_window_causal_mask_function(size),
+        "chunk": masking_utils.chunked_causal_mask_function(size, rows),
     }
     built = build_mask_rule(mask_function=functions[kind], local_size=size)
     assert built is not None
@@ -123,7 +118,7 @@ def test_a_mask_rule_holds_in_every_document(
 
 def test_a_mask_of_more_than_positions_is_refused() -> None:
     with pytest.raises(ValueError, match=r"more than the positions .* type attention=eager"):
-        build_mask_rule(mask_function=causal_mask_function, use_vmap=True)
+        build_mask_rule(mask_function=masking_utils.causal_mask_function, use_vmap=True)
     whole = torch.zeros(1, 1, 6, 6)
     with pytest.raises(ValueError, match=r"mask that Identity computed .* type attention=eager"):
         attend_by_document(LAYER, *parts(6), whole)  # type: ignore[arg-type]

@@ -185,9 +185,7 @@ def test_a_typed_backend_that_cannot_run_is_refused(
     assert exit_code(caught.value) == USER_ERROR
 
 
-def test_a_broken_or_missing_package_is_an_environment_error(
-    machine: Machine,
-) -> None:
+def test_a_broken_or_missing_package_is_an_environment_error(machine: Machine) -> None:
     machine.is_of(AMPERE, **BROKEN)
     with pytest.raises(ImportError, match="undefined symbol") as caught:
         choose("flash2")

@@ -59,15 +59,9 @@ def visible_keys(mask: BlockMask) -> torch.Tensor:
 
 
 def flex_substitute(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    score_mod: Any,
-    block_mask: BlockMask,
-    scale: float,
-    **_: Any,
-) -> torch.Tensor:
+    query: Any, key: Any, value: Any, *,
+    score_mod: Any, block_mask: BlockMask, scale: float, **_: Any,
+) -> torch.Tensor:  # fmt: skip
     assert query.dtype == key.dtype == value.dtype
     shared = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))

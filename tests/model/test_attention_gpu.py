@@ -88,14 +88,9 @@ def test_documents_do_not_see_each_other(backend: str) -> None:
 
 def test_documents_of_a_falcon_do_not_see_each_other() -> None:
     config = FalconConfig(
-        vocab_size=64,
-        hidden_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        new_decoder_architecture=True,
-        initializer_range=0.05,
-    )
+        vocab_size=64, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_kv_heads=2, new_decoder_architecture=True, initializer_range=0.05,
+    )  # fmt: skip
     if fault := find_package_problem("flash2"):
         pytest.skip(fault)
     torch.manual_seed(0)

@@ -17,10 +17,15 @@ from tests.tiny import tiny_bart, tiny_t5
 
 SOURCES, TARGETS = [[5, 9, 3, 30], [2, 40]], [[7, 1, 2, 20], [12, 11]]
 SOURCE_SHAPE, TARGET_SHAPE = (2, 50), (2, 35)
+Pair = tuple[torch.Tensor, torch.Tensor]
+Lengths = tuple[list[list[int]], list[list[int]]]
+"""of sources, and of targets"""
 
 
-def ids(shape: tuple[int, int], seed: int = 1) -> torch.Tensor:
-    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(seed))
+def pair_of(source: tuple[int, int], target: tuple[int, int]) -> Pair:
+    random = torch.Generator()
+    sources = torch.randint(3, 64, source, generator=random.manual_seed(1))
+    return sources, torch.randint(3, 64, target, generator=random.manual_seed(2))
 
 
 def switch(model: Any, name: str) -> None:
@@ -39,16 +44,9 @@ def by_document(model: Any) -> Any:
     return model
 
 
-def batched(
-    model: Any,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
-    source_lengths: list[list[int]],
-    target_lengths: list[list[int]],
-    backend: str = "sdpa",
-) -> torch.Tensor:
-    inputs = pair_inputs(model, backend, source_lengths, target_lengths, sources, targets)
-    return model(input_ids=sources, decoder_input_ids=targets, use_cache=False, **inputs).logits
+def batched(model: Any, tokens: Pair, lengths: Lengths, backend: str = "sdpa") -> torch.Tensor:
+    inputs = pair_inputs(model, backend, *lengths, *tokens)
+    return model(input_ids=tokens[0], decoder_input_ids=tokens[1], use_cache=False, **inputs).logits
 
 
 def documents(lengths: list[list[int]], tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -59,18 +57,11 @@ def documents(lengths: list[list[int]], tokens: torch.Tensor) -> list[torch.Tens
     ]
 
 
-def alone(
-    reference: Any,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
-    source_lengths: list[list[int]],
-    target_lengths: list[list[int]],
-) -> list[torch.Tensor]:
+def alone(reference: Any, tokens: Pair, lengths: Lengths) -> list[torch.Tensor]:
     """Logits of each document alone, with transformers' eager attention."""
-    documents_of = documents(source_lengths, sources), documents(target_lengths, targets)
     return [
         reference(input_ids=source, decoder_input_ids=target, use_cache=False).logits[0]
-        for source, target in zip(*documents_of, strict=True)
+        for source, target in zip(*map(documents, lengths, tokens), strict=True)
     ]
 
 
@@ -92,11 +83,10 @@ ALL: dict[str, Any] = T5_KIN | {"bart": tiny_bart}
 def test_a_packed_document_has_the_logits_of_the_document_alone(
     kind: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    sources, targets = ids(SOURCE_SHAPE), ids(TARGET_SHAPE, 2)
+    tokens = pair_of(SOURCE_SHAPE, TARGET_SHAPE)
     reference = T5_KIN[kind](attn_implementation="eager").to(dtype)
-    model = by_document(T5_KIN[kind]().to(dtype))
-    packed = batched(model, sources, targets, SOURCES, TARGETS)
-    expected = alone(reference, sources, targets, SOURCES, TARGETS)
+    packed = batched(by_document(T5_KIN[kind]().to(dtype)), tokens, (SOURCES, TARGETS))
+    expected = alone(reference, tokens, (SOURCES, TARGETS))
     for ours, theirs in zip(documents(TARGETS, packed), expected, strict=True):
         assert torch.allclose(ours[0], theirs, rtol=0, atol=tolerance * theirs.abs().max().item())
 
@@ -105,13 +95,13 @@ def test_a_packed_document_has_the_logits_of_the_document_alone(
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ALL)
 def test_a_padded_document_has_the_logits_of_the_document_alone(kind: str, backend: str) -> None:
-    sources, targets = ids((4, 20)), ids((4, 9), 2)
+    tokens = pair_of((4, 20), (4, 9))
     lengths = [[20], [3], [1], [18]], [[2], [9], [1], [8]]
     reference = ALL[kind](attn_implementation="eager")
     model = ALL[kind]() if backend == "eager" else by_document(ALL[kind]())
     switch(model, attention_implementation(backend))
-    padded = batched(model, sources, targets, *lengths, backend)
-    expected = alone(reference, sources, targets, *lengths)
+    padded = batched(model, tokens, lengths, backend)
+    expected = alone(reference, tokens, lengths)
     for ours, theirs in zip(documents(lengths[1], padded), expected, strict=True):
         assert torch.allclose(ours[0], theirs, rtol=0, atol=1e-5)
 
@@ -124,14 +114,14 @@ def gradients(model: Any, outputs: list[torch.Tensor]) -> dict[str, torch.Tensor
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", ["t5", "umt5", "bart"])
 def test_gradients_equal_those_of_the_documents_alone(kind: str, recompute: bool) -> None:
-    sources, targets = ids(SOURCE_SHAPE), ids(TARGET_SHAPE, 2)
+    tokens = pair_of(SOURCE_SHAPE, TARGET_SHAPE)
     lengths = (SOURCES, TARGETS) if kind in T5_KIN else ([[50], [20]], [[7], [35]])
     reference = ALL[kind](attn_implementation="eager").train()
-    expected = gradients(reference, alone(reference, sources, targets, *lengths))
+    expected = gradients(reference, alone(reference, tokens, lengths))
     model = by_document(ALL[kind]()).train()
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    logits = batched(model, sources, targets, *lengths)
+    logits = batched(model, tokens, lengths)
     found = gradients(model, documents(lengths[1], logits))
     assert found.keys() == expected.keys()
     assert kind == "bart" or any("relative_attention_bias" in name for name in found)
@@ -144,12 +134,13 @@ def test_gradients_equal_those_of_the_documents_alone(kind: str, recompute: bool
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_an_empty_row_does_not_change_the_logits_of_others(backend: str) -> None:
     model = tiny_t5(attn_implementation=attention_implementation(backend))
-    sources, targets = ids((2, 9)), ids((2, 5), 2)
-    logits = batched(model, sources, targets, [[7], []], [[4], []], backend)
-    (expected,) = alone(tiny_t5(), sources[:1], targets[:1], [[7]], [[4]])
+    tokens = sources, targets = pair_of((2, 9), (2, 5))
+    logits = batched(model, tokens, ([[7], []], [[4], []]), backend)
+    (expected,) = alone(tiny_t5(), (sources[:1], targets[:1]), ([[7]], [[4]]))
     assert torch.allclose(logits[0, :4], expected, atol=1e-5)
     assert torch.isfinite(logits).all()
-    assert torch.isfinite(batched(model, ids((1, 1)), ids((1, 1)), [[]], [[]], backend)).all()
+    empty = pair_of((1, 1), (1, 1))
+    assert torch.isfinite(batched(model, empty, ([[]], [[]]), backend)).all()
 
 
 @pytest.mark.parametrize(

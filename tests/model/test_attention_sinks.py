@@ -20,21 +20,16 @@ from tests.model.test_experts import MIXTURES, SIZES
 WINDOW = 8
 CPU = torch.device("cpu")
 NUMBERS = {
-    **SIZES,
-    **MIXTURES["gpt_oss"],
-    "model_type": "gpt_oss",
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": WINDOW,
+    **SIZES, **MIXTURES["gpt_oss"], "model_type": "gpt_oss",
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW,
     "initializer_range": 0.2,
-}
+}  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 MIMO = NUMBERS | {
-    "model_type": "mimo_v2_flash",
-    "head_dim": 16,
-    "v_head_dim": 8,
+    "model_type": "mimo_v2_flash", "head_dim": 16, "v_head_dim": 8,
     "mlp_layer_types": ["dense", "dense"],
     "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
-}
+}  # fmt: skip
 """a layer without sinks, and narrower values"""
 
 

@@ -15,30 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.attention import _registry, current_flash_attention_impl
 from torch.nn.attention import varlen as torch_varlen
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-)
 from transformers.integrations import flash_attention
 
-from app.model.attention import attention_implementation
+from app.model.attention import attention_implementation, varlen
 from app.model.attention.inputs import attention_inputs
-from app.model.attention.varlen import (
-    FLASH4_CAPABILITIES,
-    TOLERANCE,
-    VarlenKernel,
-    activate_flash4,
-    attend_by_boundaries,
-    restore_flash2,
-)
 from tests.tiny import random_ids, tiny_llama
 
 PACKED = [[5, 9, 3, 30, 7, 20], [40, 1, 2]]
@@ -49,14 +32,10 @@ HALVES = [[40, 40], [40, 40]]
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: tuple[torch.Tensor, torch.Tensor],
-    longest: tuple[int, int],
-    scale: float | None,
-    window: tuple[int, int],
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    ends: tuple[torch.Tensor, torch.Tensor], longest: tuple[int, int],
+    scale: float | None, window: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
     """Attention [tokens, heads, head_dim] by its formula, one document after another."""
     assert ends[0] is ends[1] and ends[0].dtype == torch.int32
     lengths = ends[0].diff().tolist()
@@ -77,20 +56,10 @@ def attend(
 
 
 def varlen_of_all_releases(
-    query: Any,
-    key: Any,
-    value: Any,
-    cu_seq_q: Any,
-    cu_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    *,
-    is_causal: bool = False,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int,
+    *, is_causal: bool = False, return_aux: Any = None, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
     assert enable_gqa or query.shape[1] == key.shape[1]
     window = (-1, 0) if is_causal else window_size
     return attend(query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), scale, window)
@@ -115,30 +84,32 @@ varlen_2_11 = release_without("is_causal", "enable_gqa")
 varlen_2_13 = release_without("is_causal")
 
 
-def mistral(**numbers: Any) -> MistralForCausalLM:
+def mistral(**numbers: Any) -> transformers.MistralForCausalLM:
     shape = tiny_llama().config.to_dict() | {"sliding_window": 8} | numbers
     torch.manual_seed(0)
-    return MistralForCausalLM(MistralConfig(**shape)).eval()
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**shape)).eval()
 
 
-def granite() -> GraniteForCausalLM:
+def granite() -> transformers.GraniteForCausalLM:
     shape = tiny_llama().config.to_dict() | {"attention_multiplier": 0.7}
     torch.manual_seed(0)
-    return GraniteForCausalLM(GraniteConfig(**shape)).eval()
+    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**shape)).eval()
 
 
-def latent() -> DeepseekV3ForCausalLM:
+def latent() -> transformers.DeepseekV3ForCausalLM:
     """A model whose values have a smaller head dimension than its keys."""
     shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
     widths = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2}
     ranks = {"q_lora_rank": 32, "kv_lora_rank": 32}
     torch.manual_seed(0)
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **widths, **heads, **ranks)).eval()
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**shape, **widths, **heads, **ranks)
+    ).eval()
 
 
 def run(
-    model: LlamaForCausalLM, backend: str, lengths: list[list[int]]
+    model: transformers.LlamaForCausalLM, backend: str, lengths: list[list[int]]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits of the documents' tokens without padding, and the gradients of a loss over them."""
     ids = random_ids(len(lengths), TOKENS).to(model.device)
@@ -189,10 +160,7 @@ def test_logits_and_gradients_equal_attention_by_document(
     ],
 )
 def test_boundaries_and_windows_need_the_variable_length_kernel(
-    lengths: list[list[int]],
-    window: int | None,
-    runs_kernel: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[list[int]], window: int | None, runs_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
 
@@ -214,20 +182,10 @@ def test_flash_attention_gets_the_same_boundaries(
     """By a substitute for the function through which transformers calls the packages."""
 
     def substitute(
-        query: Any,
-        key: Any,
-        value: Any,
-        attention_mask: Any,
-        *,
-        is_causal: bool,
-        softmax_scale: float,
-        sliding_window: int | None,
-        cu_seq_lens_q: Any,
-        cu_seq_lens_k: Any,
-        max_length_q: int,
-        max_length_k: int,
-        **_: Any,
-    ) -> torch.Tensor:
+        query: Any, key: Any, value: Any, attention_mask: Any, *,
+        is_causal: bool, softmax_scale: float, sliding_window: int | None,
+        cu_seq_lens_q: Any, cu_seq_lens_k: Any, max_length_q: int, max_length_k: int, **_: Any,
+    ) -> torch.Tensor:  # fmt: skip
         assert is_causal and attention_mask is None
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         parts = (part.flatten(0, 1) for part in (query, key, value))
@@ -237,10 +195,12 @@ def test_flash_attention_gets_the_same_boundaries(
 
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", substitute)
     monkeypatch.setattr(
-        PreTrainedModel, "get_correct_attn_implementation", lambda _, name, *__: name
+        transformers.PreTrainedModel, "get_correct_attn_implementation", lambda _, name, *__: name
     )
     monkeypatch.setattr(
-        PreTrainedModel, "_check_and_adjust_attn_implementation", lambda _, name, **__: name
+        transformers.PreTrainedModel,
+        "_check_and_adjust_attn_implementation",
+        lambda _, name, **__: name,
     )
     model = make()
     for backend in ("flash2", "flash3"):
@@ -262,14 +222,16 @@ def test_attention_by_document_with_narrow_values_equals_eager() -> None:
     ],
 )
 def test_an_unsupported_variant_is_refused(variant: dict[str, Any], instead: str) -> None:
-    part, kernel = torch.zeros(1, 4, 6, 8), VarlenKernel.of(varlen_2_13)
+    part, kernel = torch.zeros(1, 4, 6, 8), varlen.VarlenKernel.of(varlen_2_13)
     with pytest.raises(ValueError, match=f"attention=varlen .* type {instead}"):
-        attend_by_boundaries(torch.nn.Identity(), part, part, part, None, kernel=kernel, **variant)
+        varlen.attend_by_boundaries(
+            torch.nn.Identity(), part, part, part, None, kernel=kernel, **variant
+        )
 
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_installed_kernel_accepts_our_arguments(window: int | None) -> None:
-    kernel = VarlenKernel.installed()
+    kernel = varlen.VarlenKernel.installed()
     if window is not None and not kernel.takes_window:
         pytest.skip("this PyTorch has no window")
     assert set(inspect.signature(kernel.function).parameters) >= {"cu_seq_q", "max_k", "return_aux"}
@@ -305,9 +267,9 @@ def test_flash_attention_4_is_activated_if_it_is_equal(
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with caplog.at_level("INFO"):
-        activate_flash4([16, 32], 4, torch.device("cpu"))
+        varlen.activate_flash4([16, 32], 4, torch.device("cpu"))
     is_taken = current_flash_attention_impl() == "FA4"
-    restore_flash2()
+    varlen.restore_flash2()
     assert current_flash_attention_impl() is None
     assert is_taken == (behaviour == "right")
     message = {
@@ -323,11 +285,11 @@ def test_on_a_gpu_flash_attention_4_equals_2(caplog: pytest.LogCaptureFixture) -
     device = torch.device("cuda")
     if importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash-attn-4 is not installed")
-    if torch.cuda.get_device_capability(device)[0] not in FLASH4_CAPABILITIES:
+    if torch.cuda.get_device_capability(device)[0] not in varlen.FLASH4_CAPABILITIES:
         pytest.skip("this GPU has no FlashAttention 4")
     with caplog.at_level("INFO"):
-        activate_flash4([64, 128], 4, device)
-    restore_flash2()
+        varlen.activate_flash4([64, 128], 4, device)
+    varlen.restore_flash2()
     if "backward unsupported: windowed attention" in caplog.text:
         pytest.skip("PyTorch 2.11 takes causal documents for a window, of which it has no backward")
     assert "varlen runs FlashAttention 4, proven equal" in caplog.text
@@ -341,8 +303,8 @@ def test_on_a_gpu_documents_of_equal_lengths_equal_the_variable_length_kernel() 
         torch.randn(2, heads, 1024, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
         for heads in (8, 2, 2)
     ]
-    kernel, layer = VarlenKernel.installed(), torch.nn.Identity()
-    dense, _ = attend_by_boundaries(layer, *parts, None, kernel=kernel)
+    kernel, layer = varlen.VarlenKernel.installed(), torch.nn.Identity()
+    dense, _ = varlen.attend_by_boundaries(layer, *parts, None, kernel=kernel)
     flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
     by_boundaries = kernel(
         *flat, lengths.to(device), 1024, is_causal=True, window=None, scaling=None
@@ -351,4 +313,4 @@ def test_on_a_gpu_documents_of_equal_lengths_equal_the_variable_length_kernel() 
     expected = [by_boundaries, *torch.autograd.grad(by_boundaries, parts, towards)]
     ours = [dense.flatten(0, 1), *torch.autograd.grad(dense.flatten(0, 1), parts, towards)]
     for one, other in zip(ours, expected, strict=True):
-        assert (one - other).float().norm() <= TOLERANCE * other.float().norm()
+        assert (one - other).float().norm() <= varlen.TOLERANCE * other.float().norm()

@@ -79,8 +79,7 @@ def test_from_scratch_builds_the_architecture_with_random_weights() -> None:
     architecture = tiny_llama(num_hidden_layers=3, hidden_size=16).config.to_dict()
     numbers = {key: architecture[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
     config = ModelConfig(
-        from_scratch=True,
-        architecture={"model_type": "llama", "num_attention_heads": 2, **numbers},
+        from_scratch=True, architecture={"model_type": "llama", "num_attention_heads": 2, **numbers}
     )
     given = dict(config.architecture)
     models = []

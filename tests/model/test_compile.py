@@ -160,8 +160,7 @@ def test_nothing_is_compiled_after_the_third_step(
 
 @pytest.mark.versions
 @pytest.mark.parametrize(
-    ("mode", "every", "adapter"),
-    [("full", 2, FullConfig()), ("offload", 1, None)],
+    ("mode", "every", "adapter"), [("full", 2, FullConfig()), ("offload", 1, None)]
 )
 def test_recompute_around_compiled_layers(
     mode: str, every: int, adapter: AdapterConfig | None, split_only: None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from app.model.adapter import (
-    LoraConfig,
-    apply_adapter,
-    find_targets,
-    load_adapter,
-    probe_logits,
-    save_adapter,
-    trainable_weights,
-    verify_adapter,
-)
+from app.model.adapter.apply import apply_adapter
+from app.model.adapter.saved import load_adapter, probe_logits, save_adapter, verify_adapter
+from app.model.adapter.settings import LoraConfig
+from app.model.adapter.targets import find_targets
+from app.model.adapter.wrap import trainable_weights
 from app.model.base import ModelConfig, load_base, read_shapes, weight_files
 from app.model.description import describe_files, describe_model
 from app.model.experts import RoutingTrace, expert_modules, use_grouped_experts
@@ -32,35 +28,19 @@ from common.errors import UserError
 from tests.parity.every_family import tiny_config
 
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
+    "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 DEEPSEEK = LATENT | {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": ROUTED | {"head_dim": 8},
     "qwen2_moe": ROUTED | {"shared_expert_intermediate_size": 48},
@@ -70,18 +50,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "glm4_moe": LATENT | {"head_dim": 8},
     "granitemoe": {"num_local_experts": 4},
     "gemma4_text": {
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 24,
-        "head_dim": 8,
-        "global_head_dim": 8,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 64,
-        "num_kv_shared_layers": 0,
-        "bos_token_id": 1,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
+        "head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0, "bos_token_id": 1,
     },
-}
+}  # fmt: skip
 
 
 SHAPES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4_text"]
@@ -112,6 +85,13 @@ def adapt(model: Any, **settings: Any) -> Any:
 def row() -> dict[str, torch.Tensor]:
     torch.manual_seed(2)
     return {"input_ids": torch.randint(3, 64, (1, 24))}
+
+
+assert_near = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
+
+
+def check_logits(model: Any, expected: torch.Tensor, bound: float = 1e-4) -> None:
+    assert_near(probe_logits(model, row()), expected, atol=bound, rtol=bound)
 
 
 def loss_of(model: Any) -> torch.Tensor:
@@ -171,15 +151,11 @@ def test_lora_on_fused_experts_equals_lora_on_each_expert(kind: str) -> None:
     assert len(own) == sum(".experts." in n and "shared" not in n for n in ours) / 2
     for name, (a, b) in own.items():
         assert a.grad is not None and b.grad is not None
-        torch.testing.assert_close(
-            ours[f"{name}.lora_A.weight"], a.grad.flatten(0, 1), atol=1e-5, rtol=1e-4
-        )
-        torch.testing.assert_close(
-            ours[f"{name}.lora_B.weight"], b.grad.permute(1, 2, 0).flatten(1), atol=1e-5, rtol=1e-4
-        )
+        assert_near(ours[f"{name}.lora_A.weight"], a.grad.flatten(0, 1))
+        assert_near(ours[f"{name}.lora_B.weight"], b.grad.permute(1, 2, 0).flatten(1))
     for one in trainable_weights(adapted):
         if "experts" not in one.name or "shared" in one.name:
-            torch.testing.assert_close(ours[one.name], one.parameter.grad, atol=1e-5, rtol=1e-4)
+            assert_near(ours[one.name], one.parameter.grad)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -197,7 +173,7 @@ def test_stock_peft_loads_what_is_saved(kind: str, tmp_path: Path) -> None:
     save_adapter(adapted, tmp_path)
     assert verify_adapter(adapted, tmp_path, row()) < 1e-5
     ours = load_adapter(copy.deepcopy(base), tmp_path)
-    torch.testing.assert_close(probe_logits(ours, row()), expected, atol=1e-5, rtol=1e-5)
+    check_logits(ours, expected, 1e-5)
     for name, buffer in ours.get_base_model().named_buffers():
         name = name.replace(".base_layer", "")
         torch.testing.assert_close(buffer, buffers[name], atol=0, rtol=0)
@@ -211,9 +187,8 @@ def test_stock_peft_loads_what_is_saved(kind: str, tmp_path: Path) -> None:
 def check_stock(base: Any, folder: Path, expected: torch.Tensor) -> None:
     """Stock peft gives these logits with the adapter beside the weights, and merged into them."""
     stock = peft.PeftModel.from_pretrained(base, folder)
-    torch.testing.assert_close(probe_logits(stock, row()), expected, atol=1e-4, rtol=1e-4)
-    merged = stock.merge_and_unload()
-    torch.testing.assert_close(probe_logits(merged, row()), expected, atol=1e-4, rtol=1e-4)
+    check_logits(stock, expected)
+    check_logits(stock.merge_and_unload(), expected)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -319,23 +294,17 @@ def test_4_bit_experts_equal_their_dequantized_weights(kind: str, tmp_path: Path
             stored, read = stored_4bit(layer)
             assert not torch.equal(weight, read(stored))
             weight.data.copy_(read(stored))
-    torch.testing.assert_close(
-        probe_logits(quantized, row()), probe_logits(plain, row()), atol=1e-4, rtol=1e-4
-    )
+    check_logits(quantized, probe_logits(plain, row()))
     ours, theirs = adapt(quantized), adapt(plain)
     for model in (ours, theirs):
         loss_of(model.train()).backward()
     for one, other in zip(trainable_weights(ours), trainable_weights(theirs), strict=True):
         assert one.name == other.name
-        torch.testing.assert_close(
-            one.parameter.grad, other.parameter.grad, atol=1e-4, rtol=1e-3, msg=one.name
-        )
+        assert_near(one.parameter.grad, other.parameter.grad, atol=1e-4, rtol=1e-3)
     save_adapter(ours, tmp_path / "adapter")
     assert verify_adapter(ours, tmp_path / "adapter", row()) < 1e-5
     reopened = load_adapter(load_base(config, "eager", torch.float32, nf4), tmp_path / "adapter")
-    torch.testing.assert_close(
-        probe_logits(reopened, row()), probe_logits(ours, row()), atol=1e-5, rtol=1e-5
-    )
+    check_logits(reopened, probe_logits(ours, row()), 1e-5)
 
 
 def test_experts_that_would_stay_unquantized_are_refused(tmp_path: Path) -> None:

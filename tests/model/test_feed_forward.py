@@ -11,13 +11,6 @@ from torch import Tensor
 from app.model import kernels
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
-from app.model.kernels import (
-    ChunkedFeedForward,
-    FusedGate,
-    chunk_feed_forwards,
-    unfuse_layers,
-    without_dropout,
-)
 from app.model.layers import repeated_layers
 from tests.strategy.context_training import LLAMA
 from tests.tiny import built
@@ -25,13 +18,9 @@ from tests.tiny import built
 TOKENS, CHUNK = 256, 24
 GEMMA = LLAMA | {"model_type": "gemma3_text", "head_dim": 8, "layer_types": ["full_attention"] * 3}
 GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 128,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 8,
+    "model_type": "gpt2", "vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 8,
     **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
-}
+}  # fmt: skip
 MOE = LLAMA | {"model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_experts": 4}
 
 
@@ -80,7 +69,7 @@ def test_chunks_give_the_gradients_of_whole_rows(
     monkeypatch.setattr(kernels, "FEED_FORWARD_TOKENS", CHUNK)
     model = build(numbers, adapter)
     whole, most = step(model, half=half)
-    chunk_feed_forwards(model)
+    kernels.chunk_feed_forwards(model)
     part, chunk = step(model, half=half)
     assert part.keys() == whole.keys()
     for name, expected in whole.items():
@@ -94,8 +83,8 @@ def test_restored_layers_still_compute_in_chunks(monkeypatch: pytest.MonkeyPatch
     model = build(LLAMA, FullConfig()).eval()
     module = model.get_submodule(repeated_layers(model)[0]).mlp
     module.forward = lambda hidden: 0 * hidden  # a kernel
-    chunk_feed_forwards(model)
-    unfuse_layers(model)
+    kernels.chunk_feed_forwards(model)
+    kernels.unfuse_layers(model)
     tokens: list[int] = []
     module.up_proj.register_forward_hook(lambda _, args, __: tokens.append(args[0].shape[1]))
     hidden = torch.randn(2, 64, 64)
@@ -109,11 +98,11 @@ def test_restored_layers_still_compute_in_chunks(monkeypatch: pytest.MonkeyPatch
 def test_a_pass_without_dropout_keeps_the_kernel_of_chunks() -> None:
     model = build(LLAMA, FullConfig())
     module = model.get_submodule(repeated_layers(model)[0]).mlp
-    module.forward = FusedGate(lambda gate, up: 2 * gate * up, module, "silu")
-    chunk_feed_forwards(model)
+    module.forward = kernels.FusedGate(lambda gate, up: 2 * gate * up, module, "silu")
+    kernels.chunk_feed_forwards(model)
     hidden = torch.randn(2, 64, 64)
     trained = module(hidden)
-    with without_dropout(model):
+    with kernels.without_dropout(model):
         assert torch.equal(module(hidden), trained)
 
 
@@ -122,7 +111,7 @@ def test_dropout_of_chunks_is_drawn_again_in_the_backward_pass(
 ) -> None:
     monkeypatch.setattr(kernels, "FEED_FORWARD_TOKENS", CHUNK)
     model = build(LLAMA, LoraConfig(r=4, dropout=0.5))
-    chunk_feed_forwards(model)
+    kernels.chunk_feed_forwards(model)
     layer = model.get_submodule(repeated_layers(model)[0]).mlp
     hidden = torch.randn(1, TOKENS, 64, requires_grad=True)
 
@@ -147,5 +136,7 @@ def test_experts_and_layers_that_are_not_recomputed_stay_whole(
     numbers: dict[str, Any], mode: str
 ) -> None:
     model = build(numbers, FullConfig(), mode)
-    chunk_feed_forwards(model)
-    assert not any(isinstance(vars(m).get("forward"), ChunkedFeedForward) for m in model.modules())
+    kernels.chunk_feed_forwards(model)
+    assert not any(
+        isinstance(vars(m).get("forward"), kernels.ChunkedFeedForward) for m in model.modules()
+    )

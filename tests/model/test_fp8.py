@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.model import fp8
+from app.model import fp8, quantization
 from app.model.adapter import hold_transposed
-from app.model.quantization import (
-    QuantizationConfig,
-    quantize_on_meta,
-    quantized_layers,
-    storage_of,
-)
 from app.model.recompute import RecomputeConfig, apply_recompute
 from common.errors import UserError
 from tests.model.test_experts import tiny_mixture
@@ -120,14 +114,14 @@ def test_the_last_of_ten_layers_is_not_quantized(num_layers: int, num_quantized:
 
 
 def test_a_base_on_meta_has_the_same_tensors() -> None:
-    found, config = _base(), QuantizationConfig(method="fp8")
+    found, config = _base(), quantization.QuantizationConfig(method="fp8")
     with torch.device("meta"):
         empty = tiny_llama(hidden_size=64, intermediate_size=128)
-        quantize_on_meta(empty, config, torch.float32)
+        quantization.quantize_on_meta(empty, config, torch.float32)
     shapes = [{n: (p.shape, p.dtype) for n, p in m.named_parameters()} for m in (found, empty)]
     assert shapes[0] == shapes[1]
-    assert storage_of(found.model.layers[0].mlp.up_proj.weight).dtype == "fp8"
-    names = quantized_layers(
+    assert quantization.storage_of(found.model.layers[0].mlp.up_proj.weight).dtype == "fp8"
+    names = quantization.quantized_layers(
         tiny_llama(hidden_size=64, intermediate_size=128), config, torch.float32
     )
     assert len(names) == 14
@@ -227,7 +221,6 @@ def test_inner_layers_train_in_fp8_and_evaluate_as_before() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernels_quantize_as_pytorch_does_and_products_run() -> None:
     from app.model import fp8_kernel
 
@@ -245,7 +238,6 @@ def test_the_kernels_quantize_as_pytorch_does_and_products_run() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("num_tokens", [512, 500])
 def test_a_trained_layer_on_a_gpu(num_tokens: int) -> None:
     torch.manual_seed(0)

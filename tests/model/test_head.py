@@ -29,18 +29,10 @@ from tests.operators import Operators
 from tests.tiny import random_ids, tiny_gpt2, tiny_llama, tiny_t5
 
 SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.5,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "initializer_range": 0.5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def causal(kind: str, **numbers: Any) -> Any:
@@ -254,13 +246,9 @@ def case(positions: int, *, dtype: torch.dtype = torch.float32, seed: int = 0) -
 
 
 def plain(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    loss_weights: Tensor,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor,
+    bias: Tensor | None = None, softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same with all logits at once, in fp64."""
     logits = hidden.double() @ weight.double().T
     logits = logits if bias is None else logits + bias.double()

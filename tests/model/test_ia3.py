@@ -10,14 +10,10 @@ import peft
 import pytest
 import torch
 
-from app.model.adapter import (
-    Ia3Config,
-    apply_adapter,
-    find_targets,
-    load_adapter,
-    probe_logits,
-    save_adapter,
-)
+from app.model.adapter.apply import apply_adapter
+from app.model.adapter.saved import load_adapter, probe_logits, save_adapter
+from app.model.adapter.settings import Ia3Config
+from app.model.adapter.targets import find_targets
 from app.model.base import ModelConfig, load_base
 from app.model.description import describe_model
 from app.model.quantization import QuantizationConfig

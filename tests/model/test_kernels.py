@@ -21,17 +21,6 @@ from app.model import kernels
 from app.model.accumulation import accumulated_linear, accumulating_in_products
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.head import fuse_head, run_probe
-from app.model.kernels import (
-    ROPE,
-    FusedGate,
-    FusedLinear,
-    FusedNorm,
-    FusedRope,
-    chunk_feed_forwards,
-    fuse_layers,
-    unfuse_layers,
-    without_dropout,
-)
 from app.model.recompute import RecomputeConfig, apply_recompute
 from tests.families import tiny_family
 from tests.model.test_head import assert_near, causal, gradients_of, losses_of
@@ -129,25 +118,30 @@ def install_references(
 
 
 @pytest.fixture
+def references(install: Callable[..., None]) -> None:
+    """Replace the kernels by correct references."""
+    install()
+
+
+@pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Replace the kernels by references; a rope that a test has replaced is restored after it."""
     yield partial(install_references, monkeypatch)
     for source in list(sys.modules.values()):
-        if isinstance(replaced := vars(source).get(ROPE), FusedRope):
-            setattr(source, ROPE, replaced.original)
+        if isinstance(replaced := vars(source).get(kernels.ROPE), kernels.FusedRope):
+            setattr(source, kernels.ROPE, replaced.original)
 
 
 def fused_of(model: torch.nn.Module) -> list[str]:
     """Return the names of the modules with a fused forward."""
-    kinds = (FusedNorm, FusedGate, FusedLinear)
+    kinds = (kernels.FusedNorm, kernels.FusedGate, kernels.FusedLinear)
     return [n for n, m in model.named_modules() if isinstance(vars(m).get("forward"), kinds)]
 
 
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_fused_layers_are_equal_and_can_be_restored(
-    install: Callable[..., None], adapter: str, caplog: pytest.LogCaptureFixture
+    references: None, adapter: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    install()
     model: Any = tiny_llama()
     if adapter == "lora":
         model = apply_adapter(model, LoraConfig(r=4, dropout=0.5), half_precision=False).eval()
@@ -155,7 +149,7 @@ def test_fused_layers_are_equal_and_can_be_restored(
     names = model.state_dict().keys()
     total, _, _, grads = losses_of(model)
     with caplog.at_level(logging.INFO):
-        fuse_layers(model.train())
+        kernels.fuse_layers(model.train())
     assert model.training
     assert "Liger's for 2 LlamaMLP, 5 LlamaRMSNorm, proven equal" in caplog.text
     assert len(fused_of(model)) == 7
@@ -166,7 +160,7 @@ def test_fused_layers_are_equal_and_can_be_restored(
     fused_total, _, _, fused_grads = losses_of(model)
     assert fused_total.item() == pytest.approx(total.item(), rel=1e-6)
     assert_near(fused_grads, grads, 1e-5)
-    unfuse_layers(model)
+    kernels.unfuse_layers(model)
     assert fused_of(model) == []
     assert losses_of(model)[0].item() == total.item()
 
@@ -187,28 +181,27 @@ def packed_losses(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 @pytest.mark.parametrize(("kind", "mode"), [("qwen3", "selective"), ("gemma3_text", "none")])
 def test_rope_is_replaced_by_one_kernel(
-    install: Callable[..., None], kind: str, mode: str, caplog: pytest.LogCaptureFixture
+    references: None, kind: str, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    install()
     model = causal(kind, head_dim=8)
     apply_recompute(model.train(), RecomputeConfig(mode=mode))
     loss, grads = packed_losses(model)
-    own = vars(sys.modules[type(model).__module__])[ROPE]
+    own = vars(sys.modules[type(model).__module__])[kernels.ROPE]
     with caplog.at_level(logging.INFO):
-        fuse_layers(model, run=lambda: run_probe(model, "sdpa", torch.device("cpu")))
+        kernels.fuse_layers(model, run=lambda: run_probe(model, "sdpa", torch.device("cpu")))
     home = sys.modules[type(model).__module__]
-    assert isinstance(vars(home)[ROPE], FusedRope)
+    assert isinstance(vars(home)[kernels.ROPE], kernels.FusedRope)
     assert "rope, proven equal" in caplog.text
     turned, turned_grads = packed_losses(model)
     assert turned.item() == pytest.approx(loss.item(), rel=1e-6)
     assert_near(turned_grads, grads, 1e-5)
     with torch.no_grad():
-        assert torch.equal(vars(home)[ROPE](*angles())[0], own(*angles())[0])  # evaluated
-    with without_dropout(model):  # compared with a training step
-        assert vars(home)[ROPE].runs_without_gradients
-    assert not vars(home)[ROPE].runs_without_gradients
-    unfuse_layers(model)
-    assert vars(home)[ROPE] is own
+        assert torch.equal(vars(home)[kernels.ROPE](*angles())[0], own(*angles())[0])  # evaluated
+    with kernels.without_dropout(model):  # compared with a training step
+        assert vars(home)[kernels.ROPE].runs_without_gradients
+    assert not vars(home)[kernels.ROPE].runs_without_gradients
+    kernels.unfuse_layers(model)
+    assert vars(home)[kernels.ROPE] is own
 
 
 def angles() -> tuple[Tensor, ...]:
@@ -229,23 +222,22 @@ def test_a_rope_that_differs_is_not_replaced_and_logged(
 
     install(rope=differs)
     model = tiny_llama().train()
-    own = vars(sys.modules[type(model).__module__])[ROPE]
+    own = vars(sys.modules[type(model).__module__])[kernels.ROPE]
     with caplog.at_level(logging.INFO):
-        fuse_layers(model, run=lambda: run_probe(model, "sdpa", torch.device("cpu")))
-    assert vars(sys.modules[type(model).__module__])[ROPE] is own
+        kernels.fuse_layers(model, run=lambda: run_probe(model, "sdpa", torch.device("cpu")))
+    assert vars(sys.modules[type(model).__module__])[kernels.ROPE] is own
     assert "the model's own for rope, which differs" in caplog.text
 
 
-def test_each_norm_gets_its_variant(install: Callable[..., None]) -> None:
-    install()
+def test_each_norm_gets_its_variant(references: None) -> None:
     model = causal("gemma2", head_dim=8)
     for name, weight in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(weight)
-    fuse_layers(model)
+    kernels.fuse_layers(model)
     assert model.model.norm.forward.offset == 1.0
     exact = causal("gemma2", head_dim=8, hidden_activation="gelu")  # not by tanh, as Liger's
-    fuse_layers(exact)
+    kernels.fuse_layers(exact)
     assert fused_of(exact) and not any("mlp" in name for name in fused_of(exact))
 
 
@@ -260,16 +252,12 @@ def test_each_norm_gets_its_variant(install: Callable[..., None]) -> None:
     ],
 )
 def test_a_kernel_that_differs_is_not_used_and_logged(
-    install: Callable[..., None],
-    norm: Any,
-    gate: Any,
-    left: str,
-    caplog: pytest.LogCaptureFixture,
+    install: Callable[..., None], norm: Any, gate: Any, left: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(norm, gate)
     model = tiny_llama()
     with caplog.at_level(logging.INFO):
-        fuse_layers(model)
+        kernels.fuse_layers(model)
     assert f"the model's own for {left}, which differs" in caplog.text
     classes = {type(model.get_submodule(name)).__name__ for name in fused_of(model)}
     assert classes == {"LlamaRMSNorm", "LlamaMLP"} - {left}
@@ -281,18 +269,17 @@ def test_gradients_of_trainable_weights_are_compared(install: Callable[..., None
 
     install(of_frozen_weights)
     model = tiny_llama()
-    fuse_layers(model)
+    kernels.fuse_layers(model)
     assert len(fused_of(model)) == 2
-    unfuse_layers(model)
-    fuse_layers(model.requires_grad_(False))
+    kernels.unfuse_layers(model)
+    kernels.fuse_layers(model.requires_grad_(False))
     assert len(fused_of(model)) == 7
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full", "chunks"])
 def test_products_add_the_gradients_of_later_micro_batches(
-    mode: str, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    mode: str, references: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install()
     model = tiny_llama(
         attention_bias=True, hidden_act="gelu", tie_word_embeddings=False
     )  # whose gate no kernel computes
@@ -310,22 +297,22 @@ def test_products_add_the_gradients_of_later_micro_batches(
 
     counted: list[tuple[int, int]] = []
     exact = gradients()
-    fuse_layers(model.train(), accumulates=True)
+    kernels.fuse_layers(model.train(), accumulates=True)
     if mode == "chunks":
-        chunk_feed_forwards(model)
+        kernels.chunk_feed_forwards(model)
     assert len([m for m in model.modules() if is_accumulated(m)]) == 15
     assert_near(gradients(), exact, 1e-6)
     # Both later micro-batches, and the head; a feed-forward in chunks sums their gradients first.
     (plain_adds, no_products), (adds, products) = counted
     assert (no_products, products) == (0, 2 * (9 if mode == "chunks" else 15))
     assert adds == plain_adds - products
-    unfuse_layers(model)
+    kernels.unfuse_layers(model)
     assert not any(map(is_accumulated, model.modules()))
 
 
 def is_accumulated(module: torch.nn.Module) -> bool:
     forward = vars(module).get("forward")
-    return isinstance(forward, FusedLinear) and forward.kernel is accumulated_linear
+    return isinstance(forward, kernels.FusedLinear) and forward.kernel is accumulated_linear
 
 
 @pytest.mark.parametrize("way", ["right", "wrong", "missing"])
@@ -344,7 +331,7 @@ def test_the_loss_kernel_is_used_if_it_is_equal(
     model = tiny_llama()
     fuse_head(model)
     with caplog.at_level("INFO"):
-        fuse_layers(model)
+        kernels.fuse_layers(model)
     reasons = {"wrong": "(it differs)", "missing": "cannot import name"}
     if way == "right":
         assert model.lm_head.kernel is cross_entropy_by_torch
@@ -353,7 +340,7 @@ def test_the_loss_kernel_is_used_if_it_is_equal(
         assert model.lm_head.kernel is None
         assert "loss: by PyTorch's operators" in caplog.text
         assert reasons[way] in caplog.text
-    unfuse_layers(model)
+    kernels.unfuse_layers(model)
     assert model.lm_head.kernel is None
 
 
@@ -366,7 +353,7 @@ def test_a_broken_package_is_logged_once_and_not_used(
     install(broken)
     model = tiny_llama()
     with caplog.at_level(logging.INFO):
-        fuse_layers(model)
+        kernels.fuse_layers(model)
     assert "liger-kernel is installed, but broken: 0 active drivers" in caplog.text
     assert fused_of(model) == []
 
@@ -385,7 +372,7 @@ def test_norms_are_fused_on_a_cpu(kind: str, dtype: torch.dtype) -> None:
     for weight in model.model.norm.parameters():
         weight.requires_grad_(True)
     total, _, _, grads = losses_of(model.train())
-    fuse_layers(model)
+    kernels.fuse_layers(model)
     assert {type(model.get_submodule(name)) for name in fused_of(model)} == {type(model.model.norm)}
     fused_total, _, _, fused_grads = losses_of(model)
     bound = 1e-5 if dtype == torch.float32 else 0.05
@@ -398,7 +385,7 @@ def test_trainable_linear_layers_are_fused_on_a_cpu(kind: str, tokens: int) -> N
     model = causal(kind).train()
     ids = torch.randint(0, 32, (1, tokens), generator=torch.Generator().manual_seed(0))
     _, own = trained(model, ids)
-    fuse_layers(model)
+    kernels.fuse_layers(model)
     assert sum("proj" in name for name in fused_of(model)) == 7 * len(model.model.layers)
     assert_near(trained(model, ids)[1], own, 1e-5)
 
@@ -415,7 +402,7 @@ def test_losses_and_gradients_of_every_architecture_are_equal(
     model, ids = tiny_family(family).train(), random_ids(2, 64)
     _, own = trained(model, ids)
     with caplog.at_level(logging.INFO):
-        fuse_layers(model)
+        kernels.fuse_layers(model)
     assert fused_of(model) and "broken" not in caplog.text
     assert_near(trained(model, ids)[1], own, 1e-4)
 
@@ -428,11 +415,10 @@ class Limited(LlamaMLP):
         return self.down_proj(self.act_fn(gate) * up)
 
 
-def test_a_clamped_gate_is_not_fused(install: Callable[..., None]) -> None:
-    install()
+def test_a_clamped_gate_is_not_fused(references: None) -> None:
     model: Any = tiny_llama()
     model.model.layers[0].mlp.__class__ = Limited
-    fuse_layers(model)
+    kernels.fuse_layers(model)
     assert "model.layers.0.mlp" not in fused_of(model)
     assert "model.layers.1.mlp" in fused_of(model)
 
@@ -475,19 +461,14 @@ def test_liger_kernels_are_used_and_equal_in_training(dtype: torch.dtype, adapte
     pytest.importorskip("liger_kernel")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        initializer_range=0.05,
-    )
+        vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=4, initializer_range=0.05,
+    )  # fmt: skip
     model: Any = transformers.LlamaForCausalLM(config).to("cuda", dtype)
     if adapter == "lora":
         model = apply_adapter(model, LoraConfig(r=4, dropout=0.0), half_precision=True)
     ids = random_ids(2, 64).cuda()
     _, own = trained(model, ids)
-    fuse_layers(model)
+    kernels.fuse_layers(model)
     assert len(fused_of(model)) == 13
     assert_near(trained(model, ids)[1], own, 20 * torch.finfo(dtype).eps)

@@ -10,16 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.model.adapter import (
-    LoraConfig,
-    adapter_disabled,
-    apply_adapter,
-    drop_pending_outputs,
-    group_adapters,
-    skip_redundant_casts,
-    unfuse_adapters,
-    ungroup_adapters,
-)
+from app.model import adapter
 from app.model.adapter import fused as fused_layers
 from app.model.adapter.fused import FusedLoraLinear, lora_4bit_class
 from app.model.recompute import RecomputeConfig, apply_recompute
@@ -29,10 +20,12 @@ from tests.tiny import TINY, move, probe_of, tiny_llama
 
 def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
     """Two copies of a model with a nonzero adapter: peft's layers, and fused ones."""
-    fused: Any = apply_adapter(model, LoraConfig(**({"r": 4} | settings)), half_precision=False)
+    fused: Any = adapter.apply_adapter(
+        model, adapter.LoraConfig(**({"r": 4} | settings)), half_precision=False
+    )
     move(fused, seed=9)
     plain = copy.deepcopy(fused)
-    unfuse_adapters(plain)
+    adapter.unfuse_adapters(plain)
     return plain.train(), fused.train()
 
 
@@ -185,7 +178,7 @@ def test_casts_that_are_left_out_change_no_bit(kind: str) -> None:
     base = in_4_bits(torch.bfloat16) if kind == "nf4" else tiny_llama().bfloat16()
     plain, _ = pair(base, use_dora=kind == "dora")
     expected = outcome(plain, torch.bfloat16)
-    skip_redundant_casts(plain)
+    adapter.skip_redundant_casts(plain)
     torch.testing.assert_close(outcome(plain, torch.bfloat16), expected, rtol=0, atol=0)
 
 
@@ -198,7 +191,7 @@ def test_autocast_gradients_on_a_4_bit_base_are_as_exact_as_those_of_peft() -> N
             mine.data = theirs.data.clone()
     _, truths = outcome(exact)
     for model in (plain, fused):
-        skip_redundant_casts(model)
+        adapter.skip_redundant_casts(model)
     (_, theirs_grads), (_, ours) = outcome(plain, torch.bfloat16), outcome(fused, torch.bfloat16)
     assert all(grad.dtype == torch.float32 for grad in ours.values())
     assert distance(ours, truths) < 1.1 * distance(theirs_grads, truths)
@@ -246,18 +239,17 @@ def test_without_the_adapter_w_x_rounds_as_while_b_is_zero_and_nothing_else_is_c
         expected = fused(input_ids=ids, use_cache=False).logits
         for _, weight in matrices:
             weight.data.fill_(torch.nan)
-        with adapter_disabled(fused):
+        with adapter.adapter_disabled(fused):
             assert torch.equal(fused(input_ids=ids, use_cache=False).logits, expected)
 
 
 def grouped(model: Any) -> int:
-    return group_adapters(model, lambda: model.base_model.model(**inputs_of(model)))
+    return adapter.group_adapters(model, lambda: model.base_model.model(**inputs_of(model)))
 
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize(
-    ("make", "mode"),
-    [(with_biases, "full"), (in_4_bits, "none"), (in_4_bits, "selective")],
+    ("make", "mode"), [(with_biases, "full"), (in_4_bits, "none"), (in_4_bits, "selective")]
 )
 def test_layers_with_one_input_are_grouped_and_give_the_same_results(make: Any, mode: str) -> None:
     base = make()
@@ -270,7 +262,7 @@ def test_layers_with_one_input_are_grouped_and_give_the_same_results(make: Any, 
     assert members[0].group.layers == members
     assert layer.self_attn.o_proj.group is None
     assert not any(member.group._outputs for member in members)
-    ungroup_adapters(fused)
+    adapter.ungroup_adapters(fused)
     assert all(member.group is None for member in members)
 
 
@@ -316,7 +308,7 @@ def test_outputs_of_a_group_that_an_error_left_are_released() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         fused(**inputs_of(fused))
     assert attention.q_proj.group._outputs
-    drop_pending_outputs(fused)
+    adapter.drop_pending_outputs(fused)
     assert not attention.q_proj.group._outputs
 
 

@@ -30,18 +30,10 @@ CPU = torch.device("cpu")
 
 
 def _backward(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    low: Tensor,
-    low_down: Tensor,
-    b_gate: Tensor,
-    b_up: Tensor,
-    a_down: Tensor,
-    factors: Sequence[Tensor] = (),
-    *,
-    is_gelu: bool,
-) -> tuple[Tensor, ...]:
+    grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, low_down: Tensor,
+    b_gate: Tensor, b_up: Tensor, a_down: Tensor, factors: Sequence[Tensor] = (),
+    *, is_gelu: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients by autograd; those of gate and up overwrite them, or are quantized."""
     with torch.enable_grad():
         inputs = [
@@ -89,8 +81,7 @@ def joined(model: Any, decided: Mapping[str, bool] | None = None) -> int:
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize(
-    ("make", "mode"),
-    [(tiny_llama, "full"), (in_4_bits, "none"), (in_4_bits, "selective")],
+    ("make", "mode"), [(tiny_llama, "full"), (in_4_bits, "none"), (in_4_bits, "selective")]
 )
 def test_values_and_gradients_equal_peft(make: Any, mode: str) -> None:
     base = make()
@@ -189,7 +180,6 @@ def test_kernels_that_compute_something_else_are_found(is_gelu: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("rank", [4, 16, 40, 64])
 @pytest.mark.parametrize("base", ["bf16", "nf4", "fp8"])
 def test_on_a_gpu_the_kernels_give_what_the_layers_give(base: str, rank: int) -> None:

@@ -22,18 +22,9 @@ from transformers import (
 )
 from transformers import MixtralForCausalLM as Mixtral
 
-from app.model.adapter import (
-    AdapterConfig,
-    Ia3Config,
-    LoraConfig,
-    apply_adapter,
-    load_adapter,
-    load_weighted_adapters,
-    probe_logits,
-    read_weight_changes,
-    save_adapter,
-    save_converted,
-)
+from app.model.adapter import saved
+from app.model.adapter.apply import apply_adapter, save_converted
+from app.model.adapter.settings import AdapterConfig, Ia3Config, LoraConfig
 from app.model.base import ModelConfig, load_base, read_shapes, weight_files
 from app.model.merging import BOUNDS, Difference, MergePlan, measure_difference, merge_weights
 from app.model.quantization import QuantizationConfig
@@ -47,6 +38,7 @@ from tests.processes import LONGEST
 from tests.tiny import move, probe, probe_of, save_with_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
 
 Model = Any
+Adapters = Sequence[tuple[Path, float]]
 
 
 def on_meta(base: Path) -> Model:
@@ -64,7 +56,7 @@ def make_adapter(
     """Save an adapter with nonzero weights; return base + adapter."""
     adapted = apply_adapter(read_base(base), adapter, half_precision=False, **how)
     move(adapted, seed=seed)
-    save_adapter(adapted, folder)
+    saved.save_adapter(adapted, folder)
     return adapted.eval()
 
 
@@ -82,19 +74,26 @@ def by_peft(
 
 
 def merged(
-    base: Path, adapters: Sequence[tuple[Path, float]], folder: Path, dtype: Any, **how: Any
+    base: Path, adapters: Adapters, folder: Path, dtype: Any = torch.float32, **how: Any
 ) -> Model:
     """Merge, and load the result with stock transformers."""
-    changes = read_weight_changes(lambda: on_meta(base), adapters)
-    plan = MergePlan(base_files=weight_files(base), changes=changes, dtype=dtype, **how)
     model = on_meta(base)
-    merge_weights(model, plan, folder)
+    merge_weights(model, plan_of(base, adapters, dtype, **how), folder)
     kind = AutoModelForSeq2SeqLM if model.config.is_encoder_decoder else AutoModelForCausalLM
     return kind.from_pretrained(folder, dtype=torch.float32)
 
 
+def plan_of(base: Path, adapters: Adapters, dtype: Any = torch.float32, **how: Any) -> MergePlan:
+    changes = saved.read_weight_changes(lambda: on_meta(base), adapters)
+    return MergePlan(base_files=weight_files(base), changes=changes, dtype=dtype, **how)
+
+
+def check_within(found: Difference, bound: str = "float32") -> None:
+    assert found.is_within(BOUNDS[bound]), str(found)
+
+
 def difference(one: Model, other: Model) -> Difference:
-    rows = [probe_logits(model, probe_of(other)) for model in (one, other)]
+    rows = [saved.probe_logits(model, probe_of(other)) for model in (one, other)]
     return measure_difference(rows[:1], rows[1:])
 
 
@@ -135,8 +134,7 @@ def check_case(case: Case, dtype: torch.dtype, folder: Path) -> None:
     model.save_pretrained(folder / "base")
     adapted = make_adapter(folder / "base", folder / "adapter", adapter, **how)
     read = merged(folder / "base", [(folder / "adapter", 1.0)], folder / "merged", dtype)
-    found = difference(adapted, read)
-    assert found.is_within(BOUNDS[str(dtype).removeprefix("torch.")]), str(found)
+    check_within(difference(adapted, read), str(dtype).removeprefix("torch."))
     before, written = (read_shapes(weight_files(folder / name)) for name in ("base", "merged"))
     assert written == before
     assert not difference(read_base(folder / "base"), read).is_within(BOUNDS["bfloat16"])
@@ -157,9 +155,9 @@ def test_a_head_that_only_the_adapter_changed_is_untied(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(base)
     targets = ["embed_tokens", "q_proj"]
     adapted = by_peft(base, tmp_path / "adapter", targets, save_embedding_layers=False)
-    read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged", torch.float32)
+    read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged")
     assert not read.config.tie_word_embeddings
-    assert difference(adapted.eval(), read).is_within(BOUNDS["float32"])
+    check_within(difference(adapted.eval(), read))
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
@@ -167,16 +165,16 @@ def test_a_head_is_tied_as_the_files_say(is_equal: bool, tmp_path: Path) -> None
     """config.json says tied; the files hold a head of their own, or a copy of the embedding."""
     base, adapter = with_head(tiny_llama(tie_word_embeddings=True), tmp_path, is_equal=is_equal)
     adapted = by_peft(base, adapter, ["q_proj"])
-    read = merged(base, [(adapter, 1.0)], tmp_path / "merged", torch.float32)
+    read = merged(base, [(adapter, 1.0)], tmp_path / "merged")
     assert read.config.tie_word_embeddings == is_equal
-    assert difference(adapted.eval(), read).is_within(BOUNDS["float32"])
+    check_within(difference(adapted.eval(), read))
 
 
 def test_a_separate_head_of_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     base, adapter = with_head(tiny_t5(), tmp_path, is_equal=False)
     make_adapter(base, adapter, LORA)
     with pytest.raises(UserError, match="a head unlike the embedding"):
-        merged(base, [(adapter, 1.0)], tmp_path / "merged", torch.float32)
+        merged(base, [(adapter, 1.0)], tmp_path / "merged")
 
 
 def with_head(model: Any, parent: Path, *, is_equal: bool) -> tuple[Path, Path]:
@@ -193,11 +191,11 @@ def test_a_shared_weight_with_different_changes_is_refused(tmp_path: Path) -> No
     tiny_family("zamba2").save_pretrained(tmp_path / "base")
     make_adapter(tmp_path / "base", tmp_path / "adapter", LoraConfig(r=4))
     with pytest.raises(UserError, match=r"layers\.1\..* differently from .*layers\.3\..*cannot be"):
-        merged(tmp_path / "base", [(tmp_path / "adapter", 1.0)], tmp_path / "merged", torch.float32)
+        merged(tmp_path / "base", [(tmp_path / "adapter", 1.0)], tmp_path / "merged")
     in_mixers = LoraConfig(r=4, target_modules=["in_proj"])
     adapted = make_adapter(tmp_path / "base", tmp_path / "mixers", in_mixers)
-    read = merged(tmp_path / "base", [(tmp_path / "mixers", 1.0)], tmp_path / "b", torch.float32)
-    assert difference(adapted, read).is_within(BOUNDS["float32"])
+    read = merged(tmp_path / "base", [(tmp_path / "mixers", 1.0)], tmp_path / "b")
+    check_within(difference(adapted, read))
 
 
 def test_experts_saved_by_stock_peft_are_merged_into_files_per_expert(tmp_path: Path) -> None:
@@ -208,10 +206,9 @@ def test_experts_saved_by_stock_peft_are_merged_into_files_per_expert(tmp_path: 
     Mixtral(MixtralConfig(**shape, **heads, num_local_experts=4)).eval().save_pretrained(base)
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapted = by_peft(base, tmp_path / "adapter", ["q_proj"], experts)
-    expected = probe_logits(adapted.eval(), probe_of(adapted.get_base_model()))
-    read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged", torch.float32)
-    found = measure_difference([expected], [probe_logits(read, probe_of(read))])
-    assert found.is_within(BOUNDS["float32"]), str(found)
+    expected = saved.probe_logits(adapted.eval(), probe_of(adapted.get_base_model()))
+    read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged")
+    check_within(measure_difference([expected], [saved.probe_logits(read, probe_of(read))]))
     names = [file.name for file in weight_files(tmp_path / "merged")]
     with (
         safe_open(tmp_path / "merged" / names[0], "pt") as written,
@@ -221,11 +218,7 @@ def test_experts_saved_by_stock_peft_are_merged_into_files_per_expert(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("build", "numbers"),
-    [
-        (tiny_llama, {}),
-        (tiny_mixture, {"kind": "deepseek_v3"}),
-    ],
+    ("build", "numbers"), [(tiny_llama, {}), (tiny_mixture, {"kind": "deepseek_v3"})]
 )
 def test_several_adapters_are_added_by_weight(
     build: Callable[..., Model], numbers: dict[str, Any], tmp_path: Path
@@ -235,14 +228,14 @@ def test_several_adapters_are_added_by_weight(
     for name, seed in (("one", 7), ("two", 8)):
         make_adapter(base, tmp_path / name, LoraConfig(r=4), seed=seed)
     adapters = [(tmp_path / "one", 0.75), (tmp_path / "two", -0.5)]
-    read = merged(base, adapters, tmp_path / "merged", torch.float32)
-    served = load_weighted_adapters(read_base(base), adapters)
-    assert difference(served, read).is_within(BOUNDS["float32"])
-    alone = load_adapter(read_base(base), tmp_path / "one")
+    read = merged(base, adapters, tmp_path / "merged")
+    served = saved.load_weighted_adapters(read_base(base), adapters)
+    check_within(difference(served, read))
+    alone = saved.load_adapter(read_base(base), tmp_path / "one")
     assert not difference(alone, read).is_within(BOUNDS["bfloat16"])
     make_adapter(base, tmp_path / "dora", DORA_ON_ATTENTION if numbers else DORA)
     with pytest.raises(UserError, match="only plain LoRA can be weighted or summed"):
-        read_weight_changes(lambda: on_meta(base), [*adapters, (tmp_path / "dora", 1.0)])
+        saved.read_weight_changes(lambda: on_meta(base), [*adapters, (tmp_path / "dora", 1.0)])
 
 
 WIDE = {"kind": "qwen3_moe", "hidden_size": 64, "head_dim": 16}
@@ -264,13 +257,13 @@ def test_a_merge_onto_rounded_weights_equals_or_is_close_to_the_quantized_base(
     build(**numbers).save_pretrained(base)
     adapted = apply_adapter(read_base(base, quantization=rounding), LORA, half_precision=False)
     move(adapted)
-    save_adapter(adapted, tmp_path / "adapter")
+    saved.save_adapter(adapted, tmp_path / "adapter")
     how = {"quantization": rounding, "quantized_from": torch.float32}
     adapters = [(tmp_path / "adapter", 1.0)]
-    read = merged(base, adapters, tmp_path / "merged", torch.float32, **how)
+    read = merged(base, adapters, tmp_path / "merged", **how)
     found = difference(adapted.eval(), read)
-    assert found.is_within(BOUNDS["float32" if method == "nf4" else method]), str(found)
-    original = merged(base, adapters, tmp_path / "original", torch.float32)
+    check_within(found, "float32" if method == "nf4" else method)
+    original = merged(base, adapters, tmp_path / "original")
     of_original = difference(adapted, original)
     assert found.mean < of_original.mean and not of_original.is_within(BOUNDS["float32"])
 
@@ -282,9 +275,8 @@ def test_the_part_that_pissa_removed_from_the_base_is_restored(tmp_path: Path) -
     adapted = apply_adapter(read_base(base), pissa, half_precision=False)
     move(adapted)
     save_converted(adapted, tmp_path / "adapter")
-    read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged", torch.float32)
-    found = difference(adapted.eval(), read)
-    assert found.is_within(BOUNDS["float32"]), str(found)
+    read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged")
+    check_within(difference(adapted.eval(), read))
     assert not difference(read_base(base), read).is_within(BOUNDS["bfloat16"])
 
 
@@ -293,31 +285,25 @@ def test_a_multimodal_base_is_merged_with_its_towers(tmp_path: Path) -> None:
     save_with_tokenizer(tiny_multimodal("gemma3"), base)
     (base / "preprocessor_config.json").write_text('{"do_resize": true}')
     adapted = make_adapter(base, tmp_path / "adapter", LORA)
-    changes = read_weight_changes(lambda: on_meta(base), [(tmp_path / "adapter", 1.0)])
-    plan = MergePlan(base_files=weight_files(base), changes=changes, dtype=torch.float32)
+    plan = plan_of(base, [(tmp_path / "adapter", 1.0)])
     merge_weights(on_meta(base), plan, folder)
     copied = folder / "preprocessor_config.json"
     assert copied.read_text() == (base / copied.name).read_text()
     whole, loading = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    found = measure_difference(
-        [probe_logits(adapted, probe())], [probe_logits(whole.float(), probe())]
-    )
-    assert found.is_within(BOUNDS["float32"]), str(found)
+    logits = ([saved.probe_logits(each, probe())] for each in (adapted, whole.float()))
+    check_within(measure_difference(*logits))
     before = AutoModelForImageTextToText.from_pretrained(base).state_dict()
     towers = {name for name in before if "vision_tower" in name or "projector" in name}
     assert towers
     for name, weight in whole.state_dict().items():
-        assert torch.equal(weight, before[name]) or (name not in towers and name in changes), name
+        is_changed = name not in towers and name in plan.changes
+        assert torch.equal(weight, before[name]) or is_changed, name
 
 
 @pytest.mark.parametrize(
     ("factor", "may_widen", "dtype"),
-    [
-        (1.0, True, torch.bfloat16),
-        (1e-3, True, torch.float32),
-        (1e-3, False, torch.bfloat16),
-    ],
+    [(1.0, True, torch.bfloat16), (1e-3, True, torch.float32), (1e-3, False, torch.bfloat16)],
 )
 def test_a_change_below_the_rounding_of_the_base_is_merged_in_fp32(
     factor: float, may_widen: bool, dtype: torch.dtype, tmp_path: Path
@@ -325,10 +311,8 @@ def test_a_change_below_the_rounding_of_the_base_is_merged_in_fp32(
     base, folder = tmp_path / "base", tmp_path / "merged"
     tiny_llama().to(torch.bfloat16).save_pretrained(base)
     make_adapter(base, tmp_path / "adapter", LORA)
-    changes = read_weight_changes(lambda: on_meta(base), [(tmp_path / "adapter", factor)])
-    plan = MergePlan(
-        base_files=weight_files(base), changes=changes, dtype=torch.bfloat16, may_widen=may_widen
-    )
+    adapters = [(tmp_path / "adapter", factor)]
+    plan = plan_of(base, adapters, torch.bfloat16, may_widen=may_widen)
     assert merge_weights(on_meta(base), plan, folder) is dtype
     whole = AutoModelForCausalLM.from_pretrained(folder)
     assert {parameter.dtype for parameter in whole.parameters()} == {dtype}
@@ -349,7 +333,7 @@ MERGE = """
 import resource, sys, threading, time
 from pathlib import Path
 import torch
-from app.model.adapter import read_weight_changes
+from app.model.adapter.saved import read_weight_changes
 from app.model.base import ModelConfig, load_base
 from app.model.base import weight_files
 from app.model.merging import MergePlan, merge_weights
@@ -389,7 +373,7 @@ def test_memory_grows_by_less_than_the_largest_file(tmp_path: Path) -> None:
     assert len(sizes) == 3 and sum(sizes) >= 150e6
     adapted = apply_adapter(model, LoraConfig(r=8), half_precision=False)
     move(adapted, scale=0.01)
-    save_adapter(adapted, adapter)
+    saved.save_adapter(adapted, adapter)
     done = subprocess.run(
         [sys.executable, "-c", MERGE, str(base), str(adapter), str(folder)],
         cwd=ROOT,

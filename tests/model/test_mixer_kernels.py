@@ -68,14 +68,9 @@ def convolution(plain: Any, recorded: list[list[int]]) -> Any:
 
 def delta_rule(plain: Any, recorded: list[list[int]]) -> Any:
     def chunk_gated_delta_rule(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
-        cu_seqlens: Any = None,
-    ) -> tuple[Tensor, None]:
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         lengths = None if cu_seqlens is None else cu_seqlens.diff().tolist()
         documents = cut(recorded, lengths, [q, k, v, g, beta], 1)
         options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
@@ -86,18 +81,10 @@ def delta_rule(plain: Any, recorded: list[list[int]]) -> Any:
 
 def scan(plain: Any, recorded: list[list[int]]) -> Any:
     def mamba_chunk_scan_combined(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        D: Any = None,
-        dt_bias: Any = None,
-        seq_idx: Any = None,
-        dt_softplus: bool = False,
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Any = None,
+        dt_bias: Any = None, seq_idx: Any = None, dt_softplus: bool = False,
         dt_limit: Any = (0.0, float("inf")),
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
         documents = cut(recorded, lengths_of(seq_idx), [x, dt, B, C], 1)
         outputs = [plain(x, t, A, b, c, chunk_size, **options) for x, t, b, c in documents]
@@ -115,23 +102,11 @@ def fused(plain: Any, recorded: list[list[int]]) -> Any:
     conv, chunks = convolution(plain_conv, recorded), scan(plain_scan, recorded)
 
     def mamba_split_conv1d_scan_combined(
-        zxbcdt: Tensor,
-        conv1d_weight: Tensor,
-        conv1d_bias: Any,
-        dt_bias: Tensor,
-        A: Tensor,
-        D: Tensor,
-        chunk_size: int,
-        seq_idx: Any = None,
-        dt_limit: Any = (0.0, float("inf")),
-        activation: str = "silu",
-        rmsnorm_weight: Any = None,
-        rmsnorm_eps: float = 1e-6,
-        outproj_weight: Any = None,
-        outproj_bias: Any = None,
-        headdim: int = 0,
-        ngroups: int = 1,
-    ) -> Tensor:
+        zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Any, dt_bias: Tensor, A: Tensor,
+        D: Tensor, chunk_size: int, seq_idx: Any = None, dt_limit: Any = (0.0, float("inf")),
+        activation: str = "silu", rmsnorm_weight: Any = None, rmsnorm_eps: float = 1e-6,
+        outproj_weight: Any = None, outproj_bias: Any = None, headdim: int = 0, ngroups: int = 1,
+    ) -> Tensor:  # fmt: skip
         FUSED.append(outproj_weight)
         heads, (rows, tokens, _) = len(A), zxbcdt.shape
         states = (zxbcdt.shape[-1] - 2 * heads * headdim - heads) // 2
@@ -163,20 +138,11 @@ def inner(plain: Any, recorded: list[list[int]]) -> Any:
     )
 
     def mamba_inner_fn(
-        xz: Tensor,
-        conv1d_weight: Tensor,
-        conv1d_bias: Any,
-        x_proj_weight: Tensor,
-        delta_proj_weight: Tensor,
-        out_proj_weight: Tensor,
-        out_proj_bias: Any,
-        A: Tensor,
-        B: Any = None,
-        C: Any = None,
-        D: Any = None,
-        delta_bias: Any = None,
+        xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Any, x_proj_weight: Tensor,
+        delta_proj_weight: Tensor, out_proj_weight: Tensor, out_proj_bias: Any, A: Tensor,
+        B: Any = None, C: Any = None, D: Any = None, delta_bias: Any = None,
         delta_softplus: bool = True,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         FUSED.append(out_proj_weight)
         x, z = xz.chunk(2, dim=1)
         x = conv(x, conv1d_weight.squeeze(1), conv1d_bias, "silu")
@@ -199,13 +165,7 @@ SUBSTITUTES = {
     "mamba2_split_conv1d_scan_combined": ("mamba_ssm", fused),
     "mamba_inner_fn": ("mamba_ssm", inner),
 }
-NUM_KERNELS = {
-    "bamba": 2,
-    "lfm2": 1,
-    "mamba2": 2,
-    "qwen3_5_text": 2,
-    "zamba2": 2,
-}
+NUM_KERNELS = {"bamba": 2, "lfm2": 1, "mamba2": 2, "qwen3_5_text": 2, "zamba2": 2}
 """number of kernels that a mixer calls: a convolution, and a scan"""
 
 

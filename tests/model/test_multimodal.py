@@ -11,15 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.model.adapter import (
-    AdapterConfig,
-    FullConfig,
-    Ia3Config,
-    LoraConfig,
-    apply_adapter,
-    probe_logits,
-    save_adapter,
-)
+from app.model.adapter.apply import apply_adapter
+from app.model.adapter.saved import probe_logits, save_adapter
+from app.model.adapter.settings import AdapterConfig, FullConfig, Ia3Config, LoraConfig
 from app.model.architecture import load_architecture
 from app.model.base import ModelConfig, load_base
 from app.model.multimodal import tower_modules

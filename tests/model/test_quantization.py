@@ -9,17 +9,8 @@ import pytest
 import torch
 import transformers
 
-from app.model.adapter import (
-    AdapterConfig,
-    FreezeConfig,
-    FullConfig,
-    Ia3Config,
-    LoraConfig,
-    load_adapter,
-    probe_logits,
-    save_adapter,
-    verify_adapter,
-)
+from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
+from app.model.adapter.saved import load_adapter, probe_logits, save_adapter, verify_adapter
 from app.model.attention import attention_implementation, inputs
 from app.model.attention.probes import check_isolation
 from app.model.base import ModelConfig, load_base
@@ -61,11 +52,7 @@ def load(config: ModelConfig, dtype: torch.dtype, **settings: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("method", "tied", "dtype"),
-    [
-        ("nf4", True, torch.bfloat16),
-        ("int8", True, torch.float32),
-        ("int8", False, torch.bfloat16),
-    ],
+    [("nf4", True, torch.bfloat16), ("int8", True, torch.float32), ("int8", False, torch.bfloat16)],
 )
 def test_every_matrix_but_embedding_and_head_is_quantized(
     tmp_path: Path, method: str, tied: bool, dtype: torch.dtype
@@ -109,13 +96,11 @@ def test_the_storage_dtype_changes_no_bit(tmp_path: Path, dtype: torch.dtype) ->
 def test_double_quantization_saves_bits(tmp_path: Path) -> None:
     config = save_llama(tmp_path)
     once, twice = (
-        sum(
-            storage_of(parameter).num_bytes
-            for parameter in load(
-                config, torch.float32, method="nf4", double_quant=double
-            ).parameters()
+        sum(storage_of(weight).num_bytes for weight in model.parameters())
+        for model in (
+            load(config, torch.float32, method="nf4", double_quant=double)
+            for double in (False, True)
         )
-        for double in (False, True)
     )
     assert twice < once
 
@@ -203,10 +188,7 @@ def test_gradients_are_the_same_after_a_validation(
         assert torch.equal(gradient, before[name]), name
 
 
-@pytest.mark.parametrize(
-    ("method", "dtype"),
-    [("nf4", torch.bfloat16), ("int8", torch.float32)],
-)
+@pytest.mark.parametrize(("method", "dtype"), [("nf4", torch.bfloat16), ("int8", torch.float32)])
 def test_a_base_that_is_stored_quantized_is_loaded_as_it_is(
     tmp_path: Path, method: str, dtype: torch.dtype
 ) -> None:

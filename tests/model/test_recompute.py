@@ -21,14 +21,8 @@ from transformers import BloomConfig, BloomForCausalLM
 from app.model import activation_checkpointing as activations
 from app.model import cpu
 from app.model.activation_checkpointing import LayerInput, run_recomputed, selective_contexts
-from app.model.adapter import (
-    AdapterConfig,
-    FreezeConfig,
-    FullConfig,
-    Ia3Config,
-    LoraConfig,
-    apply_adapter,
-)
+from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
+from app.model.adapter.apply import apply_adapter
 from app.model.attention import attention_implementation
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.base import ModelConfig, load_base
@@ -120,8 +114,7 @@ def check_gradients(
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"),
-    [*itertools.product(["selective", "full"], MAKERS), ("offload", "llama")],
+    ("mode", "kind"), [*itertools.product(["selective", "full"], MAKERS), ("offload", "llama")]
 )
 def test_gradients_equal_those_without_recompute(mode: str, kind: str) -> None:
     """Includes dropout, packed documents and a frozen base."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,10 +17,10 @@ from app.model.recompute import RecomputeConfig, apply_recompute
 from app.model.residuals import FusedLayer, fuse_sums
 from tests.families import tiny_family
 from tests.model.test_head import assert_near
-from tests.model.test_kernels import add_rms_norm, install, packed_losses, trained
+from tests.model.test_kernels import add_rms_norm, install, packed_losses, references, trained
 from tests.tiny import random_ids, tiny_llama
 
-__all__ = ["install"]
+__all__ = ["install", "references"]
 
 
 def with_sums(model: Any, *, joins_layers: bool = True) -> list[FusedLayer]:
@@ -34,8 +33,7 @@ def with_sums(model: Any, *, joins_layers: bool = True) -> list[FusedLayer]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "olmoe"])
-def test_values_and_gradients_are_the_same(install: Callable[..., None], family: str) -> None:
-    install()
+def test_values_and_gradients_are_the_same(references: None, family: str) -> None:
     model: Any = tiny_family(family)
     expected, truths = packed_losses(model.train())
     fused = with_sums(model)
@@ -49,10 +47,7 @@ def test_values_and_gradients_are_the_same(install: Callable[..., None], family:
 
 
 @pytest.mark.parametrize(("every", "number"), [(1, 0), (2, 1)])
-def test_recomputed_layers_are_left_alone(
-    install: Callable[..., None], every: int, number: int
-) -> None:
-    install()
+def test_recomputed_layers_are_left_alone(references: None, every: int, number: int) -> None:
     model: Any = tiny_llama()
     apply_recompute(model, RecomputeConfig(mode="full", every=every))
     expected, _ = packed_losses(model.train())
@@ -61,8 +56,7 @@ def test_recomputed_layers_are_left_alone(
     assert packed_losses(model)[0].item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_a_layer_norms_for_the_next_one_only_what_it_hands_on(install: Callable[..., None]) -> None:
-    install()
+def test_a_layer_norms_for_the_next_one_only_what_it_hands_on(references: None) -> None:
     model: Any = tiny_llama()
     with_sums(model)
     first, second = model.model.layers
@@ -77,27 +71,20 @@ def test_a_layer_norms_for_the_next_one_only_what_it_hands_on(install: Callable[
     assert not vars(hidden)
 
 
-def test_sharded_layers_are_not_joined(install: Callable[..., None]) -> None:
-    install()
+def test_sharded_layers_are_not_joined(references: None) -> None:
     fused = with_sums(tiny_llama(), joins_layers=False)
     assert len(fused) == 2 and all(each.following is None for each in fused)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "cohere"])
-def test_layers_of_another_form_are_left_alone(install: Callable[..., None], family: str) -> None:
-    install()
+def test_layers_of_another_form_are_left_alone(references: None, family: str) -> None:
     assert with_sums(tiny_family(family)) == []
 
 
 @pytest.mark.parametrize("way", ["wrong gradient", "broken"])
 def test_a_kernel_that_differs_is_left_out(
-    way: str,
-    install: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    way: str, references: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    install()
-
     def differing(hidden: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         if way == "broken":
             raise RuntimeError("no such block")

@@ -33,19 +33,13 @@ SMALLEST = ("llama", "phi3", "phimoe", "gemma3_text", "deepseek_v3", "qwen2_vl")
 def rope(kind: str, width: int, kept: dict[str, Any]) -> dict[str, Any]:
     """Return parameters of a rope type with different factors for short and long sequences."""
     third = width // 3
-    return {
-        "mrope_section": [width - 2 * third, third, third],
-        "rope_type": kind,
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": ORIGINAL,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "short_factor": [1.0] * width,
-        "long_factor": [3.0] * width,
-        "short_mscale": 1.0,
-        "long_mscale": 1.5,
-    } | {key: kept[key] for key in ("partial_rotary_factor",) if key in kept}
+    parameters: dict[str, Any] = {
+        "mrope_section": [width - 2 * third, third, third], "rope_type": kind, "rope_theta": 100.0,
+        "factor": 4.0, "original_max_position_embeddings": ORIGINAL, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "short_factor": [1.0] * width, "long_factor": [3.0] * width,
+        "short_mscale": 1.0, "long_mscale": 1.5,
+    }  # fmt: skip
+    return parameters | {key: kept[key] for key in ("partial_rotary_factor",) if key in kept}
 
 
 def configured(module: Any, kind: str) -> Any:

@@ -14,21 +14,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from app.model import save as saving
-from app.model.adapter import (
-    ADAPTER_FILE,
-    AdapterConfig,
-    FreezeConfig,
-    FullConfig,
-    Ia3Config,
-    LoraConfig,
-    apply_adapter,
+from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
+from app.model.adapter.apply import apply_adapter, has_modified_base
+from app.model.adapter.saved import (
     check_adapter_file,
-    has_modified_base,
     load_adapter,
     probe_logits,
     save_adapter,
     verify_adapter,
 )
+from app.model.adapter.settings import ADAPTER_FILE
 from app.model.architecture import load_architecture
 from app.model.base import ModelConfig, load_base
 from app.model.save import save_model
@@ -75,11 +70,7 @@ def in_eval(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "precision"),
-    [
-        *((kind, (False, BF16)) for kind in ADAPTERS),
-        ("lora", (False, FP32)),
-        ("ia3", (True, BF16)),
-    ],
+    [*((kind, (False, BF16)) for kind in ADAPTERS), ("lora", (False, FP32)), ("ia3", (True, BF16))],
 )
 def test_every_adapter_is_saved_verified_and_loaded_exactly(
     kind: str, precision: tuple[bool, torch.dtype], tmp_path: Path
@@ -216,24 +207,11 @@ def test_another_tools_adapter_on_another_base_is_logged(
 
 
 CONVERTED = [
-    LoraConfig(
-        r=4,
-        alpha=6.0,
-        dropout=0.0,
-        init="olora",
-        rank_pattern={"up_proj": 7},
-        alpha_pattern={"up_proj": 5.0, "q_proj": 3.0},
-    ),
-    LoraConfig(
-        r=4,
-        dropout=0.0,
-        init="pissa",
-        use_rslora=True,
-        rank_pattern={"down_proj": 2},
-        alpha_pattern={"down_proj": 5.0},
-        modules_to_save=["lm_head"],
-    ),
-]
+    LoraConfig(r=4, alpha=6.0, dropout=0.0, init="olora", rank_pattern={"up_proj": 7},
+               alpha_pattern={"up_proj": 5.0, "q_proj": 3.0}),
+    LoraConfig(r=4, dropout=0.0, init="pissa", use_rslora=True, rank_pattern={"down_proj": 2},
+               alpha_pattern={"down_proj": 5.0}, modules_to_save=["lm_head"]),
+]  # fmt: skip
 
 
 def saved(model: Any, config: AdapterConfig, make: Callable[[], Any], folder: Path) -> Any:
@@ -293,10 +271,7 @@ def test_a_wrong_converted_file_is_refused(
         saved(model, config, lambda: base(dtype), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("init", "half", "dtype"),
-    [("olora", False, FP32), ("pissa", True, BF16)],
-)
+@pytest.mark.parametrize(("init", "half", "dtype"), [("olora", False, FP32), ("pissa", True, BF16)])
 def test_an_adapter_with_its_initial_weights_is_refused(
     init: str, half: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:

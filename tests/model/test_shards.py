@@ -13,20 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from app.model.adapter import (
-    ADAPTER_FILE,
-    AdapterConfig,
-    FreezeConfig,
-    FullConfig,
-    Ia3Config,
-    LoraConfig,
-    apply_adapter,
-    probe_logits,
-    save_adapter,
-)
+from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
+from app.model.adapter.apply import apply_adapter
+from app.model.adapter.saved import probe_logits, save_adapter
+from app.model.adapter.settings import ADAPTER_FILE
 from app.model.save import INDEX, WEIGHTS, save_model, write_model
 from common.errors import TrainingFault
 from tests import tiny
@@ -42,7 +36,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def read(folder: Path) -> dict[str, torch.Tensor]:
+def read(folder: Path) -> dict[str, Tensor]:
     """All tensors of a model's folder; each must be in one file alone, where the index says."""
     files = sorted(folder.glob("*.safetensors"))
     by_file = {file.name: load_file(file) for file in files}
@@ -126,9 +120,7 @@ class Parts:
     root_device = torch.device("cpu")
 
     def __init__(
-        self,
-        lose: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
-        allowed_bytes: float = math.inf,
+        self, lose: Callable[[Tensor], Tensor] = torch.clone, allowed_bytes: float = math.inf
     ) -> None:
         self.lose, self.num_settled = lose, 0
         self.allowed_bytes = allowed_bytes
@@ -137,7 +129,7 @@ class Parts:
     def reshard(self, model: Any) -> None:
         self.num_settled += 1
 
-    def full_tensor(self, weight: torch.Tensor) -> torch.Tensor:
+    def full_tensor(self, weight: Tensor) -> Tensor:
         gathered = self.lose(weight.detach().clone())
         # A thread of gloo releases what it sent a moment after the broadcast returned.
         deadline = time.monotonic() + 5
@@ -151,10 +143,10 @@ class Parts:
     def _let_go(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes
 
-    def weight_state(self, weight: torch.Tensor) -> torch.Tensor:
+    def weight_state(self, weight: Tensor) -> Tensor:
         return weight.detach()
 
-    def restore_weight(self, weight: torch.Tensor, value: torch.Tensor) -> None:
+    def restore_weight(self, weight: Tensor, value: Tensor) -> None:
         assert weight.requires_grad
         weight.data.copy_(value)
 
@@ -233,16 +225,16 @@ def test_a_model_goes_on_as_it_was_rounded_for_the_disk(
     assert not torch.equal(probe_logits(model, probe_of(model)), before)
 
 
-def half(weight: torch.Tensor) -> torch.Tensor:
+def half(weight: Tensor) -> Tensor:
     return weight[: len(weight) // 2].clone()
 
 
-def without_a_half(weight: torch.Tensor) -> torch.Tensor:
+def without_a_half(weight: Tensor) -> Tensor:
     weight[len(weight) // 2 :] = 0
     return weight
 
 
-def from_memory_never_written(weight: torch.Tensor) -> torch.Tensor:
+def from_memory_never_written(weight: Tensor) -> Tensor:
     weight.view(-1)[-1] = float("nan")
     return weight
 
@@ -257,11 +249,7 @@ def from_memory_never_written(weight: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_an_incomplete_gather_is_a_training_fault(
-    group: None,
-    lose: Callable[[torch.Tensor], torch.Tensor],
-    said: str,
-    config: AdapterConfig,
-    tmp_path: Path,
+    group: None, lose: Callable[[Tensor], Tensor], said: str, config: AdapterConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainingFault, match=said):
         save(moved(config), config, tmp_path, Parts(lose))
@@ -274,7 +262,7 @@ def test_a_file_that_holds_something_else_is_a_training_fault(
 
     write = safetensors.save_file
 
-    def write_badly(tensors: dict[str, torch.Tensor], file: Any, **more: Any) -> None:
+    def write_badly(tensors: dict[str, Tensor], file: Any, **more: Any) -> None:
         name = max(tensors)
         write(tensors | {name: tensors[name] + 1e-3}, file, **more)
 

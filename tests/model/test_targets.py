@@ -10,26 +10,12 @@ import peft
 import pytest
 import torch
 
-from app.model.adapter import (
-    AdapterConfig,
-    FreezeConfig,
-    Ia3Config,
-    LoraConfig,
-    Targets,
-    apply_adapter,
-    find_targets,
-)
+from app.model import layers
+from app.model.adapter.apply import apply_adapter
 from app.model.adapter.saved import load_adapter
+from app.model.adapter.settings import AdapterConfig, FreezeConfig, Ia3Config, LoraConfig
+from app.model.adapter.targets import Targets, find_targets
 from app.model.description import BaseDescription, describe_model
-from app.model.layers import (
-    by_ending,
-    by_expression,
-    by_key,
-    decoder_layers,
-    find_bypassed_linears,
-    layer_numbers,
-    pattern_without,
-)
 from common.errors import UserError
 from tests.families import tiny_family
 from tests.tiny import move, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
@@ -181,8 +167,8 @@ def test_a_saved_adapter_on_an_uncalled_module_is_not_continued(tmp_path: Path) 
 
 
 def test_bypassed_linears_by_model_type() -> None:
-    assert find_bypassed_linears("longcat_flash") == ("classifier",)  # its router
-    assert not any(map(find_bypassed_linears, ("llama", "new", None)))
+    assert layers.find_bypassed_linears("longcat_flash") == ("classifier",)  # its router
+    assert not any(map(layers.find_bypassed_linears, ("llama", "new", None)))
 
 
 def test_unknown_properties_of_a_base_are_not_checked() -> None:
@@ -195,23 +181,23 @@ def test_unknown_properties_of_a_base_are_not_checked() -> None:
 
 def test_the_three_pattern_rules() -> None:
     names = ["a.q_proj", "a.b.q_proj", "a.xq_proj", "q_proj"]
-    assert by_ending("q_proj", names) == ["a.q_proj", "a.b.q_proj", "q_proj"]
-    assert by_ending("b.q_proj", names) == ["a.b.q_proj"]
-    assert by_expression("q_proj", names) == ["q_proj"]
-    assert by_expression(r"a\..*q_proj", names) == names[:3]
-    assert by_key("q_proj", names) == ["a.q_proj", "a.b.q_proj", "q_proj"]
-    assert by_key(r"b\..*", names) == ["a.b.q_proj"]
+    assert layers.by_ending("q_proj", names) == ["a.q_proj", "a.b.q_proj", "q_proj"]
+    assert layers.by_ending("b.q_proj", names) == ["a.b.q_proj"]
+    assert layers.by_expression("q_proj", names) == ["q_proj"]
+    assert layers.by_expression(r"a\..*q_proj", names) == names[:3]
+    assert layers.by_key("q_proj", names) == ["a.q_proj", "a.b.q_proj", "q_proj"]
+    assert layers.by_key(r"b\..*", names) == ["a.b.q_proj"]
 
 
 def test_a_pattern_leaves_out_up_to_eight_prefixes() -> None:
     ends = ("q_proj", "k_proj")
     names = [f"model.layers.{n}.self_attn.{end}" for n in range(12) for end in ends]
-    assert pattern_without([*names[::2], names[1]], names[3::2]) is None
+    assert layers.pattern_without([*names[::2], names[1]], names[3::2]) is None
     for excluded in (names[2:4], names[1::2]):  # a layer, and all of a kind
         kept = [name for name in names if name not in excluded]
-        pattern = pattern_without(kept, excluded)
+        pattern = layers.pattern_without(kept, excluded)
         assert pattern is not None
-        assert by_expression(pattern, names) == kept
+        assert layers.by_expression(pattern, names) == kept
 
 
 def test_a_catastrophic_expression_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,18 +208,18 @@ def test_a_catastrophic_expression_is_refused_in_time(monkeypatch: pytest.Monkey
 
 
 def test_encoder_layers_come_before_decoder_layers() -> None:
-    t5 = decoder_layers(tiny_t5(num_decoder_layers=3))
+    t5 = layers.decoder_layers(tiny_t5(num_decoder_layers=3))
     assert t5 == [
         *("encoder.block.0", "encoder.block.1"),
         *("decoder.block.0", "decoder.block.1", "decoder.block.2"),
     ]
-    bart = decoder_layers(tiny_bart())
+    bart = layers.decoder_layers(tiny_bart())
     assert bart == [f"model.{side}.layers.{n}" for side in ("encoder", "decoder") for n in (0, 1)]
 
 
 def test_layers_are_found_below_an_adapter() -> None:
     adapted = apply_adapter(tiny_gpt2(), LoraConfig(r=2), half_precision=False)
-    names = decoder_layers(adapted)
+    names = layers.decoder_layers(adapted)
     assert names == [f"base_model.model.transformer.h.{number}" for number in range(2)]
 
 
@@ -248,7 +234,7 @@ def test_layers_are_found_below_an_adapter() -> None:
     ],
 )
 def test_layers_selected_out_of_four(setting: Any, expected: list[int]) -> None:
-    assert list(layer_numbers(setting, 4)) == expected
+    assert list(layers.layer_numbers(setting, 4)) == expected
 
 
 @pytest.mark.parametrize(
@@ -263,4 +249,4 @@ def test_layers_selected_out_of_four(setting: Any, expected: list[int]) -> None:
 )
 def test_an_invalid_selection_is_refused(setting: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        layer_numbers(setting, 32)
+        layers.layer_numbers(setting, 32)

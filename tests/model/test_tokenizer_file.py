@@ -197,20 +197,11 @@ def test_settings_stay_and_the_file_decides_about_tokens(
     index = make_folder(tmp_path, "byte_level", "GPT2Tokenizer", "").token_to_id("<x>")
     decoder = {index: {"content": "<x>", "lstrip": False, "rstrip": True, "normalized": True}}
     own = make_folder(
-        tmp_path,
-        "byte_level",
-        "GPT2Tokenizer",
-        "llama",
-        add_prefix_space=True,
-        split_special_tokens=True,
-        added_tokens_decoder=decoder,
-        pad_token="<pad>",
-        image_token="<image>",
-        extra_special_tokens=["<more>"],
-        chat_template="a template",
-        model_max_length=77,
-        padding_side="left",
-    )
+        tmp_path, "byte_level", "GPT2Tokenizer", "llama", add_prefix_space=True,
+        split_special_tokens=True, added_tokens_decoder=decoder, pad_token="<pad>",
+        image_token="<image>", extra_special_tokens=["<more>"], chat_template="a template",
+        model_max_length=77, padding_side="left",
+    )  # fmt: skip
     tokenizer = build(tmp_path)
     assert ids(tokenizer) == ids(own)
     assert "GPT2Tokenizer of transformers changes the pre_tokenizer" in caplog.text

@@ -12,15 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from app.evaluate import evaluate
-from app.model.adapter import (
-    FullConfig,
-    LoraConfig,
-    apply_adapter,
-    load_adapter,
-    probe_logits,
-    save_adapter,
-    verify_adapter,
-)
+from app.model.adapter.apply import apply_adapter
+from app.model.adapter.saved import load_adapter, probe_logits, save_adapter, verify_adapter
+from app.model.adapter.settings import FullConfig, LoraConfig
 from app.model.base import ModelConfig
 from app.model.build import load_tuned
 from app.model.tokenizer import (
