@@ -94,11 +94,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Raw text without a chat template; the tokenizer's EOS is appended. `label` as of a chat."""
+    """Raw text without a chat template; the tokenizer's EOS is appended. `label` as of a chat.
+
+    `weight` is that of the row, which segments without a weight of their own get if inputs are
+    trained on; the weights of the others include it.
+    """
 
     segments: tuple[Segment, ...]
     origin: Origin
     label: float | str | tuple[str, ...] | None = None
+    weight: float = 1.0
 
     @property
     def text(self) -> str:

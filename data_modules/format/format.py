@@ -380,8 +380,8 @@ def _read_prompt_completion(values: RowColumns, origin: Origin) -> list[Item]:
     name, answer = _first_present(values, _COMPLETIONS)
     if is_turns(prompt) or is_turns(answer):
         return [_read_prompt_turns(prompt, answer, name, values, origin)]
-    question = Segment(parse_text(prompt, "prompt"), 0.0)
-    return [Document((question, Segment(read_answer(answer, name), row_weight(values))), origin)]
+    question, weight = Segment(parse_text(prompt, "prompt"), 0.0), row_weight(values)
+    return [Document((question, Segment(read_answer(answer, name), weight)), origin, weight=weight)]
 
 
 def _read_prompt_turns(
@@ -410,10 +410,11 @@ def _read_completion(values: RowColumns, origin: Origin) -> list[Item]:
     name, value = _first_present(values, ("segments", *_TEXT_COLUMNS))
     weight = row_weight(values)
     if name != "segments":
-        return [Document((Segment(parse_text(value, name), weight),), origin)]
+        return [Document((Segment(parse_text(value, name), weight),), origin, weight=weight)]
     if not isinstance(value, list) or not value:
         raise RowError("segments is not a list of at least one {text, weight}")
-    return [Document(tuple(_read_segment(item, i, weight) for i, item in enumerate(value)), origin)]
+    segments = tuple(_read_segment(item, i, weight) for i, item in enumerate(value))
+    return [Document(segments, origin, weight=weight)]
 
 
 def _read_segment(item: Any, index: int, row_weight: float) -> Segment:

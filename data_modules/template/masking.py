@@ -289,15 +289,16 @@ class LayoutBuilder:
         return layouts
 
     def _document_layout(self, document: Document) -> Layout:
-        text, trains_all = document.text, self._mask.train_on_inputs
+        text = document.text
+        base = document.weight if self._mask.train_on_inputs else 0.0
         notes, plain_ranges = self.find_control_tokens([(text, 0, len(text))], text)
         ranges, start = [], 0
         for segment in document.segments:
             end = start + len(segment.text)
-            if segment.weight > 0 or not trains_all:
+            if segment.weight > 0 or not base:
                 ranges.append(WeightedRange(start, end, segment.weight))
             start = end
-        return Layout(text, LossWeights(float(trains_all), ranges), notes, plain_ranges)
+        return Layout(text, LossWeights(base, ranges), notes, plain_ranges)
 
     def _chat_layout(
         self, chat: Conversation, prepared: Chat, rendered: RenderedChat | RowRefusedError

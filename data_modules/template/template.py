@@ -439,6 +439,8 @@ class ChatTemplate:
             last = trained[-1] if trained else loss_weights.base
             weights = np.append(weights, np.float32(last))
         if isinstance(item, Document):
+            if self._mask.train_on_eos == "none" and len(ids) and ids[-1] == eos:
+                weights[-1] = 0.0
             ids = self._with_bos(ids)
         if len(ids) > len(weights):
             weights = np.concatenate([np.full(1, loss_weights.base, np.float32), weights])

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import Origin
+from data_modules.format.format import convert_row, format_of
 from data_modules.template import TEMPLATE_NAMES, ChatTemplate, MaskConfig
 from data_modules.template.named_templates import named_template
 from data_modules.template.rendering import RowRefusedError
@@ -20,6 +21,7 @@ from data_modules.types import (
     Document,
     Encoded,
     Note,
+    Row,
     Segment,
     Tokens,
     ToolCall,
@@ -107,6 +109,41 @@ def test_train_on_inputs_does_not_override_masked_turns_and_reasoning() -> None:
         "<think>hm</think>",
     ]
     assert text_of(template_of(train_on_inputs=True), TALK).endswith("four<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "one", "completion": " two", "weight": 0}, []),
+        ({"text": "one two", "train": False}, []),
+        ({"segments": [{"text": "one", "weight": 0}, {"text": " two"}], "weight": 0}, []),
+        ({"prompt": "one", "completion": " two", "weight": 0.5}, [(0.5, "one two</s>")]),
+        (
+            {
+                "segments": [{"text": "one", "weight": 0}, {"text": " two", "weight": 4}],
+                "weight": 2,
+            },
+            [(2.0, "one"), (8.0, " two</s>")],
+        ),
+    ],
+)
+def test_the_weight_of_a_row_of_raw_text_counts_when_its_inputs_are_trained_on(
+    row: dict[str, Any], expected: list[tuple[float, str]]
+) -> None:
+    name = format_of(row)
+    assert name is not None
+    (item,) = convert_row(Row(row, ORIGIN), name, {})
+    trained = by_weight(template_of(train_on_inputs=True), item)
+    assert [(weight, text) for weight, text in trained if weight] == expected
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+@pytest.mark.parametrize("text", [" two", " two</s>"])
+def test_the_end_of_raw_text_is_a_stop_token(text: str, inputs: bool) -> None:
+    item = Document((Segment("one", 0.0), Segment(text, 1.0)), ORIGIN)
+    for eos, end in {"none": "", "turn": "</s>", "last": "</s>", "all": "</s>"}.items():
+        trained = "".join(runs(template_of(train_on_eos=eos, train_on_inputs=inputs), item))
+        assert trained == ("one" if inputs else "") + " two" + end
 
 
 @settings(max_examples=40)
