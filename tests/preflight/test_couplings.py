@@ -191,6 +191,8 @@ CONFLICTS = [
     (0, f"data=classes objective=classify {LABELS} model.added_tokens=[<x>,<y>]"),
     (0, f"data=classes objective=classify {LABELS} evaluation.exact_match=true"),
     (0, "data=pairs objective=dpo data.train_on_inputs=true"),
+    (0, "data=pairs objective=orpo 'data.roles_to_train=[user,assistant]'"),
+    (0, "data=pairs objective=simpo data.train_on_eos=all"),
     (0, "data=pairs objective=dpo data.on_long=split"),
     (0, "data=pairs objective=dpo adapter=full"),
     (0, "data=pairs objective=dpo objective.reference=cached data.streaming=true "

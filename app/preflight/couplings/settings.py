@@ -334,6 +334,17 @@ ROWS_OF_SETTINGS = (
                  "data.on_long=drop, truncate_left or truncate_right"),
     )),
     Group(lambda c, d: is_training(c) and c.objective.row_format is not None
+          and not c.objective.has_own_head, "{objective} adds up the log-probabilities of answers",
+          rows=(
+        Conflict(lambda c, d: set(c.data.roles_to_train) != {"assistant"}
+                 and ", ".join(c.data.roles_to_train),
+                 "data.roles_to_train=[{found}]: {name}, and of nothing else",
+                 "data.roles_to_train=[assistant]"),
+        Conflict(lambda c, d: c.data.train_on_eos == "all",
+                 "data.train_on_eos=all: {name}, and the stop tokens of a prompt are none of them",
+                 "data.train_on_eos=turn"),
+    )),
+    Group(lambda c, d: is_training(c) and c.objective.row_format is not None
           and c.objective.compares_with_base, "{objective} compares with the base", rows=(
         Conflict(lambda c, d: saves_whole_model(c.adapter)
                  and c.objective.reference_source == "base",
