@@ -107,6 +107,11 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self.dataset_names[: len(self._config.datasets)]
 
     @property
+    def cache_dir(self) -> Path:
+        """Return the folder in which tokens, and what is said of them, are stored."""
+        return Path(self._config.cache_dir).expanduser()
+
+    @property
     def is_packed(self) -> bool:
         """Return whether a batch row holds several documents."""
         return self._spec.packing.method != "none"
@@ -407,8 +412,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
         `identity`: everything besides the tokens that determines it; `by_token` as in
         `ReferenceStore`.
         """
-        root = Path(self._config.cache_dir).expanduser()
-        self._references = ReferenceStore(root, self._ready.datasets, identity, by_token=by_token)
+        self._references = ReferenceStore(
+            self.cache_dir, self._ready.datasets, identity, by_token=by_token
+        )
         values = self._references.read()
         if values is not None:
             self._take_references(values)

@@ -47,7 +47,7 @@ from data_modules.collator import Collator
 from tests.conftest import read_column
 from tests.reliability.shell import Shell
 from tests.runs import check_close
-from tests.tiny import SAMPLES, tiny_llama
+from tests.tiny import SAMPLES, TINY_BASE, tiny_llama
 
 BETA = 0.3
 LENGTHS = [(5, 9, 4), (3, 6, 11), (7, 2, 2), (1, 3, 1)]
@@ -519,7 +519,11 @@ def test_a_resumed_run_reads_the_stored_reference_and_never_computes_it(
     assert "are gone from data.cache_dir" in said and "type resume=never" in said
     shutil.rmtree(own)
     shutil.move(kept, own)
-    said = shell.train_into(cut, *words, "resume=auto")
+    said = shell.train_into(cut, *FULL, "resume=auto", code=2)
+    assert "type data.cache_dir=FOLDER if the run had another one" in said
+    base = shutil.copytree(TINY_BASE, tmp_path / "moved")
+    words = [word for word in words if not word.startswith("model.path")]
+    said = shell.train_into(cut, *words, f"model.path={base}", "resume=auto")
     assert "objective.reference=cached: found in the cache" in said
     for column in ("train/loss", "train/margin", "val/loss", "val/accuracy"):
         assert read_column(cut, column)[3] == read_column(full, column)[3]

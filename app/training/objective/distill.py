@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -219,17 +219,37 @@ def open_references(
         return store_references
     if config.reference_source != "cached":
         return None
-    # Everything besides the tokens that determines log-probabilities.
-    parts = [sorted(base.description.items()), base.config, base.quantization, base.dtype]
-    identity = hashlib.sha256(repr([*parts, base.backend, precision]).encode()).hexdigest()
-    is_found = data.read_references(identity)
+    is_found = data.read_references(_identity_of(base, precision))
     if not is_found and data.first_step:
         raise UserError(
             "objective.reference=cached: the log-probabilities of the base, which the run computed "
-            "before its first step, are gone from data.cache_dir, or settings that determine them "
-            "have changed; put the folder back, or type resume=never to start again"
+            f"before its first step, are gone from data.cache_dir={data.cache_dir}, or settings "
+            "that determine them have changed; type data.cache_dir=FOLDER if the run had another "
+            "one (it is not read from a run), put the folder back, or type resume=never to start "
+            "again"
         )
     return store_references
+
+
+def _identity_of(base: Base, precision: str) -> str:
+    """Return a hash of everything besides the tokens that determines log-probabilities.
+
+    Not of where files are whose content is known: a resumed run may find them elsewhere.
+    """
+    files, path = dict(base.description), base.config.path
+    if files["weights"] is not None:
+        files["path"] = path = None
+    config = replace(
+        base.config,
+        path=path,
+        tokenizer_path=None,
+        chat_template=None,
+        stop_tokens=[],
+        wrap_class=None,
+        stream=None,
+    )
+    parts = [sorted(files.items()), config, base.quantization, base.dtype, base.backend, precision]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def store_references(module: FinetuneModule) -> None:
