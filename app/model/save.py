@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5 * 10**9
 """largest file, unless a single weight is larger"""
+_ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor")
+"""values of `rope_parameters` that transformers 4 has beside `rope_scaling`, not in it"""
 _LAYER_PREFIX = re.compile(r".*?\.\d+\.")
 """matches the common prefix of the names of a layer's weights"""
 
@@ -397,6 +399,7 @@ class ModelFolder:
         for old in self.folder.glob(f"{Path(WEIGHTS).stem}*.safetensors*"):
             old.unlink()
         self.shape.save_pretrained(self.folder, state_dict={})
+        _add_rope_of_v4(type(self.model.config), self.folder)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write one file and read it back; ValueError if it differs."""
@@ -498,6 +501,30 @@ def _shape_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     if not is_classifier(model):
         shape.generation_config = model.generation_config
     return shape
+
+
+def _add_rope_of_v4(kind: type[PretrainedConfig], folder: Path) -> None:
+    """Add to config.json the rope settings under their names in transformers 4.
+
+    It and servers built on it do not read `rope_parameters`: they would rotate by other angles. The
+    file stays as it was if version 5 then reads another config.
+    """
+    file = folder / "config.json"
+    own, expected = file.read_text(encoding="utf-8"), kind.from_pretrained(folder).to_dict()
+    content = json.loads(own)
+    for part in (content, *content.values()):
+        rope = part.get("rope_parameters") if isinstance(part, dict) else None
+        if not isinstance(rope, dict) or "rope_theta" not in rope:
+            continue
+        part.update({name: rope[name] for name in _ROPE_OUTSIDE if name in rope})
+        if rope.get("rope_type", "default") != "default":
+            scaling = {name: rope[name] for name in rope if name not in _ROPE_OUTSIDE}
+            part["rope_scaling"] = scaling
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+    file.write_text(f"{text}\n", encoding="utf-8")
+    read = kind.from_pretrained(folder).to_dict()
+    if read != read | expected:
+        file.write_text(own, encoding="utf-8")
 
 
 def has_config_of_its_own(model: PreTrainedModel) -> bool:

@@ -137,6 +137,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     import transformers
 
     tokenizer.save_pretrained(folder)
+    _name_as_in_v4(folder / "tokenizer_config.json")
     file = folder / TOKENIZER_FILE
     # Only model_type in a config.json can change the class that a saved tokenizer names.
     if not (file.is_file() and (folder / "config.json").is_file()):
@@ -156,6 +157,19 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
             transformers.__version__,
             kind,
         )
+
+
+def _name_as_in_v4(file: Path) -> None:
+    """Name class and special tokens as transformers 4 does, which 5 reads in the same way."""
+    if not file.is_file():
+        return
+    settings, _ = read_json_object(file)
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False)
+    file.write_text(f"{text}\n", encoding="utf-8")
 
 
 def _difference(

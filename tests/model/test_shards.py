@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
@@ -69,8 +69,10 @@ def test_the_folder_equals_that_of_save_pretrained(
         assert ours[key].dtype == tensor.dtype
         assert torch.equal(ours[key], tensor), key
     for file in ("config.json", "generation_config.json"):
-        written = [(tmp_path / who / file).read_text() for who in ("ours", "theirs")]
-        assert written[0] == written[1]
+        written = [json.loads((tmp_path / who / file).read_text()) for who in ("ours", "theirs")]
+        added = written[0].keys() - written[1].keys()
+        assert added == ({"rope_theta"} if "rope_parameters" in written[1] else set())
+        assert written[0] == written[1] | {name: written[0][name] for name in added}
     num_files = len(list((tmp_path / "ours").glob("*.safetensors")))
     assert (num_files == 1) == (max_shard_bytes == 10**9)
     pairs = model.config.is_encoder_decoder
@@ -269,3 +271,22 @@ def test_a_file_that_holds_something_else_is_a_training_fault(
     monkeypatch.setattr(safetensors, "save_file", write_badly)
     with pytest.raises(TrainingFault, match="differs when read back"):
         save(moved(FullConfig()), FullConfig(), tmp_path, Parts())
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 500_000.0},
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0, "beta_fast": 16.0},
+    ],
+)
+def test_versions_before_rope_parameters_find_the_same_angles(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_llama(rope_parameters=dict(rope))
+    write_model(model, tmp_path, FP32)
+    content = json.loads((tmp_path / "config.json").read_text())
+    scaling = content.get("rope_scaling", {"rope_type": "default"})
+    assert scaling | {"rope_theta": content["rope_theta"]} == content["rope_parameters"]
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert read.rope_parameters == model.config.rope_parameters

@@ -184,10 +184,26 @@ def test_what_is_saved_encodes_as_the_file(
         assert ids(Tokenizer.from_file(str(folder / "tokenizer.json"))) == ids(own)
         assert ids(build(folder)) == ids(own)
     assert ids(AutoTokenizer.from_pretrained(saved["adapter"])) == ids(own)
+    settings = json.loads((saved["adapter"] / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] != "TokenizersBackend"  # unknown to transformers 4
     # transformers ignores the class that is saved beside this model type.
     is_forced = model_type == "qwen2"
     assert (ids(AutoTokenizer.from_pretrained(saved["model"])) == ids(own)) == (not is_forced)
     assert ("PreTrainedTokenizerFast.from_pretrained" in caplog.text) == is_forced
+
+
+def test_versions_4_and_5_read_what_is_saved(tmp_path: Path) -> None:
+    own = make_folder(
+        tmp_path / "base", "byte_level", "TokenizersBackend", "", extra_special_tokens=["<x>"]
+    )
+    (saved := tmp_path / "saved").mkdir()
+    save_tokenizer(build(tmp_path / "base"), saved)
+    settings = json.loads((saved / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["<x>"]  # as a list, 4 reads them by this name
+    assert "extra_special_tokens" not in settings
+    for opened in (build(saved), AutoTokenizer.from_pretrained(saved)):
+        assert ids(opened) == ids(own) and opened.extra_special_tokens == ["<x>"]
 
 
 def test_settings_stay_and_the_file_decides_about_tokens(
