@@ -165,11 +165,9 @@ class Batch:
         return float(weights.sum())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return a copy with its tensors on `device`."""
         return _with_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """Return a copy with its tensors in page-locked memory."""
         return _with_tensors(self, torch.Tensor.pin_memory)
 
 
@@ -215,7 +213,6 @@ class Collator:
         self._row_len, self._row_multiple = row_len or 1, row_multiple
 
     def __call__(self, packs: Sequence[Sequence[Example]], step_weight: float) -> Batch:
-        """Return the batch of `packs`, one sequence of examples each."""
         documents = [[example.documents() for example in pack] for pack in packs]
         examples = [one for pack in packs for one in pack]
         units = [one for one in examples if one.is_unit]
@@ -357,10 +354,7 @@ def _shifted_labels(inputs: _TokenRows, ids: _Ints) -> tuple[_Ints, npt.NDArray[
         weights[row, inputs.starts(row)] = 0
     labels = np.where(weights > 0, ids, _IGNORED)
     last = ((0, 0), (0, 1))
-    return (
-        np.pad(labels[:, 1:], last, constant_values=_IGNORED),
-        np.pad(weights[:, 1:], last),
-    )
+    return (np.pad(labels[:, 1:], last, constant_values=_IGNORED), np.pad(weights[:, 1:], last))
 
 
 def _targets(example: Example) -> npt.NDArray[np.int32]:

@@ -32,32 +32,18 @@ from common.errors import DataError, Origin
 from common.redaction import redacted
 from common.text import percent
 from common.untrusted import ProcessLimits
+from data_modules import packing
 from data_modules.audit.findings import Audit
 from data_modules.collator import Batch, Collator
 from data_modules.format import KTO, label_text
-from data_modules.packing import (
-    MicroBatch,
-    Mixture,
-    MixtureRow,
-    StepPlan,
-    StepSampler,
-    describe_mixture,
-    pack_documents,
-    shard_packs,
-)
+from data_modules.packing import MicroBatch, Mixture, StepPlan
 from data_modules.settings import dataset_names
 from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
 from data_modules.template import ChatTemplate, MaskConfig, Prompt
-from data_modules.tokens.datasets import (
-    DataSpec,
-    PairValues,
-    PreparedData,
-    ReferenceStore,
-    token_spec,
-)
+from data_modules.tokens.datasets import DataSpec, PreparedData, ReferenceStore, token_spec
 from data_modules.tokens.encode import PAIRED, ChunkEncoder, chunks_of, find_format
 from data_modules.tokens.prepare import hash_of
-from data_modules.tokens.store import Examples, TokenValues
+from data_modules.tokens.store import Examples
 from data_modules.types import BatchSpec
 
 _WITHOUT_CHATS = ("pretokenized",)
@@ -113,7 +99,6 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     @property
     def is_packed(self) -> bool:
-        """Return whether a batch row holds several documents."""
         return self._spec.packing.method != "none"
 
     def setup(self, stage: str | None = None) -> None:
@@ -151,7 +136,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         if not config.streaming:
             self._check_labels()
             if len(config.datasets) > 1:
-                self.report.mixture = describe_mixture(self.mixture_report())
+                self.report.mixture = packing.describe_mixture(self.mixture_report())
 
     def _check_labels(self) -> None:
         """Raise DataError if all verdicts are the same, or a class is in validation rows only."""
@@ -260,7 +245,6 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     @property
     def total_steps(self) -> int:
-        """Return the number of optimizer steps of the run."""
         return self.plan.num_steps
 
     def set_micro_batch_size(self, size: int) -> None:
@@ -340,7 +324,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             examples.lengths,
         )
 
-    def mixture_report(self) -> list[MixtureRow]:
+    def mixture_report(self) -> list[packing.MixtureRow]:
         """Return each data set's share of the first epoch; empty for a stream."""
         return [] if self._config.streaming else self.mixture.report(self.trained_names)
 
@@ -375,7 +359,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             return StreamedSteps(
                 loader, self.plan, accumulation, self.first_step, self._sum_over_ranks
             )
-        sampler = StepSampler(self.plan, self._rank, self.first_step)
+        sampler = packing.StepSampler(self.plan, self._rank, self.first_step)
         loader = self._loader(_Batches(self.train_examples, self._collator), sampler)
         return PlannedSteps(loader, self.batching.accumulation_steps)
 
@@ -401,8 +385,10 @@ class FinetuneDataModule(lightning.LightningDataModule):
         All ranks get equally many batches.
         """
         method = self._spec.packing.method
-        packs = pack_documents(examples.lengths, self.sequence_len, self._spec.seed, 0, method)
-        batches = shard_packs(packs, self.batching.micro_batch_size, num_ranks, rank)
+        packs = packing.pack_documents(
+            examples.lengths, self.sequence_len, self._spec.seed, 0, method
+        )
+        batches = packing.shard_packs(packs, self.batching.micro_batch_size, num_ranks, rank)
         order = [int(row) for batch in batches for pack in batch.packs for row in pack]
         return self._loader(_Batches(examples, self._collator), batches), order
 
@@ -415,10 +401,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self._references = ReferenceStore(
             self.cache_dir, self._ready.datasets, identity, by_token=by_token
         )
-        values = self._references.read()
-        if values is not None:
-            self._take_references(values)
-        return values is not None
+        return self._take_references()
 
     def referenced_examples(self) -> Examples:
         """Return all rows whose values `store_references` expects, in its order."""
@@ -430,13 +413,16 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Store the values of `referenced_examples` in the cache; each row gets its own."""
         assert self._references is not None
         self._references.write(values)
-        stored = self._references.read()
-        assert stored is not None
-        self._take_references(stored)
+        self._take_references()
 
-    def _take_references(self, values: Sequence[PairValues | TokenValues]) -> None:
+    def _take_references(self) -> bool:
+        assert self._references is not None
+        values = self._references.read()
+        if values is None:
+            return False
         for examples in (self.train_examples, self.val_examples):
             examples.take_references(values)
+        return True
 
     def rows_of_step(self, step: int) -> Iterator[StepRow]:
         """Yield the rows that all ranks train on in global step `step`, counted from 1.
@@ -493,7 +479,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self._data
 
     def _loader(
-        self, dataset: Dataset[Batch], sampler: Sequence[MicroBatch] | StepSampler | None
+        self, dataset: Dataset[Batch], sampler: Sequence[MicroBatch] | packing.StepSampler | None
     ) -> DataLoader[Batch]:
         is_on_gpu = torch.cuda.is_available()
         if self.trainer:
@@ -588,7 +574,6 @@ class PlannedSteps:
         return len(self._batches) // self._accumulation_steps
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of each step."""
         batches = iter(self._batches)
         while step := list(itertools.islice(batches, self._accumulation_steps)):
             yield step

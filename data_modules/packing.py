@@ -67,7 +67,6 @@ class MixtureRow:
     )
 
     def cells(self) -> tuple[str, ...]:
-        """Return a text cell for each heading."""
         return (
             self.name,
             f"{self.rows:,}",

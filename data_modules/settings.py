@@ -203,7 +203,6 @@ class DataConfig:
 
     @property
     def has_validation(self) -> bool:
-        """Return whether validation rows are requested."""
         return bool(self.val_datasets) or self.val_set_size > 0
 
     @property

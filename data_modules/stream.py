@@ -127,7 +127,13 @@ class TokenStream(IterableDataset[Batch]):
         capacity, method = self._spec.sequence_len, self._spec.packing.method
 
         def read() -> list[Example]:
-            return list(self._take_window(examples, capacity))
+            limit = max(_MIN_WINDOW_PACKS * capacity, _MAX_WINDOW_TOKENS)
+            left = self._micro_batch_size * min(WINDOW_PACKS * capacity, limit)
+            window = []
+            while left > 0:
+                window.append(next(examples))
+                left -= window[-1].num_tokens
+            return window
 
         with ThreadPoolExecutor(1, "stream") as reader:
             next_window = reader.submit(read)
@@ -141,14 +147,6 @@ class TokenStream(IterableDataset[Batch]):
                     chosen = [[window[i] for i in packs[pack]] for pack in micro_batch]
                     batch = self._collator(chosen, 1.0)
                     yield dataclasses.replace(batch, step_weight=batch.own_weight)
-
-    def _take_window(self, examples: Iterator[Example], capacity: int) -> Iterator[Example]:
-        limit = max(_MIN_WINDOW_PACKS * capacity, _MAX_WINDOW_TOKENS)
-        left = self._micro_batch_size * min(WINDOW_PACKS * capacity, limit)
-        while left > 0:
-            example = next(examples)
-            left -= example.num_tokens
-            yield example
 
     def _repeated(self, index: int, shard: tuple[int, int]) -> Iterator[Example]:
         """Yield a data set's documents, again and again."""

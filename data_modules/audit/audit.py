@@ -22,18 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.text import percent
-from data_modules.audit.findings import (
-    Audit,
-    AuditConfig,
-    AuditWarning,
-    BenchmarkAudit,
-    DatasetAudit,
-    DatasetFacts,
-    RunSettings,
-    apply_rules,
-    count_of,
-    warn_of_long_rows,
-)
+from data_modules.audit import findings
+from data_modules.audit.findings import Audit, AuditConfig, DatasetAudit, DatasetFacts, RunSettings
 
 if TYPE_CHECKING:
     from data_modules.tokens.store import Examples as Columns
@@ -82,7 +72,7 @@ def audit_documents(
         datasets=_count(facts, train, validation), longest=_longest(facts, train, validation)
     )
     run = run or RunSettings()
-    warn_of_long_rows(audit, facts, run)  # first: lost tokens cost most
+    findings.warn_of_long_rows(audit, facts, run)  # first: lost tokens cost most
     _find_duplicates(audit, train)
     _find_repeated(audit, train, validation)
     _compare_answers(audit, facts, train)
@@ -94,7 +84,7 @@ def audit_documents(
     if config.overlap and benchmarks is not None and len(benchmarks):
         overlapping = _find_overlap(audit, config, train, benchmarks, "test", benchmark_names)
         audit.benchmarks = _count_benchmarks(train, benchmarks, benchmark_names, overlapping)
-    apply_rules(audit, facts, config, run)
+    findings.apply_rules(audit, facts, config, run)
     return audit
 
 
@@ -215,7 +205,8 @@ def _compare_answers(audit: Audit, facts: Sequence[DatasetFacts], train: Columns
         statement = f"have a chosen answer that is {kind} than the rejected one"
         if count < _ONE_SIDED * len(longer_by):
             audit.facts.append(
-                f"{dataset.name}: {count_of(count, len(longer_by))} pairs {statement}{detail}"
+                f"{dataset.name}: {findings.count_of(count, len(longer_by))} pairs "
+                f"{statement}{detail}"
             )
             continue
         audit.warn(
@@ -266,7 +257,7 @@ def _find_overlap(
             named = ", ".join(" with ".join(pair) for pair in pairs)
             share = percent(config.overlap_share, 0)
             audit.findings.append(
-                AuditWarning(
+                findings.AuditWarning(
                     name,
                     *(len(flagged), int(is_in_dataset.sum()), f"{side} documents"),
                     "overlap with training",
@@ -281,12 +272,12 @@ def _find_overlap(
 
 def _count_benchmarks(
     train: Columns, benchmarks: Columns, names: Sequence[str], overlapping: Sequence[int]
-) -> list[BenchmarkAudit]:
+) -> list[findings.BenchmarkAudit]:
     known = _find_copies(train, benchmarks) >= 0
     rows = np.bincount(benchmarks.datasets, minlength=len(names))
     repeated = np.bincount(benchmarks.datasets[known], minlength=len(names))
     return [
-        BenchmarkAudit(
+        findings.BenchmarkAudit(
             name=name, rows=int(rows[i]), repeated=int(repeated[i]), overlapping=overlapping[i]
         )
         for i, name in enumerate(names)

@@ -192,19 +192,11 @@ def relative(text: str) -> str:
     return text.replace(f"{os.getcwd()}{os.sep}", "")
 
 
-def _short_file(file: str) -> str:
-    """Return a path relative to the working directory, or the end of a long path elsewhere."""
-    parts = file.replace("\\", "/").rsplit("/", 2)
-    relative_file = relative(file)
-    if relative_file != file or len(file) <= _MAX_FILE or len(parts) < 3:
-        return relative_file
-    return f".../{parts[1]}/{parts[2]}"
-
-
 def _short_origins(origins: Iterable[str]) -> list[str]:
     """Return texts that start with `file:line` with short paths; other texts are not changed.
 
-    A file that was just named is left out, as in `:12`.
+    A path is relative to the working directory, of a long one elsewhere only the end is shown; a
+    file that was just named is left out, as in `:12`.
     """
     last_file, shown = "", []
     for origin in origins:
@@ -213,8 +205,10 @@ def _short_origins(origins: Iterable[str]) -> list[str]:
             shown.append(origin)
             continue
         file, line = found.groups()
-        name = "" if file == last_file else _short_file(file)
-        shown.append(f"{name}:{line}{origin[found.end() :]}")
+        name, parts = relative(file), file.replace("\\", "/").rsplit("/", 2)
+        if name == file and len(file) > _MAX_FILE and len(parts) == 3:
+            name = f".../{parts[1]}/{parts[2]}"
+        shown.append(f"{'' if file == last_file else name}:{line}{origin[found.end() :]}")
         last_file = file
     return shown
 
@@ -413,7 +407,6 @@ class Audit:
         return values | {"warnings": self.warnings}
 
     def write(self, folder: Path) -> None:
-        """Write audit.json and audit.txt into the run's folder."""
         text = json.dumps(redacted(self.as_dict()), indent=2, ensure_ascii=False)
         (folder / "audit.json").write_text(f"{text}\n", encoding="utf-8")
         (folder / "audit.txt").write_text(

@@ -188,7 +188,6 @@ def read_answer(value: Any, where: str) -> str:
 
 
 def is_blank(text: str) -> bool:
-    """Return whether `text` is empty or white space."""
     return not text or text.isspace()
 
 
@@ -378,11 +377,16 @@ def row_weight(values: RowColumns) -> float:
     """
     if _ROW_KEYS.isdisjoint(values):
         return 1.0
-    weight = math.prod(
-        _row_number(values[name], name)
-        for name in WEIGHT_KEYS
-        if name in values and values[name] not in (None, "")
-    )
+    weight = 1.0
+    for name in WEIGHT_KEYS:
+        value = _from_text(values[name]) if name in values else None
+        if isinstance(value, str) and value:
+            raise RowError(
+                f"{name} is {quote(value)}, not a number from 0 up; rename the column if it is not "
+                "a weight"
+            )
+        if value not in (None, ""):
+            weight *= read_weight(value, name)
     for name in FLAGS:
         if is_flag(values.peek(name)):
             weight *= float(_from_text(values[name]))
@@ -390,16 +394,6 @@ def row_weight(values: RowColumns) -> float:
     if scale not in (None, "") and not isinstance(scale, list):
         weight *= _read_flag(_from_text(values["loss_scale"]), "loss_scale", "loss_scale")
     return float(weight)
-
-
-def _row_number(value: Any, name: str) -> float:
-    value = _from_text(value)
-    if isinstance(value, str):
-        raise RowError(
-            f"{name} is {quote(value)}, not a number from 0 up; rename the column if it is not a "
-            "weight"
-        )
-    return read_weight(value, name)
 
 
 def _from_text(value: Any) -> Any:
@@ -559,8 +553,11 @@ def read_tokens(values: RowColumns, origin: Origin) -> list[Item]:
     for name in MASKS[1:]:
         is_of_row = name == "loss_scale" and not isinstance(values.get(name), list)
         if values.get(name) is not None and not is_of_row:
-            factors = _numbers(values[name], name, len(ids))
-            weights = [a * b for a, b in zip(weights, factors, strict=True)]
+            factors = _check_list(values[name], name, len(ids))
+            weights = [
+                weight * read_weight(factor, name)
+                for weight, factor in zip(weights, factors, strict=True)
+            ]
     bounds = [*_find_documents(values, len(ids), first, end), end]
     return [
         Tokens(tuple(ids[start:stop]), tuple(weights[start:stop]), origin)
@@ -663,10 +660,6 @@ def _integers(value: Any, name: str, count: int | None = None) -> list[int]:
         place = next(i for i, number in enumerate(value) if type(number) is not int)
         raise RowError(f"{name}[{place}] is {type_of(value[place])}, not a whole number")
     return _check_list(value, name, count)
-
-
-def _numbers(value: Any, name: str, count: int) -> list[float]:
-    return [read_weight(number, name) for number in _check_list(value, name, count)]
 
 
 def _check_list(value: Any, name: str, count: int | None = None) -> list[Any]:

@@ -19,54 +19,9 @@ from typing import Any
 
 from common.errors import DataError, Origin
 from common.text import listed
-from data_modules.format.fields import (
-    DOCUMENT_IDS,
-    MASK_KEYS,
-    MASKS,
-    PACKED,
-    TOKEN_MASKS,
-    TURN_MASKS,
-    UNREAD,
-    MissingColumnError,
-    RowColumns,
-    RowError,
-    apply_turn_masks,
-    check_no_details,
-    check_no_token_mask,
-    is_filled,
-    is_turns,
-    nearest_hint,
-    note_unread,
-    parse_text,
-    read_answer,
-    read_optional_text,
-    read_path,
-    read_template_kwargs,
-    read_tokens,
-    read_weight,
-    row_weight,
-    turn_weight,
-    type_of,
-    typo_hint,
-)
-from data_modules.format.meaning import (
-    ANSWERS,
-    CLASS_COLUMNS,
-    CLASSIFICATION,
-    KTO,
-    PREFERENCE,
-    PROMPTS,
-    VERDICTS,
-    MeaningError,
-    check_meaning,
-    may_mean_more,
-    read_class,
-    read_pair,
-    read_verdict,
-    suggest_pair,
-    suggest_settings,
-    with_verdict,
-)
+from data_modules.format import fields, meaning
+from data_modules.format.fields import MissingColumnError, RowColumns, RowError, parse_text, type_of
+from data_modules.format.meaning import KTO, PREFERENCE, MeaningError
 from data_modules.format.turns import (
     MEDIA,
     TOOL_COLUMNS,
@@ -143,11 +98,11 @@ def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
             continue
         name = format_of(values)
         try:
-            check_meaning(row.values, values, columns, name)
+            meaning.check_meaning(row.values, values, columns, name)
         except MeaningError as error:
             raise DataError(f"{row.origin} {error}") from error
         if name is None:
-            suggestion = suggest_settings(row.values)
+            suggestion = meaning.suggest_settings(row.values)
             example = "as in {instruction: question, output: answer}"
             unknown[number] = (
                 f"{row.origin} columns {listed(row.values)}: format not recognized"
@@ -165,9 +120,9 @@ def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
 
 def check_guessed(row: Row, columns: Mapping[str, str]) -> None:
     """Raise MeaningError if a row, in data whose format was guessed, means more than its text."""
-    if may_mean_more(tuple(row.values)):
+    if meaning.may_mean_more(tuple(row.values)):
         values = _apply_columns(row.values, columns)
-        check_meaning(row.values, values, columns, format_of(values))
+        meaning.check_meaning(row.values, values, columns, format_of(values))
 
 
 def _near_field(columns: Iterable[str]) -> str:
@@ -175,7 +130,7 @@ def _near_field(columns: Iterable[str]) -> str:
     found = [name for name in columns if name != "answers"]  # not a slip: a name of its own
     required = (names for form in FORMATS.values() for names in form.required)
     names = [name for aliases in required if not set(aliases) & set(found) for name in aliases]
-    return next((hint for name in names if (hint := typo_hint(name, found, _SLIP))), "")
+    return next((hint for name in names if (hint := fields.typo_hint(name, found, _SLIP))), "")
 
 
 def check_format(name: str) -> None:
@@ -186,12 +141,12 @@ def check_format(name: str) -> None:
 
 def check_columns(name: str, columns: Mapping[str, str]) -> None:
     """Raise ValueError if `columns` maps a field that the format `name` does not have."""
-    fields = FORMATS[name].fields()
+    known = FORMATS[name].fields()
     for field in columns:
-        if field not in fields:
+        if field not in known:
             raise ValueError(
                 f"columns.{field}: format '{name}' has no field '{field}'"
-                f"{_did_you_mean(field, fields)}"
+                f"{_did_you_mean(field, known)}"
             )
 
 
@@ -211,26 +166,26 @@ def convert_row(
     for names in form.required:
         if values.keys().isdisjoint(names):
             raise _missing(names, row.values, form)
-    tracked, token = RowColumns(values), UNREAD.set(unread)
+    tracked, token = RowColumns(values), fields.UNREAD.set(unread)
     try:
         items = form.read(tracked, row.origin)
     except RowError as error:
         raise (_table_error(form, values) or error) from error
     finally:
-        UNREAD.reset(token)
+        fields.UNREAD.reset(token)
     if form.name != "pretokenized" and not _OF_OTHER_ROWS.isdisjoint(values):
         _check_text_row(form, values, items[0])
     if _KWARGS in values:
-        kwargs = read_template_kwargs(values[_KWARGS], _KWARGS) or None
+        kwargs = fields.read_template_kwargs(values[_KWARGS], _KWARGS) or None
         for number, item in enumerate(items):
             if isinstance(item, Conversation):
                 tracked.read.add(_KWARGS)
                 items[number] = replace(item, template_kwargs=kwargs)
     if unread is not None:
-        unread |= {name for name in values.keys() - tracked.read if is_filled(values[name])}
+        unread |= {name for name in values.keys() - tracked.read if fields.is_filled(values[name])}
         # Those that `columns` hides, but not those that it names.
         hidden = row.values.keys() - (values.keys() - columns.keys())
-        unread |= {name for name in hidden if is_filled(row.values[name])}
+        unread |= {name for name in hidden if fields.is_filled(row.values[name])}
         unread -= {*columns.values(), *(path.split(".", 1)[0] for path in columns.values())}
     return items
 
@@ -251,7 +206,10 @@ def _table_error(form: Format, values: Mapping[str, Any]) -> RowError | None:
 
 def _check_text_row(form: Format, values: Mapping[str, Any], item: Item) -> None:
     """Raise RowError if a row of text has a mask of tokens, or images that belong to its text."""
-    check_no_token_mask(values, has_turns=_has_turns(form, values, item))
+    # Whether turns of the row's own stand in its columns.
+    name = _answered_by(values) if form.name == KTO else form.name
+    has_turns = name in _TURN_FORMATS and isinstance(item, Conversation)
+    fields.check_no_token_mask(values, has_turns=has_turns)
     if isinstance(item, Conversation):
         check_no_media(values, text="\n".join(turn.content for turn in item.turns))
     elif isinstance(item, Document):
@@ -259,15 +217,9 @@ def _check_text_row(form: Format, values: Mapping[str, Any], item: Item) -> None
         check_no_media(values, text=item.text, needs_mark=form.name == "completion")
 
 
-def _has_turns(form: Format, columns: Iterable[str], item: Item) -> bool:
-    """Return whether turns of the row's own stand in its columns."""
-    name = _answered_by(columns) if form.name == KTO else form.name
-    return name in _TURN_FORMATS and isinstance(item, Conversation)
-
-
 def _answered_by(columns: Iterable[str]) -> str | None:
     """Return the format of the prompt and the answer beside a verdict."""
-    rest = [column for column in columns if column not in VERDICTS]
+    rest = [column for column in columns if column not in meaning.VERDICTS]
     return next((name for name in _ANSWERED if FORMATS[name].fits(rest)), None)
 
 
@@ -279,7 +231,7 @@ def _apply_columns(values: dict[str, Any], columns: Mapping[str, str]) -> dict[s
     if not columns:
         return values
     mapped = {
-        field: read_path(values, path, f"data.datasets[].columns.{field}")
+        field: fields.read_path(values, path, f"data.datasets[].columns.{field}")
         for field, path in columns.items()
     }
     taken = set(columns.values())
@@ -304,19 +256,19 @@ def _missing(
     names: tuple[str, ...], columns: Mapping[str, Any], form: Format
 ) -> MissingColumnError:
     others = [name for name in columns if name not in form.fields()]  # fields are no misspellings
-    hint = next((hint for name in names if (hint := typo_hint(name, others))), "")
-    if names[0] in ANSWERS:
-        hint = hint or suggest_pair(columns)
+    hint = next((hint for name in names if (hint := fields.typo_hint(name, others))), "")
+    if names[0] in meaning.ANSWERS:
+        hint = hint or meaning.suggest_pair(columns)
     hint = hint or _HINTS.get(names, "")
     return MissingColumnError(f"missing '{names[0]}'; found {listed(columns)}{hint}", columns)
 
 
 _NAME_IT = "name its column in data.datasets[].columns, or for rows without one type objective=sft"
 _HINTS: dict[tuple[str, ...], str] = {
-    CLASS_COLUMNS: f"; rows of objective=classify have a text and a label: {_NAME_IT}",
-    VERDICTS: f"; rows of objective=kto have a prompt, an answer and a label: {_NAME_IT}",
+    meaning.CLASS_COLUMNS: f"; rows of objective=classify have a text and a label: {_NAME_IT}",
+    meaning.VERDICTS: f"; rows of objective=kto have a prompt, an answer and a label: {_NAME_IT}",
 } | dict.fromkeys(
-    ((answer,) for answer in ANSWERS),
+    ((answer,) for answer in meaning.ANSWERS),
     "; rows of preference pairs have a prompt, chosen and rejected: name their columns in "
     "data.datasets[].columns, or for rows with one answer type objective=sft",
 )
@@ -325,7 +277,7 @@ _HINTS: dict[tuple[str, ...], str] = {
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     known = list(dict.fromkeys(known))
-    return nearest_hint(name, known, otherwise=f"; use one of {', '.join(known)}")
+    return fields.nearest_hint(name, known, otherwise=f"; use one of {', '.join(known)}")
 
 
 def _first_present(values: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any]:
@@ -335,7 +287,7 @@ def _first_present(values: Mapping[str, Any], names: Iterable[str]) -> tuple[str
 def _read_alpaca(values: RowColumns, origin: Origin) -> list[Item]:
     name, question = _first_present(values, _ALPACA_QUESTIONS)
     question, input_start = parse_text(question, name), 0
-    extras = (read_optional_text(values, field).strip() for field in ("input", "context"))
+    extras = (fields.read_optional_text(values, field).strip() for field in ("input", "context"))
     if extra := "\n\n".join(filter(None, extras)):
         question, input_start = (
             (f"{question}\n\n{extra}", len(question) + 2) if question else (extra, 0)
@@ -343,14 +295,14 @@ def _read_alpaca(values: RowColumns, origin: Origin) -> list[Item]:
     name, answer = _first_present(values, _ALPACA_ANSWERS)
     turns = [
         Turn("user", question, input_start=input_start),
-        Turn("assistant", read_answer(answer, name)),
+        Turn("assistant", fields.read_answer(answer, name)),
     ]
     if values.get("history"):
         turns = _read_history(values["history"]) + turns
-    systems = (read_optional_text(values, field) for field in ("system", "system_prompt"))
+    systems = (fields.read_optional_text(values, field) for field in ("system", "system_prompt"))
     if system := next(filter(None, systems), ""):
         turns.insert(0, Turn("system", system))
-    return [Conversation(tuple(turns), origin, weight=row_weight(values))]
+    return [Conversation(tuple(turns), origin, weight=fields.row_weight(values))]
 
 
 def _read_history(history: Any) -> list[Turn]:
@@ -362,7 +314,7 @@ def _read_history(history: Any) -> list[Turn]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise RowError(f"{where} is {type_of(pair)}, not [question, answer]")
         turns.append(Turn("user", parse_text(pair[0], f"{where}[0]")))
-        turns.append(Turn("assistant", read_answer(pair[1], f"{where}[1]")))
+        turns.append(Turn("assistant", fields.read_answer(pair[1], f"{where}[1]")))
     return turns
 
 
@@ -370,27 +322,28 @@ def _read_conversation(
     values: RowColumns, origin: Origin, names: Sequence[str] = _SHAREGPT
 ) -> list[Item]:
     name, items = _first_present(values, names)
-    turns = apply_turn_masks(read_turns(items, name), values, name)
-    joined = normalize_turns(turns, name, read_optional_text(values, "system"))
-    return [Conversation(joined, origin, read_tools(values), row_weight(values))]
+    turns = fields.apply_turn_masks(read_turns(items, name), values, name)
+    joined = normalize_turns(turns, name, fields.read_optional_text(values, "system"))
+    return [Conversation(joined, origin, read_tools(values), fields.row_weight(values))]
 
 
 def _read_prompt_completion(values: RowColumns, origin: Origin) -> list[Item]:
     prompt = values["prompt"]
     name, answer = _first_present(values, _COMPLETIONS)
-    if is_turns(prompt) or is_turns(answer):
+    if fields.is_turns(prompt) or fields.is_turns(answer):
         return [_read_prompt_turns(prompt, answer, name, values, origin)]
-    question, weight = Segment(parse_text(prompt, "prompt"), 0.0), row_weight(values)
-    return [Document((question, Segment(read_answer(answer, name), weight)), origin, weight=weight)]
+    question, weight = Segment(parse_text(prompt, "prompt"), 0.0), fields.row_weight(values)
+    answered = Segment(fields.read_answer(answer, name), weight)
+    return [Document((question, answered), origin, weight=weight)]
 
 
 def _read_prompt_turns(
     prompt: Any, answer: Any, name: str, values: RowColumns, origin: Origin
 ) -> Conversation:
     """Return a conversation of prompt and completion; answers in the prompt are masked."""
-    if isinstance(answer, dict) and is_turns([answer]):
+    if isinstance(answer, dict) and fields.is_turns([answer]):
         answer = [answer]
-    if not (is_turns(prompt) and is_turns(answer)):
+    if not (fields.is_turns(prompt) and fields.is_turns(answer)):
         raise RowError(
             f"prompt is {type_of(prompt)} and {name} {type_of(answer)}; give turns in both"
         )
@@ -401,14 +354,14 @@ def _read_prompt_turns(
         for turn in read_turns(prompt, "prompt")
     ]
     both = f"prompt + {name}"
-    weighed = apply_turn_masks(prompt_turns + read_turns(answer, name), values, both)
+    weighed = fields.apply_turn_masks(prompt_turns + read_turns(answer, name), values, both)
     turns = normalize_turns(weighed, both)
-    return Conversation(turns, origin, read_tools(values), row_weight(values))
+    return Conversation(turns, origin, read_tools(values), fields.row_weight(values))
 
 
 def _read_completion(values: RowColumns, origin: Origin) -> list[Item]:
     name, value = _first_present(values, ("segments", *_TEXT_COLUMNS))
-    weight = row_weight(values)
+    weight = fields.row_weight(values)
     if name != "segments":
         return [Document((Segment(parse_text(value, name), weight),), origin, weight=weight)]
     if not isinstance(value, list) or not value:
@@ -417,28 +370,30 @@ def _read_completion(values: RowColumns, origin: Origin) -> list[Item]:
     return [Document(segments, origin, weight=weight)]
 
 
-def _read_segment(item: Any, index: int, row_weight: float) -> Segment:
+def _read_segment(item: Any, index: int, weight_of_row: float) -> Segment:
     where = f"segments[{index}]"
     if not isinstance(item, dict) or "text" not in item:
         raise RowError(f"{where} is not {{text, weight}}")
-    read_weight(item.get("weight", 1.0), f"{where}.weight")
-    check_no_details(item, where, "a segment, which has a weight")
-    weight = turn_weight(item, where)
-    weight = row_weight if weight is None else weight * row_weight
+    fields.read_weight(item.get("weight", 1.0), f"{where}.weight")
+    fields.check_no_details(item, where, "a segment, which has a weight")
+    weight = fields.turn_weight(item, where)
+    weight = weight_of_row if weight is None else weight * weight_of_row
     label = ("label",) if isinstance(item.get("label"), bool) else ()
     if label:
         weight *= item["label"]
-    note_unread(item, ("text", *label, *MASK_KEYS), where)
+    fields.note_unread(item, ("text", *label, *fields.MASK_KEYS), where)
     return Segment(parse_text(item["text"], f"{where}.text"), weight)
 
 
 def _read_oasst(values: RowColumns, origin: Origin) -> list[Item]:
-    return [*read_tree(values["prompt"], origin, row_weight(values))]
+    return [*read_tree(values["prompt"], origin, fields.row_weight(values))]
 
 
 def _read_kto(values: RowColumns, origin: Origin) -> list[Item]:
-    verdict = read_verdict(values)
-    row = RowColumns({name: value for name, value in values.items() if name not in VERDICTS})
+    verdict = meaning.read_verdict(values)
+    row = RowColumns(
+        {name: value for name, value in values.items() if name not in meaning.VERDICTS}
+    )
     name = _answered_by(row)
     if name is None:
         raise RowError(
@@ -447,18 +402,18 @@ def _read_kto(values: RowColumns, origin: Origin) -> list[Item]:
         )
     (item,) = FORMATS[name].read(row, origin)
     values.read.update(row.read)
-    return [with_verdict(item, verdict, only_last=name != "prompt_completion")]
+    return [meaning.with_verdict(item, verdict, only_last=name != "prompt_completion")]
 
 
 def _read_classification(values: RowColumns, origin: Origin) -> list[Item]:
-    label, weight = read_class(values), row_weight(values)
+    label, weight = meaning.read_class(values), fields.row_weight(values)
     name = next((each for each in _CLASSIFIED if each in values), None)
     if name is None:
         raise RowError(
             f"columns {listed(values)}: no text beside the label; name its column in "
             "data.datasets[].columns, as in {text: review}"
         )
-    if not is_turns(values[name]):
+    if not fields.is_turns(values[name]):
         return [Document((Segment(parse_text(values[name], name), weight),), origin, label)]
     turns = normalize_turns(read_turns(values[name], name), name)
     if any(turn.weight is not None for turn in turns):
@@ -474,7 +429,7 @@ _CLASSIFIED = ("text", "messages", "conversations", "content", "sentence", "prom
 """columns of a text with a class, in the order in which they are looked for"""
 _ANSWERED = ("messages", "sharegpt", "alpaca", "prompt_completion")
 """formats of rows with an answer to a prompt"""
-_OF_OTHER_ROWS = frozenset((*TOKEN_MASKS, *TURN_MASKS, *MEDIA))
+_OF_OTHER_ROWS = frozenset((*fields.TOKEN_MASKS, *fields.TURN_MASKS, *MEDIA))
 _KWARGS = "chat_template_kwargs"
 FORMATS: dict[str, Format] = {
     form.name: form
@@ -495,9 +450,9 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             "pretokenized",
-            (("input_ids",), MASKS),
-            ("attention_mask", *PACKED, *DOCUMENT_IDS),
-            read_tokens,
+            (("input_ids",), fields.MASKS),
+            ("attention_mask", *fields.PACKED, *fields.DOCUMENT_IDS),
+            fields.read_tokens,
         ),
         Format(
             "prompt_completion",
@@ -509,9 +464,9 @@ FORMATS: dict[str, Format] = {
         Format("completion", (_TEXT_COLUMNS,), (), _read_completion),
         Format(
             PREFERENCE,
-            tuple((answer,) for answer in ANSWERS),
-            (*PROMPTS, "input", "system", "margin", *TOOL_COLUMNS, _KWARGS),
-            read_pair,
+            tuple((answer,) for answer in meaning.ANSWERS),
+            (*meaning.PROMPTS, "input", "system", "margin", *TOOL_COLUMNS, _KWARGS),
+            meaning.read_pair,
             is_guessed=False,
         ),
     )
@@ -521,21 +476,21 @@ FORMATS |= {
     for form in (
         Format(
             KTO,
-            (VERDICTS,),
+            (meaning.VERDICTS,),
             tuple(
                 dict.fromkeys(
                     field
                     for name in _ANSWERED
                     for field in FORMATS[name].fields()
-                    if field not in (*VERDICTS, "weight")
+                    if field not in (*meaning.VERDICTS, "weight")
                 )
             ),
             _read_kto,
             is_guessed=False,
         ),
         Format(
-            CLASSIFICATION,
-            (CLASS_COLUMNS,),
+            meaning.CLASSIFICATION,
+            (meaning.CLASS_COLUMNS,),
             (*_CLASSIFIED, *TOOL_COLUMNS, _KWARGS),
             _read_classification,
             is_guessed=False,

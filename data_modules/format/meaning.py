@@ -16,22 +16,8 @@ from typing import Any
 
 from common.errors import Origin
 from common.text import listed
-from data_modules.format.fields import (
-    DOCUMENT_IDS,
-    MASK_KEYS,
-    MASKS,
-    PACKED,
-    RowColumns,
-    RowError,
-    is_filled,
-    is_flag,
-    is_turns,
-    parse_text,
-    quote,
-    read_answer,
-    read_optional_text,
-    row_weight,
-)
+from data_modules.format import fields
+from data_modules.format.fields import RowColumns, RowError, is_turns, parse_text, quote
 from data_modules.format.turns import (
     CONTENT_FIELDS,
     MEDIA,
@@ -50,10 +36,10 @@ VERDICTS = ("label", "kto_tag")
 """columns that say whether an answer is wanted"""
 _TELLING = {
     *(
-        *MASK_KEYS,
-        *MASKS,
-        *PACKED,
-        *DOCUMENT_IDS,
+        *fields.MASK_KEYS,
+        *fields.MASKS,
+        *fields.PACKED,
+        *fields.DOCUMENT_IDS,
         *TOOL_COLUMNS,
         *MEDIA,
         *VERDICTS,
@@ -123,7 +109,7 @@ def check_meaning(
     """
     found = f"columns {listed(row)}"
     is_pair = any(
-        isinstance(value, (str, list, dict)) and is_filled(value)
+        isinstance(value, (str, list, dict)) and fields.is_filled(value)
         for key, value in values.items()
         if _REJECTED.match(key)
     )
@@ -145,7 +131,7 @@ def check_meaning(
         )
     if name is None:
         return
-    verdict = next((key for key in VERDICTS if is_flag(values.get(key))), None)
+    verdict = next((key for key in VERDICTS if fields.is_flag(values.get(key))), None)
     if verdict and name not in ("completion", "pretokenized"):
         raise MeaningError(
             f"{found}: answers that are wanted or not; to learn from both, type objective=kto; to "
@@ -210,7 +196,9 @@ def suggest_settings(values: Mapping[str, Any]) -> str:
         if is_turns(value):
             return f"format: messages, columns: {{messages: {name}}}"
     question = _find_text(values, _QUESTIONS)
-    answer = _find_text(values, _ANSWERS, but=question) or _find_nested_text(values, _ANSWERS)
+    inner = ((name, value) for name, value in values.items() if isinstance(value, (list, dict)))
+    nested = (path for name, value in inner if (path := _text_path(value, name, _ANSWERS)))
+    answer = _find_text(values, _ANSWERS, but=question) or next(nested, "")
     if question and answer:
         extra = _find_text(values, _EXTRAS, but=question)
         if not extra and "." in answer:
@@ -243,14 +231,6 @@ def _find_text(values: Mapping[str, Any], names: Sequence[str], but: str = "") -
                 path = _text_path(values[name], name, (*_ANSWERS, *_TEXTS))
                 if path:
                     return path
-    return ""
-
-
-def _find_nested_text(values: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the path of a text under one of `names` inside a list or an object; "" without."""
-    for name, value in values.items():
-        if isinstance(value, (list, dict)) and (path := _text_path(value, name, names)):
-            return path
     return ""
 
 
@@ -402,7 +382,7 @@ def read_pair(values: RowColumns, origin: Origin) -> list[Item]:
             Document(
                 (
                     Segment(parse_text(prompt, "prompt"), 0.0),
-                    Segment(read_answer(text, answer), row_weight(values)),
+                    Segment(fields.read_answer(text, answer), fields.row_weight(values)),
                 ),
                 origin,
                 _read_margin(values),
@@ -423,8 +403,8 @@ def read_pair(values: RowColumns, origin: Origin) -> list[Item]:
             raise RowError(f"{answer} ends with a turn of the {own[-1].role}, not with an answer")
     # An answer of the prompt is the same for both: nothing can be learned from it.
     masked = [replace(turn, weight=0.0) if turn.role == "assistant" else turn for turn in before]
-    weight, tools, margin = row_weight(values), read_tools(values), _read_margin(values)
-    system = read_optional_text(values, "system")
+    weight, tools, margin = fields.row_weight(values), read_tools(values), _read_margin(values)
+    system = fields.read_optional_text(values, "system")
     return [
         Conversation(
             normalize_turns(masked + turns[answer], f"prompt + {answer}", system),
@@ -457,7 +437,7 @@ def _answer_turns(value: Any, name: str) -> list[Turn]:
         value = [value]
     if is_turns(value):
         return read_turns(value, name)
-    return [Turn("assistant", read_answer(value, name))]
+    return [Turn("assistant", fields.read_answer(value, name))]
 
 
 def _prompt_turns(values: Mapping[str, Any], name: str | None) -> list[Turn]:
@@ -467,7 +447,7 @@ def _prompt_turns(values: Mapping[str, Any], name: str | None) -> list[Turn]:
     if is_turns(values[name]) and name not in _OF_TEXT:
         return read_turns(values[name], name)
     text = parse_text(values[name], name)
-    if name == "instruction" and (extra := read_optional_text(values, "input").strip()):
+    if name == "instruction" and (extra := fields.read_optional_text(values, "input").strip()):
         text = f"{text}\n\n{extra}" if text else extra
     return [Turn("user", text)]
 

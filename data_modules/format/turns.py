@@ -17,29 +17,8 @@ from typing import Any
 
 from common.errors import Origin
 from common.text import listed, shown
-from data_modules.format.fields import (
-    MASK_KEYS,
-    SKIP_EMPTY,
-    EmptyAnswerError,
-    RowError,
-    check_json,
-    check_no_details,
-    check_parts,
-    check_text,
-    check_whole,
-    is_blank,
-    note_unread,
-    parse_json,
-    parse_text,
-    quote,
-    read_details,
-    read_optional_string,
-    read_part,
-    read_text_part,
-    turn_weight,
-    type_of,
-    typo_hint,
-)
+from data_modules.format import fields
+from data_modules.format.fields import EmptyAnswerError, RowError, is_blank, type_of, typo_hint
 from data_modules.types import Conversation, Ranges, ToolCall, Turn
 
 ROLES = {
@@ -56,7 +35,7 @@ TOOL_COLUMNS = ("tools", "functions", "tool_defs")
 """columns that may hold the tools of a conversation"""
 MEDIA = frozenset(("image", "images", "video", "videos", "audio", "audios"))
 """columns and keys of a turn that hold what is not text"""
-_CALL_KEYS = ("type", "id", *MASK_KEYS)
+_CALL_KEYS = ("type", "id", *fields.MASK_KEYS)
 _REASONING_PARTS = ("reasoning", "thinking")
 # Calls in the text of an answer, as written for Hermes, Mistral, Glaive and Llama.
 _CALLS_IN_TEXT = ("<tool_call", "<function", "[TOOL_CALLS]", "<|python_tag|>")
@@ -73,7 +52,7 @@ def read_tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
         if same != value:
             raise RowError(f"{name} and {other} hold different tools; keep one of the columns")
     if isinstance(value, str):
-        value = [] if is_blank(value) else parse_json(value, name) or []
+        value = [] if is_blank(value) else fields.parse_json(value, name) or []
     if not isinstance(value, list):
         raise RowError(f"{name} is {type_of(value)}, not a list of tools or the JSON text of one")
     return tuple(_read_tool(tool, f"{name}[{index}]") for index, tool in enumerate(value))
@@ -81,14 +60,14 @@ def read_tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 def _read_tool(tool: Any, where: str) -> Mapping[str, Any]:
     if isinstance(tool, str):
-        tool = parse_json(tool, where)
+        tool = fields.parse_json(tool, where)
     if not isinstance(tool, dict):
         raise RowError(f"{where} is {type_of(tool)}; a tool is {{name, description, parameters}}")
     if "function" not in tool and isinstance(tool.get("name"), str):
         tool = {"type": "function", "function": tool}
     elif "function" not in tool and "type" not in tool:
         raise RowError(f"{where} has no name; found {listed(tool)}{typo_hint('name', tool)}")
-    check_json(tool, where)
+    fields.check_json(tool, where)
     return tool
 
 
@@ -96,9 +75,9 @@ def _read_call_part(part: dict[str, Any], where: str) -> ToolCall:
     """Return the call of a typed part: its own fields, or those under `tool_call` or `text`."""
     for key in ("tool_call", "text", "value"):
         if part.get(key) is not None:
-            note_unread(part, ("type", "id", key, *MASK_KEYS), where)
+            fields.note_unread(part, ("type", "id", key, *fields.MASK_KEYS), where)
             call = _read_call(part[key], f"{where}.{key}")
-            call_id = call.id or read_optional_string(part, "id", where)
+            call_id = call.id or fields.read_optional_string(part, "id", where)
             return ToolCall(call.name, call.arguments, call_id)
     return _read_call(part, where)
 
@@ -109,7 +88,7 @@ def _read_call_field(item: dict[str, Any], key: str, where: str) -> list[ToolCal
     if key == "function_call":
         return [_read_call(value, where)]
     if isinstance(value, str):
-        value = parse_json(value, where)
+        value = fields.parse_json(value, where)
     if not isinstance(value, list):
         raise RowError(f"{where} is {type_of(value)}, not a list of calls")
     return [_read_call(call, f"{where}[{index}]") for index, call in enumerate(value)]
@@ -118,7 +97,7 @@ def _read_call_field(item: dict[str, Any], key: str, where: str) -> list[ToolCal
 def _read_call_text(value: Any, where: str) -> list[ToolCall]:
     """Return the calls of a turn of calls only: one call or a list of them, or its JSON text."""
     if isinstance(value, str):
-        value = parse_json(value, where)
+        value = fields.parse_json(value, where)
     if not isinstance(value, list):
         return [_read_call(value, where)]
     if not value:
@@ -128,10 +107,10 @@ def _read_call_text(value: Any, where: str) -> list[ToolCall]:
 
 def _read_call(value: Any, where: str) -> ToolCall:
     if isinstance(value, str):
-        value = parse_json(value, where)
+        value = fields.parse_json(value, where)
     if not isinstance(value, dict):
         raise RowError(f"{where} is {type_of(value)}; a call is {{name, arguments}}")
-    check_whole(value, where)
+    fields.check_whole(value, where)
     inner = value.get("function")
     if not isinstance(inner, dict):
         inner = value
@@ -142,20 +121,24 @@ def _read_call(value: Any, where: str) -> ToolCall:
     has_parameters = inner.get("arguments") is None and "parameters" in inner
     read = ("name", "parameters" if has_parameters else "arguments")
     if inner is not value:
-        note_unread(inner, read, f"{where}.function")
-    note_unread(value, (*(read if inner is value else ["function"]), *_CALL_KEYS), where)
+        fields.note_unread(inner, read, f"{where}.function")
+    fields.note_unread(value, (*(read if inner is value else ["function"]), *_CALL_KEYS), where)
     arguments = inner.get(read[1])
     if isinstance(arguments, str):
-        arguments = {} if is_blank(arguments) else parse_json(arguments, f"{where}.arguments")
+        arguments = (
+            {} if is_blank(arguments) else fields.parse_json(arguments, f"{where}.arguments")
+        )
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
         raise RowError(
             f"{where}.arguments is {type_of(arguments)}, not an object of names and values"
         )
-    check_json(arguments, f"{where}.arguments")
+    fields.check_json(arguments, f"{where}.arguments")
     return ToolCall(
-        check_text(name, f"{where}.name"), arguments, read_optional_string(value, "id", where)
+        fields.check_text(name, f"{where}.name"),
+        arguments,
+        fields.read_optional_string(value, "id", where),
     )
 
 
@@ -200,14 +183,20 @@ def normalize_turns(turns: list[Turn], name: str, system: str = "") -> tuple[Tur
     for turn in turns[1:]:
         last = joined[-1]
         if last.role == turn.role and _can_join(last, turn):
-            joined[-1] = _join(last, turn)
+            joined[-1] = Turn(
+                turn.role,
+                _joined(last.content, turn.content),
+                turn.weight,
+                _joined(last.reasoning, turn.reasoning) or None,
+                last.tool_calls + turn.tool_calls,
+            )
         else:
             joined.append(turn)
     for turn in joined:
         if turn.reasoning and is_blank(turn.content) and not turn.tool_calls and turn.weight != 0:
             raise EmptyAnswerError(
                 f"{name}: an assistant turn has reasoning ('{shown(turn.reasoning)}') but no "
-                f"answer; drop the row, {SKIP_EMPTY}"
+                f"answer; drop the row, {fields.SKIP_EMPTY}"
             )
     return tuple(joined)
 
@@ -222,7 +211,7 @@ def _read_turn(item: Any, where: str) -> Turn:
     if role is None:
         if name is None:
             raise RowError(f"{where} has no role; found {listed(item)}{typo_hint('role', item)}")
-        raise RowError(f"{where} has role {quote(name)}; known roles are {', '.join(ROLES)}")
+        raise RowError(f"{where} has role {fields.quote(name)}; known roles are {', '.join(ROLES)}")
     field = None
     for content_field in CONTENT_FIELDS:
         if content_field in item:
@@ -230,14 +219,14 @@ def _read_turn(item: Any, where: str) -> Turn:
             break
     value = None if field is None else item[field]
     if len(item) == 2 and isinstance(value, str) and name not in _CALL_ROLES:
-        turn = Turn(role, check_text(value, f"{where}.{field}"))
+        turn = Turn(role, fields.check_text(value, f"{where}.{field}"))
     else:
         turn = _read_full_turn(item, str(name), field, where)
     is_empty = turn.role == "assistant" and is_blank(turn.content)
     if is_empty and not turn.tool_calls and not turn.reasoning and turn.weight != 0:
         raise EmptyAnswerError(
             f"{where} is an empty answer: there is nothing to train on; drop the row, or set "
-            f"'train: false' on the turn, {SKIP_EMPTY}"
+            f"'train: false' on the turn, {fields.SKIP_EMPTY}"
         )
     return turn
 
@@ -259,10 +248,10 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
             raise RowError(
                 f"{where} has no content; found {listed(item)}{typo_hint('content', item)}"
             )
-        content = parse_text(value, f"{where}.{field}")
+        content = fields.parse_text(value, f"{where}.{field}")
     thought = next((key for key in _REASONING_FIELDS if item.get(key)), "")
     if thought:
-        found = parse_text(item[thought], f"{where}.{thought}")
+        found = fields.parse_text(item[thought], f"{where}.{thought}")
         if reasoning and reasoning != found:
             raise RowError(f"{where} has reasoning twice, in its parts and in {thought}; keep one")
         reasoning = found
@@ -274,15 +263,17 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
     weight, trained = _read_mask(item, role, value, where, calls)
     answered = ("name", "tool_call_id") if role == "tool" else ()
     speaker = "role" if item.get("role") is not None else "from"
-    note_unread(item, (speaker, field or "", called, thought, *answered, *MASK_KEYS), where)
+    fields.note_unread(
+        item, (speaker, field or "", called, thought, *answered, *fields.MASK_KEYS), where
+    )
     return Turn(
         role,
         content,
         weight=weight,
         reasoning=None if is_blank(reasoning) else reasoning,
         tool_calls=tuple(calls),
-        name=read_optional_string(item, "name", where) if answered else None,
-        tool_call_id=read_optional_string(item, "tool_call_id", where) if answered else None,
+        name=fields.read_optional_string(item, "name", where) if answered else None,
+        tool_call_id=fields.read_optional_string(item, "tool_call_id", where) if answered else None,
         trained=trained,
     )
 
@@ -291,11 +282,11 @@ def _read_mask(
     item: dict[str, Any], role: str, text: Any, where: str, calls: Sequence[ToolCall] = ()
 ) -> tuple[float | None, Ranges | None]:
     """Return the weight that a turn gives itself, and the characters that it trains on."""
-    weight = turn_weight(item, where)
+    weight = fields.turn_weight(item, where)
     if role != "assistant" or calls:
-        check_no_details(item, where, "one with a tool call" if calls else f"a {role} turn")
+        fields.check_no_details(item, where, "one with a tool call" if calls else f"a {role} turn")
         return weight, None
-    trained = read_details(item, text, where)
+    trained = fields.read_details(item, text, where)
     if trained is None:
         return weight, None
     return (1.0 if weight is None else weight) if trained else 0.0, trained
@@ -305,21 +296,21 @@ def _read_parts(parts: list[Any], where: str) -> tuple[str, str, list[ToolCall]]
     texts: list[str] = []
     reasonings: list[str] = []
     calls: list[ToolCall] = []
-    check_parts(parts, where)
+    fields.check_parts(parts, where)
     for index, part in enumerate(parts):
         place = f"{where}[{index}]"
         name = None
         if isinstance(part, dict):
             name = part.get("type")
-            check_whole(part, place)
+            fields.check_whole(part, place)
         if name == "tool_call":
             calls.append(_read_call_part(part, place))
         elif name in _REASONING_PARTS:
             if texts or calls:
                 raise RowError(f"{place} is {name} after text or a call; put it first")
-            reasonings.append(read_part(part, str(name), place))
+            reasonings.append(fields.read_part(part, str(name), place))
         else:
-            text = read_text_part(part, place)
+            text = fields.read_text_part(part, place)
             if calls and text:
                 raise RowError(f"{place} is text after a call; put it before the call")
             texts.append(text)
@@ -335,16 +326,6 @@ def _can_join(last: Turn, turn: Turn) -> bool:
     end = 2 if last.tool_calls else 0 if last.reasoning and not last.content else 1
     start = 0 if turn.reasoning else 2 if turn.tool_calls and not turn.content else 1
     return end <= start
-
-
-def _join(last: Turn, turn: Turn) -> Turn:
-    return Turn(
-        turn.role,
-        _joined(last.content, turn.content),
-        turn.weight,
-        _joined(last.reasoning, turn.reasoning) or None,
-        last.tool_calls + turn.tool_calls,
-    )
 
 
 def _joined(*texts: str | None) -> str:
@@ -419,34 +400,24 @@ def read_tree(prompt: Any, origin: Origin, weight: float) -> list[Conversation]:
     ends = [
         i for i, node in enumerate(nodes) if node.leads_to_answer and not node.is_continued
     ] or [0]
-    paths = [_path(nodes, end) for end in ends]
-    return [
-        Conversation(normalize_turns(turns, "prompt"), origin, weight=weight)
-        for turns in _weigh_paths(nodes, paths)
-    ]
-
-
-def _weigh_paths(nodes: list[_Node], paths: list[list[int]]) -> list[list[Turn]]:
-    """Return the turns of each path; shared turns have their weight in one path only."""
-    lengths = [sum(len(nodes[i].turn.content) for i in path) for path in paths]
+    paths: list[list[int]] = []
+    for end in ends:
+        path = [end]
+        while (parent := nodes[path[-1]].parent) >= 0:
+            path.append(parent)
+        paths.append(path[::-1])
+    turns_of: dict[int, list[Turn]] = {}
     seen: set[int] = set()
-    turns: dict[int, list[Turn]] = {}
     # The shortest first: if it is too long to be kept, so are the others.
-    for number in sorted(range(len(paths)), key=lengths.__getitem__):
-        turns[number] = [
-            replace(nodes[i].turn, weight=0.0) if i in seen else nodes[i].turn
-            for i in paths[number]
+    for path in sorted(paths, key=lambda path: sum(len(nodes[i].turn.content) for i in path)):
+        turns_of[path[-1]] = [
+            replace(nodes[i].turn, weight=0.0) if i in seen else nodes[i].turn for i in path
         ]
-        seen.update(paths[number])
-    return [turns[number] for number in range(len(paths))]
-
-
-def _path(nodes: list[_Node], end: int) -> list[int]:
-    path = []
-    while end >= 0:
-        path.append(end)
-        end = nodes[end].parent
-    return path[::-1]
+        seen.update(path)
+    return [
+        Conversation(normalize_turns(turns_of[end], "prompt"), origin, weight=weight)
+        for end in ends
+    ]
 
 
 def _flatten(prompt: Any) -> list[_Node]:
@@ -484,14 +455,16 @@ def _read_message(value: dict[str, Any], where: str) -> Turn:
     name = value["role"]
     role = ROLES.get(name) if isinstance(name, str) else None
     if role not in ("user", "assistant"):
-        raise RowError(f"{where} has role {quote(name)}; use prompter or assistant")
-    text = parse_text(value["text"], f"{where}.text")
+        raise RowError(f"{where} has role {fields.quote(name)}; use prompter or assistant")
+    text = fields.parse_text(value["text"], f"{where}.text")
     if role == "assistant" and is_blank(text):
         raise EmptyAnswerError(
             f"{where} is an empty answer: there is nothing to train on; mark it deleted, "
-            f"{SKIP_EMPTY}"
+            f"{fields.SKIP_EMPTY}"
         )
     weight, trained = _read_mask(value, role, value["text"], where)
     review = ("review_result",) if isinstance(value.get("review_result"), bool) else ()
-    note_unread(value, ("role", "text", "replies", "deleted", *review, *MASK_KEYS), "message")
+    fields.note_unread(
+        value, ("role", "text", "replies", "deleted", *review, *fields.MASK_KEYS), "message"
+    )
     return Turn(role, text, weight, trained=trained)

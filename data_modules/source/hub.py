@@ -17,20 +17,9 @@ from typing import Any
 
 from common.errors import DataError, Origin, RemoteError
 from common.text import reason_of
+from data_modules.source import opening
 from data_modules.source.locating import Part, rows_of, take
-from data_modules.source.opening import (
-    PACED_BYTES,
-    TRY_AGAIN,
-    BadRow,
-    Chunk,
-    ReadLimits,
-    ReadOptions,
-    Url,
-    answer_within,
-    grouped,
-    too_large,
-    too_slow,
-)
+from data_modules.source.opening import BadRow, Chunk, ReadLimits, ReadOptions, Url, grouped
 from data_modules.source.tables import BatchChunk, restore
 from data_modules.types import Row
 
@@ -155,7 +144,7 @@ class _HubPace:
             url, started = Url(str(request.url)), time.monotonic()
             try:
                 answer = partial(send, request, stream=True, **options)
-                response = answer_within(self._limits, answer)
+                response = opening.answer_within(self._limits, answer)
             except (library.TimeoutException, TimeoutError) as error:
                 self._count_silence(url, started, error)
                 raise
@@ -171,15 +160,15 @@ class _HubPace:
     def timed(self, stream: Any, url: Url, timeout: type[Exception]) -> Iterator[bytes]:
         """Yield the received bytes; raises RemoteError if they are too slow."""
         limits = self._limits
-        allowed = limits.remote_seconds + PACED_BYTES / limits.remote_bytes_per_second
+        allowed = limits.remote_seconds + opening.PACED_BYTES / limits.remote_bytes_per_second
         block, waited, started = 0, 0.0, time.monotonic()
         try:
             for data in stream:
                 self._silent = 0.0
                 block, waited = block + len(data), waited + time.monotonic() - started
                 if waited > allowed:
-                    raise RemoteError(f"{url}: {too_slow(block, waited, limits)}")
-                if block >= PACED_BYTES:
+                    raise RemoteError(f"{url}: {opening.too_slow(block, waited, limits)}")
+                if block >= opening.PACED_BYTES:
                     block, waited = 0, 0.0
                 yield data
                 started = time.monotonic()  # excludes the reader's own time
@@ -193,7 +182,7 @@ class _HubPace:
         if self._silent >= seconds:
             raise RemoteError(
                 f"{url}: no answer within {self._silent:.1f} seconds; data.limits.remote_seconds "
-                f"is {seconds:g}; {TRY_AGAIN}"
+                f"is {seconds:g}; {opening.TRY_AGAIN}"
             ) from error
 
 
@@ -412,7 +401,7 @@ def _sized(values: dict[str, Any], origin: Origin, max_row_bytes: int) -> tuple[
     if size <= max_row_bytes:
         return size, Row(values, origin)
     raw = ", ".join(str(name) for name in values)
-    return size, too_large(origin, f"{size:,} or more", max_row_bytes, raw)
+    return size, opening.too_large(origin, f"{size:,} or more", max_row_bytes, raw)
 
 
 def _size_of(value: Any) -> int:

@@ -22,18 +22,8 @@ from typing import Any
 
 from common.errors import DataError, Problems
 from common.text import listed, reason_of, shown, unreadable
-from data_modules.source.opening import (
-    Chunk,
-    File,
-    ReadLimits,
-    ReadOptions,
-    Url,
-    open_stored,
-    query_remote,
-    special_file,
-    stem_of,
-    suffix_of,
-)
+from data_modules.source import opening
+from data_modules.source.opening import Chunk, File, ReadLimits, ReadOptions, Url, query_remote
 from data_modules.source.tables import read_arrow, read_csv, read_parquet
 from data_modules.source.text import read_json, read_jsonl, read_txt
 
@@ -86,12 +76,12 @@ def default_name(path: str) -> str:
     file = Path(str(Url(path)) if "://" in path else path.removeprefix(_SAMPLE_PREFIX))
     while glob.has_magic(file.name):
         fixed = re.split(r"[*?[]", file.name)[0]
-        stem = (stem_of(fixed) if _is_readable(fixed) else fixed).rstrip("-_.")
+        stem = (opening.stem_of(fixed) if _is_readable(fixed) else fixed).rstrip("-_.")
         if stem and stem not in SPLIT_WORDS:
             return stem
         file = file.parent
     if _is_readable(file.name):
-        return stem_of(file.name)
+        return opening.stem_of(file.name)
     return file.name or "data"
 
 
@@ -255,7 +245,6 @@ class _Folder:
         return sorted(names)
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the names of the files that match a pattern."""
         found = glob.glob(pattern, root_dir=self.path, recursive=True)
         return sorted(name for name in found if not (self.path / name).is_dir())
 
@@ -341,7 +330,7 @@ def _data_in(folder: _Folder) -> tuple[list[str], list[str]]:
 def _declared(folder: _Folder, split: str, name: str | None) -> _Found | None:
     """Return the files that a folder's card declares; None if it declares none."""
     file = folder.file(_CARD)
-    with open_stored(file) as stream:
+    with opening.open_stored(file) as stream:
         text = stream.read(_MAX_CARD_BYTES).decode(errors="replace")
     try:
         card = _read_card(text, name)
@@ -388,7 +377,7 @@ def _complete(path: str, files: list[File], missing: list[str], notes: list[str]
         )
     problems = Problems()
     for file in (file for file in files if isinstance(file, Path)):
-        problem = special_file(file)
+        problem = opening.special_file(file)
         if problem is None and not file.exists():
             problem = f"{file}: is a link to a missing file; restore the file"
         if problem is not None:
@@ -459,7 +448,7 @@ def _nearest(file: Path) -> str:
 
 
 def _is_readable(name: str) -> bool:
-    return suffix_of(name) in READERS
+    return opening.suffix_of(name) in READERS
 
 
 def _is_set_aside(name: str) -> bool:
@@ -617,26 +606,28 @@ class Part:
 
 def parse_split(split: str) -> list[Part]:
     """Return the parts of `split`, as in `train[:90%]+validation`; raises ValueError."""
-    return [_parse_part(part) for part in split.split("+")]
-
-
-def _parse_part(text: str) -> Part:
-    match = _PART.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(
-            f"split '{text}' cannot be read; use NAME, NAME[:90%], NAME[100:200] or NAME+NAME"
-        )
-    part = Part(match[1], match[2] or "", match[3] or "")
-    for end in filter(None, (part.start, part.stop)):
-        if end.endswith("%") and abs(_value(end)) > 100:
-            raise ValueError(f"split '{text}' has {end}; use a percentage up to 100")
-        if not end.endswith("%") and _value(end).denominator != 1:
-            raise ValueError(f"split '{text}' has row {end}; use a whole number, or a percentage")
-    # -10 and 90 cannot be compared until the rows are counted.
-    kinds = {(end.endswith("%"), _value(end) < 0) for end in (part.start, part.stop) if end}
-    if part.start and part.stop and len(kinds) == 1 and _value(part.start) >= _value(part.stop):
-        raise ValueError(f"split '{text}' has no row: its end is not after its start")
-    return part
+    parts = []
+    for text in split.split("+"):
+        match = _PART.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(
+                f"split '{text}' cannot be read; use NAME, NAME[:90%], NAME[100:200] or NAME+NAME"
+            )
+        part = Part(match[1], match[2] or "", match[3] or "")
+        ends = [(end.endswith("%"), _value(end), end) for end in (part.start, part.stop) if end]
+        for is_percent, value, end in ends:
+            if is_percent and abs(value) > 100:
+                raise ValueError(f"split '{text}' has {end}; use a percentage up to 100")
+            if not is_percent and value.denominator != 1:
+                raise ValueError(
+                    f"split '{text}' has row {end}; use a whole number, or a percentage"
+                )
+        # -10 and 90 cannot be compared until the rows are counted.
+        kinds = {(is_percent, value < 0) for is_percent, value, _ in ends}
+        if len(ends) == 2 and len(kinds) == 1 and ends[0][1] >= ends[1][1]:
+            raise ValueError(f"split '{text}' has no row: its end is not after its start")
+        parts.append(part)
+    return parts
 
 
 def _value(end: str) -> Fraction:

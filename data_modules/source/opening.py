@@ -213,7 +213,6 @@ class _RemoteStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Download up to `len(buffer)` bytes."""
         limits = self._limits
         allowed = limits.remote_seconds + PACED_BYTES / limits.remote_bytes_per_second
         size = min(len(buffer), PACED_BYTES)

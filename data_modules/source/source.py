@@ -19,31 +19,10 @@ from typing import Any
 
 from common.errors import MAX_PROBLEMS, DataError, Origin, RemoteError
 from common.text import unreadable
+from data_modules.source import locating, opening
 from data_modules.source.hub import commit_of, hub_chunks
-from data_modules.source.locating import (
-    READERS,
-    Part,
-    is_hub_id,
-    is_remote,
-    locate,
-    parse_split,
-    rows_of,
-    size_of,
-    stamp_of,
-    take,
-)
-from data_modules.source.opening import (
-    MAX_ROW_BYTES,
-    BadRow,
-    Budget,
-    Chunk,
-    File,
-    ReadLimits,
-    ReadOptions,
-    Url,
-    open_stored,
-    suffix_of,
-)
+from data_modules.source.locating import Part, is_hub_id, is_remote, locate, size_of, stamp_of
+from data_modules.source.opening import BadRow, Budget, Chunk, File, ReadLimits, ReadOptions, Url
 from data_modules.source.tables import count_parquet_rows
 
 _PLAIN_TEXT = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
@@ -56,7 +35,7 @@ def read_chunks(
     name: str | None = None,
     revision: str | None = None,
     budget: Budget | None = None,
-    max_row_bytes: int = MAX_ROW_BYTES,
+    max_row_bytes: int = opening.MAX_ROW_BYTES,
     limits: ReadLimits | None = None,
     rows: tuple[int, int | None] = (0, None),
     shard: tuple[int, int] = (0, 1),
@@ -83,7 +62,7 @@ def read_chunks(
         read = functools.partial(hub_chunks, path, name, revision, options, by_file, streaming)
     else:
         read = functools.partial(_read_files, path, name, options)
-    yield from take(itertools.chain.from_iterable(map(read, parts)), *rows, shard)
+    yield from locating.take(itertools.chain.from_iterable(map(read, parts)), *rows, shard)
 
 
 def read_rows(path: str, max_rows: int | None = None) -> Iterator[tuple[dict[str, Any], Origin]]:
@@ -185,7 +164,7 @@ def _identity_of(file: File, by_stamp: bool) -> object:
 def _sha256_of(file: File) -> str:
     digest = hashlib.sha256()
     try:
-        with open_stored(file) as stream:
+        with opening.open_stored(file) as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
     except OSError as error:
@@ -196,7 +175,7 @@ def _sha256_of(file: File) -> str:
 
 def _parts(path: str, split: str) -> list[Part]:
     try:
-        return parse_split(split)
+        return locating.parse_split(split)
     except ValueError as error:
         raise DataError(f"{path}: {error}") from error
 
@@ -214,10 +193,10 @@ def _read_files(path: str, name: str | None, options: ReadOptions, part: Part) -
             part = Part(part.name)
         else:
             total = sum(count_rows(file, options) for file in files)
-    start, stop = rows_of(path, part, total)
+    start, stop = locating.rows_of(path, part, total)
     try:
         chunks = _read_each(files, options)
-        num_rows = yield from take(chunks, start, stop)
+        num_rows = yield from locating.take(chunks, start, stop)
     except DataError as error:
         _check_unchanged(files, stamps, error)
         raise
@@ -257,7 +236,7 @@ def read_file(file: File, options: ReadOptions) -> Iterator[Chunk]:
     Raises DataError after the last readable chunk if the rest of the file cannot be read.
     """
     try:
-        yield from READERS[suffix_of(file.name)](file, options)
+        yield from locating.READERS[opening.suffix_of(file.name)](file, options)
     except DataError:
         raise
     except (EOFError, zlib.error) as error:

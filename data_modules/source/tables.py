@@ -20,24 +20,7 @@ from typing import Any
 from common.errors import DataError, Origin
 from common.text import MAX_SHOWN, listed, reason_of, shown
 from data_modules.source import opening
-from data_modules.source.opening import (
-    MAX_RAW,
-    BadRow,
-    Chunk,
-    Content,
-    File,
-    ReadLimits,
-    ReadOptions,
-    check_expansion,
-    grouped,
-    names_error,
-    nesting_error,
-    not_utf8,
-    open_seekable,
-    open_text,
-    too_deep,
-    too_large,
-)
+from data_modules.source.opening import BadRow, Chunk, Content, File, ReadLimits, ReadOptions
 from data_modules.types import Row, Struct
 
 _MAX_CHUNK_ROWS = 4000
@@ -60,7 +43,8 @@ class BatchChunk(Chunk):
         import pyarrow
 
         features = _json_features(self.batch.schema.metadata)
-        features = _with_structs(self.batch.schema, features)
+        structs = (column.name for column in self.batch.schema if _holds_struct(column.type))
+        features = dict.fromkeys(structs) | features
         if self.batch.nbytes <= self.options.max_row_bytes:
             try:
                 every = self.batch.to_pylist()
@@ -90,7 +74,9 @@ class BatchChunk(Chunk):
         import pyarrow
 
         if batch.nbytes > (most := self.options.max_row_bytes):
-            return too_large(origin, f"{batch.nbytes:,}", most, ", ".join(batch.schema.names))
+            return opening.too_large(
+                origin, f"{batch.nbytes:,}", most, ", ".join(batch.schema.names)
+            )
         values = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             try:
@@ -100,13 +86,13 @@ class BatchChunk(Chunk):
                 reason = (
                     f"column '{shown(name)}' ({column.type}) cannot be read: {reason_of(error)}"
                 )
-                return BadRow(origin, reason, str(batch.schema.names)[:MAX_RAW])
+                return BadRow(origin, reason, str(batch.schema.names)[: opening.MAX_RAW])
         return Row(values, origin)
 
     def _restored(self, value: Any, feature: Any) -> Any:
         """Return a value as it was before arrow; ValueError if its JSON is nested too deep."""
         value = restore(value, feature)
-        if feature is not None and (problem := nesting_error([value], self.options.limits)):
+        if feature is not None and (problem := opening.nesting_error([value], self.options.limits)):
             raise ValueError(problem)
         return value
 
@@ -159,15 +145,6 @@ def _holds_json(kind: Any) -> bool:
     if isinstance(name := kind.get("_type"), str):
         return name == "Json" or ("feature" in kind and _holds_json(kind["feature"]))
     return any(map(_holds_json, kind.values()))
-
-
-def _with_structs(schema: Any, features: dict[str, Any]) -> dict[str, Any]:
-    """Return `features`, and None for the other columns that hold structs."""
-    return features | {
-        column.name: None
-        for column in schema
-        if column.name not in features and _holds_struct(column.type)
-    }
 
 
 def _holds_struct(kind: Any) -> bool:
@@ -236,7 +213,7 @@ def _arrow_errors(file: File, kind: str) -> Iterator[None]:
 def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
     import pyarrow.parquet
 
-    with open_seekable(file, options.limits) as source, _arrow_errors(file, "parquet"):
+    with opening.open_seekable(file, options.limits) as source, _arrow_errors(file, "parquet"):
         # Without pre_buffer=False a whole row group, often the whole file, is kept in memory.
         table = pyarrow.parquet.ParquetFile(
             source, buffer_size=opening.CHUNK_BYTES, pre_buffer=False
@@ -290,7 +267,7 @@ def _check_dictionaries(
     num_bytes = 0
     for batch in reader.iter_batches(_MAX_CHUNK_ROWS, columns=sorted(coded)):
         num_bytes += sum(map(_expanded_bytes, batch.columns))
-        check_expansion(file, num_bytes, stored, limits)
+        opening.check_expansion(file, num_bytes, stored, limits)
 
 
 def _expanded_bytes(array: Any) -> int:
@@ -335,14 +312,14 @@ def _read_gap(source: Any, metadata: Any, stored: int) -> bytes:
 def count_parquet_rows(file: File, limits: ReadLimits) -> int:
     import pyarrow.parquet
 
-    with open_seekable(file, limits) as source, _arrow_errors(file, "parquet"):
+    with opening.open_seekable(file, limits) as source, _arrow_errors(file, "parquet"):
         return int(pyarrow.parquet.read_metadata(source).num_rows)
 
 
 def read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
     import pyarrow
 
-    with open_seekable(file, options.limits) as source, _arrow_errors(file, "arrow"):
+    with opening.open_seekable(file, options.limits) as source, _arrow_errors(file, "arrow"):
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         if is_file:
@@ -369,7 +346,7 @@ def _end_bytes(source: Any, is_file: bool) -> int:
 
 def _check_schema(file: File, schema: Any, limits: ReadLimits) -> None:
     """Raise DataError if a file's columns exceed a limit or have the same name."""
-    if problem := names_error(schema.names, limits):
+    if problem := opening.names_error(schema.names, limits):
         raise DataError(f"{file}: {problem}")
     times = Counter(schema.names)
     if twice := [name for name in times if times[name] > 1]:
@@ -380,7 +357,7 @@ def _check_schema(file: File, schema: Any, limits: ReadLimits) -> None:
         if not level:
             break
     else:
-        raise DataError(f"{file}: {too_deep(limits)}")
+        raise DataError(f"{file}: {opening.too_deep(limits)}")
     try:
         _json_features(schema.metadata)
     except ValueError as error:
@@ -414,7 +391,7 @@ def _batches(
     for batch in batches:
         _check_buffers(batch)
         num_bytes += max(batch.nbytes, sum(map(_expanded_bytes, batch.columns)))
-        check_expansion(file, num_bytes, stored(), options.limits)
+        opening.check_expansion(file, num_bytes, stored(), options.limits)
         width = _rows_per_chunk(batch.nbytes, batch.num_rows)
         for start in range(0, batch.num_rows, width):
             piece = batch.slice(start, width)
@@ -473,7 +450,7 @@ class _CsvLines:
         try:
             return line.decode()
         except UnicodeDecodeError:
-            self.bad = self.bad or not_utf8(Origin(str(self.data.file), self.line), line)
+            self.bad = self.bad or opening.not_utf8(Origin(str(self.data.file), self.line), line)
             return line.decode(errors="replace")
 
     def _next_line(self) -> bytes:
@@ -496,8 +473,8 @@ class _CsvLines:
 
 def read_csv(file: File, options: ReadOptions, separator: str = ",") -> Iterator[Chunk]:
     """Yield the rows of a table in text, whose header may show another separator."""
-    with open_text(file, options) as data:
-        yield from grouped(_csv_rows(data, separator, options), str(file))
+    with opening.open_text(file, options) as data:
+        yield from opening.grouped(_csv_rows(data, separator, options), str(file))
 
 
 def _csv_rows(
@@ -523,13 +500,13 @@ def _csv_rows(
                 yield size, bad
             elif cells == header and len(header) > 1:
                 reason = "repeats the header, as if two files were joined; remove this line"
-                yield size, BadRow(origin, reason, delimiter.join(cells)[:MAX_RAW])
+                yield size, BadRow(origin, reason, delimiter.join(cells)[: opening.MAX_RAW])
             elif len(cells) == len(header):
                 yield size, Row(dict(zip(header, cells, strict=True)), origin)
             else:
                 mark = _SEPARATORS[delimiter]
                 reason = f"{len(cells)} cells, the header has {len(header)} ({_names(header)})"
-                raw = delimiter.join(cells)[:MAX_RAW]
+                raw = delimiter.join(cells)[: opening.MAX_RAW]
                 yield size, BadRow(origin, f"{reason}; quote cells that hold a {mark}", raw)
     except csv.Error as error:
         if not data.cut:
@@ -556,7 +533,7 @@ def _separator(header: str, expected: str) -> str:
 def _check_header(header: list[str], file: str, bad: BadRow | None, limits: ReadLimits) -> None:
     if bad is not None:
         raise DataError(bad.problem)
-    if problem := names_error(header, limits):
+    if problem := opening.names_error(header, limits):
         raise DataError(f"{file}:1 {problem}")
     times = Counter(header)
     twice = next((name for name in header if times[name] > 1), None)

@@ -16,24 +16,8 @@ from typing import Any
 
 from common.errors import DataError, Origin
 from common.text import shown
-from data_modules.source.opening import (
-    MAX_RAW,
-    BadRow,
-    Budget,
-    Chunk,
-    Content,
-    File,
-    ReadLimits,
-    ReadOptions,
-    RowChunk,
-    grouped,
-    names_error,
-    nesting_error,
-    not_utf8,
-    open_text,
-    too_deep,
-    too_large,
-)
+from data_modules.source import opening
+from data_modules.source.opening import BadRow, Chunk, Content, File, ReadLimits, ReadOptions
 from data_modules.types import Row
 
 _BLANKS = " \t\r\n\v\f"  # as for bytes.strip
@@ -76,12 +60,12 @@ class _TextChunk(Chunk):
         for line, part in parts if self.kept is None else [parts[n] for n in self.kept]:
             origin = Origin(self.file, line)
             if not is_utf8:
-                bad = not_utf8(origin, part.encode(errors="surrogateescape"))
+                bad = opening.not_utf8(origin, part.encode(errors="surrogateescape"))
                 if bad is not None:
                     yield bad
                     continue
             if size := _too_many_bytes(part, self.options.max_row_bytes):
-                yield too_large(origin, f"{size:,}", self.options.max_row_bytes, part)
+                yield opening.too_large(origin, f"{size:,}", self.options.max_row_bytes, part)
             elif self.kind == "json":
                 yield _parse_json_line(origin, part, line == last, self.options.limits)
             else:
@@ -134,10 +118,12 @@ def _parse_json_line(origin: Origin, text: str, is_last: bool, limits: ReadLimit
         is_open = text.startswith("{") and not text.endswith("}")
         if (is_at_end or is_open) and is_last and origin.line > 1:
             reason = "line is cut off (no newline); copy the file again?"
-            return BadRow(origin, reason, raw[:MAX_RAW])
-        return BadRow(origin, _invalid_json(error.msg, text, error.pos), raw[:MAX_RAW], error.colno)
+            return BadRow(origin, reason, raw[: opening.MAX_RAW])
+        return BadRow(
+            origin, _invalid_json(error.msg, text, error.pos), raw[: opening.MAX_RAW], error.colno
+        )
     except (ValueError, RecursionError) as error:
-        return BadRow(origin, _unreadable(error, limits), raw[:MAX_RAW])
+        return BadRow(origin, _unreadable(error, limits), raw[: opening.MAX_RAW])
     return _row_of(values, origin, raw, 0, len(raw), limits)
 
 
@@ -154,15 +140,15 @@ def _parse_element(
     except json.JSONDecodeError:
         raise
     except RecursionError as error:
-        raise DataError(f"{origin} {too_deep(limits)}") from error
+        raise DataError(f"{origin} {opening.too_deep(limits)}") from error
     except ValueError as error:
         # Only the value is refused; its end can still be found.
         _, end = _LENIENT_DECODER.raw_decode(text, start)
-        return BadRow(origin, _unreadable(error, limits), text[start:end][:MAX_RAW]), end
+        return BadRow(origin, _unreadable(error, limits), text[start:end][: opening.MAX_RAW]), end
     if (end - start) * 4 > max_row_bytes and (
         size := _too_many_bytes(text[start:end], max_row_bytes)
     ):
-        return too_large(origin, f"{size:,}", max_row_bytes, text[start:end]), end
+        return opening.too_large(origin, f"{size:,}", max_row_bytes, text[start:end]), end
     return _row_of(values, origin, text, start, end, limits), end
 
 
@@ -182,11 +168,11 @@ def _row_of(
         hint = " (a file that is one array of rows is named .json)" if of_objects else ""
         kind = _JSON_KINDS[type(values).__name__]
         reason = f'is {kind}, not an object; a row is {{"column": value, ...}}{hint}'
-        return BadRow(origin, reason, text[start:end][:MAX_RAW])
+        return BadRow(origin, reason, text[start:end][: opening.MAX_RAW])
     # Counting brackets is fast, and rules out deep nesting for nearly all rows.
     opened = text.count("{", start, end) + text.count("[", start, end)
-    if opened > limits.nesting and (problem := nesting_error(values, limits)):
-        return BadRow(origin, problem, text[start:end][:MAX_RAW])
+    if opened > limits.nesting and (problem := opening.nesting_error(values, limits)):
+        return BadRow(origin, problem, text[start:end][: opening.MAX_RAW])
     return Row(values, origin)
 
 
@@ -203,7 +189,7 @@ def _decoder(columns: int, key_chars: int) -> json.JSONDecoder:
             raise _RefusedObjectError(f"key '{shown(twice)}' occurs twice; keep one of them")
         # The total length is counted fast, and small enough in nearly all objects.
         if (len(values) > columns or len("".join(values)) > key_chars) and (
-            problem := names_error(values, limits)
+            problem := opening.names_error(values, limits)
         ):
             raise _RefusedObjectError(problem)
         return values
@@ -220,7 +206,7 @@ def _unreadable(error: Exception, limits: ReadLimits) -> str:
     if isinstance(error, _RefusedObjectError):
         return str(error)
     if isinstance(error, RecursionError):
-        return too_deep(limits)
+        return opening.too_deep(limits)
     max_digits = sys.get_int_max_str_digits()
     return (
         f"has a number of more than {max_digits:,} digits, which Python refuses; write it as text"
@@ -249,11 +235,11 @@ def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chun
             line += text.count(b"\n")
             del rest[:end]
         elif len(rest) > max_row_bytes and rest.strip():
-            raw = rest[: 4 * MAX_RAW].decode(errors="replace")
+            raw = rest[: 4 * opening.MAX_RAW].decode(errors="replace")
             size, num_lines, after = _skip_row(data, bytes(rest), end_of_row)
             shown_size = f"more than {size:,}" if data.cut else f"{size:,}"
-            bad = too_large(Origin(file, line), shown_size, max_row_bytes, raw)
-            yield RowChunk(file, size, (bad,))
+            bad = opening.too_large(Origin(file, line), shown_size, max_row_bytes, raw)
+            yield opening.RowChunk(file, size, (bad,))
             line += num_lines
             rest = bytearray(after)
     if rest.strip() and not data.cut:
@@ -280,17 +266,17 @@ def _skip_row(data: Content, rest: bytes, end_of_row: re.Pattern[bytes]) -> tupl
 
 
 def read_jsonl(file: File, options: ReadOptions) -> Iterator[Chunk]:
-    with open_text(file, options) as data:
+    with opening.open_text(file, options) as data:
         if data.head.lstrip().split(b"\n", 1)[0].strip() == b"[":
             raise DataError(f"{file}: holds a JSON array, not one row a line; name it .json")
         yield from _split_rows(data, "json", options)
 
 
 def read_json(file: File, options: ReadOptions) -> Iterator[Chunk]:
-    with open_text(file, options) as data:
+    with opening.open_text(file, options) as data:
         head = data.head.lstrip()
         if head.startswith(b"["):
-            yield from grouped(_array_rows(data, options), str(file))
+            yield from opening.grouped(_array_rows(data, options), str(file))
         elif head.split(b"\n", 1)[0].strip() == b"{":
             yield from _whole_object(data, options)
         else:
@@ -299,8 +285,8 @@ def read_json(file: File, options: ReadOptions) -> Iterator[Chunk]:
 
 def _whole_object(data: Content, options: ReadOptions) -> Iterator[Chunk]:
     """Yield a row per line; raises DataError if the whole file is one object."""
-    budget = None if options.budget is None else Budget(options.budget.left)
-    with open_text(data.file, replace(options, budget=budget)) as copy:
+    budget = None if options.budget is None else opening.Budget(options.budget.left)
+    with opening.open_text(data.file, replace(options, budget=budget)) as copy:
         text = _decode(copy.read_all(), data.file)
     try:
         values = None if copy.cut else json.loads(text)
@@ -322,7 +308,7 @@ def _decode(data: bytes, file: File) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        bad = not_utf8(Origin(str(file), 1), data)
+        bad = opening.not_utf8(Origin(str(file), 1), data)
         raise DataError(bad.problem if bad else str(error)) from error
 
 
@@ -378,6 +364,6 @@ def _skip_blank(text: str, position: int) -> int:
 
 def read_txt(file: File, options: ReadOptions) -> Iterator[Chunk]:
     """Yield a row per paragraph, or per line if the first block has no blank line."""
-    with open_text(file, options) as data:
+    with opening.open_text(file, options) as data:
         kind = "paragraph" if _PARAGRAPH_END.search(data.head.strip()) else "line"
         yield from _split_rows(data, kind, options)

@@ -6,14 +6,13 @@ a token that is not in the text.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import string
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from data_modules.template.rendering import RowRefusedError
@@ -116,7 +115,11 @@ class TextTokenizer:
         text_ids = np.array(ids, np.int32)
         sizes = widths[text_ids]
         ends = sizes.cumsum()
-        before = None if text.isascii() else _bytes_before(text)
+        before: npt.NDArray[np.int64] | None = None
+        if not text.isascii():  # UTF-8 bytes before each character and before the end
+            codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+            widened = 1 + (codes > 0x7F) + (codes > 0x7FF).astype(np.int64) + (codes > 0xFFFF)
+            before = np.concatenate([np.zeros(1, np.int64), widened.cumsum()])
         num_bytes = len(text) if before is None else before[-1]
         is_changed = (
             before is not None and self._is_nfc and not unicodedata.is_normalized("NFC", text)
@@ -142,7 +145,7 @@ class TextTokenizer:
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         borders = [0, *(start + 1 for start, _ in ranges), len(text)]
-        for start, end in itertools.pairwise(borders):
+        for start, end in pairwise(borders):
             part_ids, part_offsets = self._tokenize_part(text[start:end], is_first=start == 0)
             ids += part_ids
             offsets += [(start + first, start + last) for first, last in part_offsets]
@@ -180,15 +183,6 @@ def _by_offsets(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Token
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     starts = np.minimum.accumulate(starts[::-1])[::-1]
     return TokenizedText(np.array(ids, np.int32), starts, np.maximum.accumulate(ends))
-
-
-def _bytes_before(text: str) -> npt.NDArray[np.int64]:
-    """Return the number of UTF-8 bytes before each character and before the end."""
-    import numpy as np
-
-    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    widths = 1 + (codes > 0x7F) + (codes > 0x7FF).astype(np.int64) + (codes > 0xFFFF)
-    return np.concatenate([np.zeros(1, np.int64), widths.cumsum()])
 
 
 def stop_texts(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, int]:
@@ -281,7 +275,12 @@ class WordTokenizer:
     """
 
     def __init__(self, backend: Any, pattern: str) -> None:
-        self._split = re.compile(_translate(pattern)).findall
+        # `re` does not know \p{L} and \p{N}.
+        for negated in (r"[^\s", r"[^\r\n"):
+            known = f"{negated}{_LETTERS}{_NUMBERS}]"
+            pattern = pattern.replace(rf"{negated}\p{{L}}\p{{N}}]", known)
+        pattern = pattern.replace(r"\p{L}", f"[{_LETTERS}]").replace(r"\p{N}", f"[{_NUMBERS}]")
+        self._split = re.compile(pattern).findall
         self._words = _Words(backend)
         added = backend.get_added_tokens_decoder().items()
         self._ids = {token.content: id_ for id_, token in added}
@@ -387,13 +386,6 @@ def _word_pattern(pre_tokenizer: Any) -> str:
     return ""
 
 
-def _translate(pattern: str) -> str:
-    """Replace \\p{L} and \\p{N}, which `re` does not know, by character ranges."""
-    for negated in (r"[^\s", r"[^\r\n"):
-        pattern = pattern.replace(rf"{negated}\p{{L}}\p{{N}}]", f"{negated}{_LETTERS}{_NUMBERS}]")
-    return pattern.replace(r"\p{L}", f"[{_LETTERS}]").replace(r"\p{N}", f"[{_NUMBERS}]")
-
-
 class CharacterCheck:
     """Find the characters of texts that are not in the decoded tokens of the text.
 
@@ -427,13 +419,10 @@ class CharacterCheck:
         seen -= self._kept
         lost = {each for each in seen if not self._keeps(each)}
         self._kept |= seen - lost
-        return {each for each in lost if not self._is_composed(each, text)}
-
-    def _is_composed(self, character: str, text: str) -> bool:
-        """Return whether an accent is kept as a part of the letter before it."""
-        place = text.index(character)
-        is_accent = len(character) == 1 and unicodedata.combining(character) != 0
-        return is_accent and place > 0 and self._keeps(text[place - 1 : place + 1])
+        # An accent may be kept as a part of the letter before it.
+        accents = {each for each in lost if len(each) == 1 and unicodedata.combining(each)}
+        places = {accent: text.index(accent) for accent in accents}
+        return lost - {a for a, at in places.items() if at and self._keeps(text[at - 1 : at + 1])}
 
     def _keeps(self, character: str) -> bool:
         encoding = self._backend.encode(f"x{character}x", add_special_tokens=False)

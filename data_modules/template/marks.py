@@ -60,11 +60,6 @@ def replace_with_marks(chat: Chat) -> Chat:
     return chat._replace(turns=turns, tools=(_marked_tool(),) if chat.tools else ())
 
 
-def wrap_in_marks(chat: Chat, wrap: Wrap) -> Chat:
-    """Return `chat` with marks around the texts of each turn; its tools are not changed."""
-    return chat._replace(turns=tuple(wrap(turn, n) for n, turn in enumerate(chat.turns)))
-
-
 def find_marks(text: str, chat: Chat) -> list[Mark] | None:
     """Return the marks in a text, in order; None if an opening mark is not closed.
 
@@ -77,7 +72,8 @@ def find_marks(text: str, chat: Chat) -> list[Mark] | None:
         start, end = found.span()
         if found["id"]:
             number = int(found["id"])
-            if number < len(turns_of_ids):
+            # Inside of a mark, it is text of the row's own.
+            if opened is None and number < len(turns_of_ids):
                 marks.append(Mark(turns_of_ids[number], "i", number, start, end))
             continue
         if found["kind"] is None:
@@ -184,7 +180,6 @@ def _text_of_part(turn: Turn, part: str, call: int) -> str:
 
 
 def strings_in(value: object) -> Iterable[str]:
-    """Yield the strings in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -396,11 +391,6 @@ class RenderedChat(NamedTuple):
     lost: tuple[str, ...]
 
 
-class _Position(NamedTuple):
-    piece: int
-    offset: int
-
-
 class Skeleton:
     """A marked text that is matched against the renders of rows, to find their turns.
 
@@ -412,7 +402,7 @@ class Skeleton:
         self,
         pieces: Sequence[str],
         slots: Sequence[Mark],
-        spans: Sequence[tuple[TurnSpan, list[_Position]]],
+        spans: Sequence[tuple[TurnSpan, list[tuple[int, int]]]],
         suffix: str,
         lost: tuple[str, ...],
     ) -> None:
@@ -452,7 +442,7 @@ class Skeleton:
                 piece = bisect_right(starts, offset) - 1
                 if offset > ends[piece]:
                     return None
-                places.append(_Position(piece, offset - starts[piece]))
+                places.append((piece, offset - starts[piece]))
             spans.append((span, places))
         pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
         return cls(pieces, slots, spans, answers.suffix, lost)
@@ -488,13 +478,10 @@ class Skeleton:
         if position != len(text):
             return None
 
-        def at(place: _Position) -> int:
-            return starts[place.piece] + place.offset
-
-        spans = [
-            TurnSpan(span.turn, at(start), at(end), at(stop_end), span.stop, span.other_prompt)
-            for span, (start, end, stop_end) in self._spans
-        ]
+        spans = []
+        for span, places in self._spans:
+            start, end, stop_end = (starts[piece] + offset for piece, offset in places)
+            spans.append(TurnSpan(span.turn, start, end, stop_end, span.stop, span.other_prompt))
         return RenderedChat(*append_stop(text, spans, self._suffix), self._lost)
 
 

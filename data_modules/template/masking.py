@@ -16,28 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import DataError
 from common.text import shown
+from data_modules.template import rendering
 from data_modules.template.marks import RenderedChat, TurnSpan
-from data_modules.template.rendering import (
-    Chat,
-    ReasoningTails,
-    Renderer,
-    RowRefusedError,
-    UnusableTemplateError,
-    move_to_tags,
-    reasoning_of,
-    split_reasoning,
-)
+from data_modules.template.rendering import Chat, Renderer, RowRefusedError, UnusableTemplateError
 from data_modules.template.spans import SpanFinder
-from data_modules.types import (
-    Conversation,
-    Document,
-    Encoded,
-    Item,
-    Note,
-    Ranges,
-    Tokens,
-    Turn,
-)
+from data_modules.types import Conversation, Document, Encoded, Item, Note, Ranges, Tokens, Turn
 
 if TYPE_CHECKING:
     import transformers
@@ -93,7 +76,7 @@ def _chat_loss_weights(
     prepared_turns: Sequence[Turn],
     rendered: RenderedChat,
     mask: MaskConfig,
-    tails: ReasoningTails | None = None,
+    tails: rendering.ReasoningTails | None = None,
 ) -> LossWeights:
     """Return the loss weights of a rendered conversation.
 
@@ -135,13 +118,14 @@ def _span_weights(
     chat: Conversation, prepared_turns: Sequence[Turn], rendered: RenderedChat, mask: MaskConfig
 ) -> list[float]:
     """Return the weight of each span of a rendered conversation by its turn."""
-    weights = [
-        _turn_weight(chat.turns[span.turn], prepared_turns[span.turn], mask)
+    weights = []
+    for span in rendered.spans:
+        turn, prepared = chat.turns[span.turn], prepared_turns[span.turn]
+        is_filled = prepared.content.strip() or prepared.reasoning or prepared.tool_calls
+        weight = float(turn.role in mask.roles_to_train) if turn.weight is None else turn.weight
         # The span of a call that the template does not write is empty.
-        if rendered.text[span.start : span.end].strip()
-        else 0.0
-        for span in rendered.spans
-    ]
+        is_written = rendered.text[span.start : span.end].strip()
+        weights.append(weight if is_written and (is_filled or turn.role != "assistant") else 0.0)
     if mask.last_turn_only:
         roles = mask.roles_to_train
         trained_turns = [s.turn for s in rendered.spans if chat.turns[s.turn].role in roles]
@@ -163,32 +147,11 @@ def _find_lost_reasoning(
     for number, turn in enumerate(turns):
         if turn.role != "assistant" or not (turn.reasoning or "</think>" in turn.content):
             continue
-        reasoning = reasoning_of(turn)
+        reasoning = rendering.reasoning_of(turn)
         start, end = extents.get(number, (0, 0))
         if reasoning and reasoning not in text[start:end]:
             return [Note("lost_reasoning", shown(reasoning))]
     return []
-
-
-def _turn_weight(turn: Turn, prepared: Turn, mask: MaskConfig) -> float:
-    if turn.role == "assistant" and not (
-        prepared.content.strip() or prepared.reasoning or prepared.tool_calls
-    ):
-        return 0.0
-    if turn.weight is not None:
-        return turn.weight
-    return 1.0 if turn.role in mask.roles_to_train else 0.0
-
-
-def _turn_extents(spans: Iterable[TurnSpan]) -> dict[int, tuple[int, int]]:
-    """Return the first start and the last end of each turn's spans."""
-    extents: dict[int, tuple[int, int]] = {}
-    for span in spans:
-        known = extents.get(span.turn)
-        extents[span.turn] = (
-            (min(known[0], span.start), max(known[1], span.end)) if known else span[1:3]
-        )
-    return extents
 
 
 def _untrained(turn: Turn, trained: Ranges, span: TurnSpan, text: str) -> Iterator[WeightedRange]:
@@ -218,14 +181,15 @@ def _untrained(turn: Turn, trained: Ranges, span: TurnSpan, text: str) -> Iterat
 
 
 def _masked_reasoning(
-    turn: Turn, span: TurnSpan, text: str, tails: ReasoningTails
+    turn: Turn, span: TurnSpan, text: str, tails: rendering.ReasoningTails
 ) -> list[WeightedRange]:
     """Return what an answer has in front of its text or calls, and later blocks, with weight 0.
 
     With the reasoning, this is what a template writes around it: tags, or the headers of channels.
     """
-    parts = split_reasoning(turn.content)
-    reasoning, answer = reasoning_of(turn), parts.answer if parts else turn.content.strip()
+    parts = rendering.split_reasoning(turn.content)
+    reasoning = rendering.reasoning_of(turn)
+    answer = parts.answer if parts else turn.content.strip()
     end = span.start
     if not reasoning and (block := _BLOCK_END.match(text, end, span.end)):
         end = block.end()
@@ -262,11 +226,7 @@ class LayoutBuilder:
     """
 
     def __init__(
-        self,
-        renderer: Renderer,
-        finder: SpanFinder,
-        mask: MaskConfig,
-        control_texts: Iterable[str],
+        self, renderer: Renderer, finder: SpanFinder, mask: MaskConfig, control_texts: Iterable[str]
     ) -> None:
         self._renderer, self._finder, self._mask = renderer, finder, mask
         self._control = re.compile("|".join(map(re.escape, control_texts)) or "(?!)")
@@ -313,7 +273,10 @@ class LayoutBuilder:
             for turn, new in zip(chat.turns, prepared.turns, strict=True)
         ):
             notes.append(Note("reasoning_in_tags"))
-        extents = _turn_extents(rendered.spans)
+        extents: dict[int, tuple[int, int]] = {}
+        for span in rendered.spans:
+            start, end = extents.get(span.turn, (span.start, span.end))
+            extents[span.turn] = min(start, span.start), max(end, span.end)
         notes += _find_lost_reasoning(prepared.turns, rendered.text, extents)
         if any(span.other_prompt for span in rendered.spans):
             weights = _span_weights(chat, prepared.turns, rendered, self._mask)
@@ -552,9 +515,9 @@ class PairEncoder:
     ) -> Pair | RowRefusedError:
         if isinstance(source, RowRefusedError):
             return source
-        turn = move_to_tags(chat.turns[-1])
+        turn = rendering.move_to_tags(chat.turns[-1])
         target = turn.content
-        parts = split_reasoning(target) if self._mask.reasoning == "mask" else None
+        parts = rendering.split_reasoning(target) if self._mask.reasoning == "mask" else None
         first = chat.turns[0]
         is_lost = first.role == "system" and first.content.strip() not in source
         weight = 1.0 if turn.weight is None else turn.weight

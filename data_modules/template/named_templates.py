@@ -18,16 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import DataError, Origin
 from common.text import shown
-from data_modules.template.rendering import (
-    LATER_SYSTEM_TURNS,
-    OUT_OF_MEMORY,
-    SYSTEM_TURNS,
-    UNSUPPORTED_BY,
-    Chat,
-    Renderer,
-    RowRefusedError,
-    render_errors,
-)
+from data_modules.template import rendering
+from data_modules.template.rendering import Chat, Renderer, RowRefusedError
 from data_modules.types import Conversation, ToolCall, Turn
 
 if TYPE_CHECKING:
@@ -111,6 +103,12 @@ TEST_CHATS = {
 reasoning, a text, c a call, x text after reasoning in tags; T declares a tool"""
 _ORIGIN = Origin("template check", 1)
 _WORD = re.compile(r"([a-z])(\d+)vq(\d)")
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"t2vq0": {"type": "string", "description": "t3vq0"}},
+    "required": ["t2vq0"],
+}
+_TOOL = {"name": "t0vq0", "description": "t1vq0", "parameters": _PARAMETERS}
 
 
 def named_template(name: str) -> str:
@@ -279,7 +277,7 @@ def run_test_chats(
         traced = trace(chat)
         if isinstance(traced, TracedChat):
             found[name] = list(find_mask_faults(chat, traced))
-        elif OUT_OF_MEMORY in str(traced):
+        elif rendering.OUT_OF_MEMORY in str(traced):
             raise MemoryError
         else:
             found[name] = traced
@@ -310,7 +308,8 @@ def build_test_chat(pattern: str) -> Conversation:
         )
         has_text = "a" in letters or "x" in letters
         turns.append(Turn("assistant", content if has_text else "", None, reasoning, calls))
-    return Conversation(tuple(turns), _ORIGIN, _TOOLS if groups[0] == "T" else ())
+    tools = ({"type": "function", "function": _TOOL},) if groups[0] == "T" else ()
+    return Conversation(tuple(turns), _ORIGIN, tools)
 
 
 def find_mask_faults(chat: Conversation, traced: TracedChat) -> Iterator[str]:
@@ -334,33 +333,15 @@ def find_mask_faults(chat: Conversation, traced: TracedChat) -> Iterator[str]:
     for number, turn in enumerate(chat.turns):
         if turn.role != "assistant":
             continue
-        for text in _words_of(turn):
+        calls = (f"{call.name} {call.arguments}" for call in turn.tool_calls)
+        for word in _WORD.finditer(" ".join((turn.content, turn.reasoning or "", *calls))):
+            text = word[0]
             if text not in trained and lost.get(text[0], "lost_tool_calls") not in traced.notes:
                 yield f"`{text}` of turn {number + 1} (assistant) is not trained on"
 
 
-def _words_of(turn: Turn) -> list[str]:
-    texts = [turn.content, turn.reasoning or ""]
-    for call in turn.tool_calls:
-        texts += [call.name, *map(str, call.arguments.items())]
-    return [word[0] for text in texts for word in _WORD.finditer(text)]
-
-
 def _word(part: str, turn: int, call: int = 0) -> str:
     return f"{part}{turn}vq{call}"
-
-
-def _build_tool() -> dict[str, object]:
-    name, description, parameter, meaning = (_word("t", number) for number in range(4))
-    properties = {parameter: {"type": "string", "description": meaning}}
-    parameters = {"type": "object", "properties": properties, "required": [parameter]}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": parameters},
-    }
-
-
-_TOOLS: tuple[dict[str, object], ...] = (_build_tool(),)
 
 
 def find_unsupported_turns(renderer: Renderer) -> tuple[str, ...]:
@@ -373,11 +354,14 @@ def find_unsupported_turns(renderer: Renderer) -> tuple[str, ...]:
         chat = build_test_chat(pattern)
         try:
             renderer.apply_template([Chat(chat.turns, chat.tools)])
-        except render_errors():
+        except rendering.render_errors():
             return True
         return False
 
     if rejects("u a"):
         return ()
-    found = [name for name, patterns in UNSUPPORTED_BY.items() if all(map(rejects, patterns))]
-    return tuple(n for n in found if n != LATER_SYSTEM_TURNS or SYSTEM_TURNS not in found)
+    patterns_of = rendering.UNSUPPORTED_BY.items()
+    found = [name for name, patterns in patterns_of if all(map(rejects, patterns))]
+    if {rendering.SYSTEM_TURNS, rendering.LATER_SYSTEM_TURNS} <= {*found}:
+        found.remove(rendering.LATER_SYSTEM_TURNS)
+    return tuple(found)

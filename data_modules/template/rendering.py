@@ -111,6 +111,23 @@ class Chat(NamedTuple):
     kwargs: Mapping[str, Any] | None = None
 
 
+_PARAMETERS = {"type": "object", "properties": {}}
+_TOOL = {"name": "f", "description": "d", "parameters": _PARAMETERS}
+_CALLING_CHATS = tuple(
+    Chat(
+        (
+            Turn("user", "a"),
+            Turn("assistant", "", tool_calls=(ToolCall(_PROBE, {"x": _PROBE_ARGUMENT}, id_),)),
+            Turn("tool", "e", tool_call_id=id_),
+            Turn("assistant", "b"),
+        ),
+        ({"type": "function", "function": _TOOL},),
+    )
+    for id_ in (None, "call_a")
+)
+"""small chats that call a tool, with a call id and without"""
+
+
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
     """The message format that a template reads.
@@ -195,7 +212,7 @@ class Renderer:
         tools = [dict(tool) for tool in chats[0].tools] or None
         message_format = message_format or self.message_format
         texts: list[str] = self._tokenizer.apply_chat_template(
-            [_messages(chat, message_format) for chat in chats],
+            [self.messages(chat, message_format) for chat in chats],
             tools=tools,
             chat_template=self._text,
             tokenize=False,
@@ -204,9 +221,15 @@ class Renderer:
         )
         return texts
 
-    def messages(self, chat: Chat) -> list[dict[str, Any]]:
-        """Return the turns of a chat in the message format of the template."""
-        return _messages(chat, self.message_format)
+    def messages(
+        self, chat: Chat, message_format: MessageFormat | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the turns of a chat as OpenAI messages, by default as the template reads them."""
+        message_format = message_format or self.message_format
+        turns: Sequence[Turn] = chat.turns
+        if message_format.call_ids != "given":
+            turns = _with_call_ids(turns, message_format.call_ids)
+        return [_message(turn, message_format) for turn in turns]
 
     def _mover(self, reasoning: str) -> Callable[[Turn], Turn]:
         """Return the function that puts an answer's reasoning where the template reads it."""
@@ -229,7 +252,7 @@ class Renderer:
             candidate = replace(
                 found, call_ids=call_ids, null_content=null, arguments_as_json=as_json
             )
-            if all(self._renders_probe(chat, candidate) for chat in _tool_call_probes()):
+            if all(self._renders_probe(chat, candidate) for chat in _CALLING_CHATS):
                 found = candidate
                 break
         if found.reasoning_key:
@@ -330,29 +353,6 @@ def _with_input_header(turn: Turn) -> Turn:
         return turn
     instruction, row_input = turn.content[: turn.input_start - 2], turn.content[turn.input_start :]
     return replace(turn, content=instruction + _INPUT_HEADER + row_input, input_start=0)
-
-
-def _tool_call_probes() -> Iterator[Chat]:
-    """Yield small chats that call a tool: with a call id and without."""
-    function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
-    tool = {"type": "function", "function": function}
-    for id_ in (None, "call_a"):
-        call = ToolCall(_PROBE, {"x": _PROBE_ARGUMENT}, id_)
-        turns = (
-            Turn("user", "a"),
-            Turn("assistant", "", tool_calls=(call,)),
-            Turn("tool", "e", tool_call_id=id_),
-            Turn("assistant", "b"),
-        )
-        yield Chat(turns, (tool,))
-
-
-def _messages(chat: Chat, message_format: MessageFormat) -> list[dict[str, Any]]:
-    """Return the turns of a chat as OpenAI messages, in the variant of `message_format`."""
-    turns: Sequence[Turn] = chat.turns
-    if message_format.call_ids != "given":
-        turns = _with_call_ids(turns, message_format.call_ids)
-    return [_message(turn, message_format) for turn in turns]
 
 
 def _message(turn: Turn, message_format: MessageFormat) -> dict[str, Any]:
@@ -563,7 +563,10 @@ def split_reasoning(content: str) -> TaggedText | None:
         return None
     first = at - len(content[:at].lstrip())
     has_opening = content.startswith(OPENING, first)
-    if not has_opening and (OPENING in content[:at] or _is_quoted(content, at)):
+    # A text may mention the tag, in quotes.
+    end = at + len(CLOSING)
+    is_quoted = content[at - 1 : at] in _QUOTES and content[end : end + 1] in _QUOTES
+    if not has_opening and (OPENING in content[:at] or is_quoted):
         return None
     start = first + len(OPENING) if has_opening else first
     reasoning, answer = content[start:at].strip(), content[at + len(CLOSING) :].strip()
@@ -576,12 +579,6 @@ def split_reasoning(content: str) -> TaggedText | None:
         answer,
         content[after + len(answer) :],
     )
-
-
-def _is_quoted(content: str, at: int) -> bool:
-    """Return whether a text mentions the tag at this place instead of ending reasoning there."""
-    end = at + len(CLOSING)
-    return content[at - 1 : at] in _QUOTES and content[end : end + 1] in _QUOTES
 
 
 def move_to_field(turn: Turn) -> Turn:

@@ -2,8 +2,8 @@
 
 An answer starts where the generation prompt ends, and ends with the stop token that the template
 writes after it whatever comes next. AnswerFinder reads both off renders of a marked conversation
-that are cut before or after the answer; as all turns are marked, an answer that contains text of
-another turn is noticed. It renders each kind of place once, however many turns have it.
+that are cut before or after the answer. As all turns are marked, text of another turn ends a part
+of an answer. It renders each kind of place once, however many turns have it.
 
 SpanFinder builds a skeleton for each kind of conversation and matches rows against it. For a row
 that no skeleton matches, it puts marks around the row's own texts (`search`); without the marks,
@@ -13,11 +13,9 @@ that render must equal the row's.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from common.text import shown
@@ -42,14 +40,8 @@ from data_modules.template.marks import (
     runs_by_turn,
     skeleton_key,
     strings_in,
-    wrap_in_marks,
 )
-from data_modules.template.rendering import (
-    Chat,
-    Renderer,
-    RowRefusedError,
-    UnusableTemplateError,
-)
+from data_modules.template.rendering import Chat, Renderer, RowRefusedError, UnusableTemplateError
 from data_modules.types import Turn
 
 _T = TypeVar("_T")
@@ -86,13 +78,13 @@ class _Style(NamedTuple):
     `header` precedes an answer although the generation prompt does not end with it; `added` is the
     generation prompt alone, or the end of a question if the template has none. `usual_stop` is the
     stop token of a template that writes it only before the next message, None for other templates.
-    `openers` are the tokens that start a message.
+    `opener` is the token that starts a message, "" without one.
     """
 
     header: str = ""
     added: str = ""
     usual_stop: str | None = None
-    openers: frozenset[str] = frozenset()
+    opener: str = ""
 
 
 class AnswerFinder:
@@ -145,8 +137,6 @@ class AnswerFinder:
                     spans.append(self._later_part(number, text, run))
                     calls += call_ranges(run.marks)
                 seen.update(mark.key for mark in run.marks)
-        for span in spans:
-            _check_no_other_turn(span, marks)
         return AnswerSpans(spans, suffix, calls)
 
     def _find_answer(
@@ -156,7 +146,16 @@ class AnswerFinder:
         first = run.marks[0]
         before_start = run.before.end if run.before else 0
         before = text[before_start : first.start]
-        surroundings = _surroundings(chat, number)
+        # What a template may depend on: the turn, and its neighbours.
+        turn = chat.turns[number]
+        neighbours = (
+            chat.turns[n] if 0 <= n < len(chat.turns) else None for n in (number - 1, number + 1)
+        )
+        surroundings = (
+            *(other and (other.role, bool(other.tool_calls)) for other in neighbours),
+            *(bool(turn.content), bool(turn.reasoning), len(turn.tool_calls)),
+            *(bool(chat.tools), kwargs_key(chat)),
+        )
         start_key = surroundings, _relative_turn(run.before, number), before, first.key
         find_start = partial(self._find_start, chat, number, run, before)
         num_shared, other_prompt = _cached(self._starts, start_key, _MAX_PLACES, find_start)
@@ -205,13 +204,9 @@ class AnswerFinder:
         return 0
 
     def _boundary(self, text: str, most: int) -> int:
-        """Return the last position up to `most` that is not inside a special token or a word."""
-        token_end = 0
-        for token in self.special.finditer(text):
-            if token.end() > most:
-                most = min(most, token.start())
-                break
-            token_end = token.end()
+        """Return the last position up to `most` that is not inside a word."""
+        ends = (token.end() for token in self.special.finditer(text))
+        token_end = max((end for end in ends if end <= most), default=0)
         while most > token_end and not text[most - 1].isspace():
             most -= 1
         return most
@@ -263,7 +258,7 @@ class AnswerFinder:
         tokens = [list(self.special.finditer(text)) for text in (after, *after_elsewhere)]
         num_shared = _common_prefix(*([token[0] for token in found] for found in tokens))
         # Some templates always end a conversation with the header of the next answer.
-        headers = (n for n in range(1, num_shared) if tokens[0][n][0] in style.openers)
+        headers = (n for n in range(1, num_shared) if tokens[0][n][0] == style.opener)
         num_shared = next(headers, num_shared)
         if num_shared:
             # If the end alone cannot be rendered, the next header may be shared as well.
@@ -338,11 +333,15 @@ class AnswerFinder:
             before = whole[whole.find("\ue0f2") + 1 : marks[0].start]
             header = before[_common_prefix(question_end, before) :]
         header = header if header.strip() else ""
+        # The first message starts with a special token, perhaps after BOS or EOS: it ends none.
+        opener = self.follows.match(no_prompt)
+        while opener and opener[1] in self._framing:
+            opener = self.follows.match(no_prompt, opener.end())
         return _Style(
             header,
             prompt[_common_prefix(no_prompt, prompt) :] or header or question_end,
             self._usual_stop(dialog, whole[marks[-1].end :]),
-            frozenset(self._openers(no_prompt)),
+            opener[1] if opener else "",
         )
 
     def _usual_stop(self, dialog: Chat, end: str) -> str | None:
@@ -355,15 +354,6 @@ class AnswerFinder:
         after = tails[-1][1]
         stop = self.follows.match(after, _common_prefix(end, after))
         return stop[1] if stop else ""
-
-    def _openers(self, text: str) -> Iterator[str]:
-        """Yield the special token that starts the first message, and therefore ends none."""
-        position = 0
-        while found := self.follows.match(text, position):
-            position = found.end()
-            if found[1] not in self._framing:
-                yield found[1]
-                return
 
 
 def _no_stop(number: int, turn: Turn) -> UnusableTemplateError:
@@ -400,19 +390,6 @@ def _common_prefix(first: Sequence[object], *others: Sequence[object]) -> int:
     return min(len(first), most)
 
 
-def _check_no_other_turn(span: TurnSpan, marks: Sequence[Mark]) -> None:
-    """Raise RowRefusedError if a span contains a mark of another turn."""
-    first = bisect_right(marks, span.start, key=lambda mark: mark.end)
-    for mark in islice(marks, first, None):
-        if mark.start >= span.stop_end:
-            return
-        if mark.turn != span.turn:
-            raise UnusableTemplateError(
-                f"turn {span.turn + 1} (assistant): the chat template writes turn {mark.turn + 1} "
-                "inside it, so its span cannot be determined; set data.chat_template=plain"
-            )
-
-
 def _tails_of(text: str, run: MarkRun) -> Tails:
     """Return the key of each mark of a run, with the text up to the next mark."""
     until = run.after.start if run.after else len(text)
@@ -433,17 +410,6 @@ def _relative_turn(mark: Mark | None, number: int) -> tuple[int, str] | None:
     if mark is None:
         return None
     return (mark.turn if mark.turn == TOOLS_TURN else mark.turn - number), mark.part
-
-
-def _surroundings(chat: Chat, number: int) -> tuple[object, ...]:
-    """Return the properties of a turn and its neighbours that a template may depend on."""
-    turn = chat.turns[number]
-    neighbours = (
-        chat.turns[n] if 0 <= n < len(chat.turns) else None for n in (number - 1, number + 1)
-    )
-    roles = tuple(turn and (turn.role, bool(turn.tool_calls)) for turn in neighbours)
-    parts = bool(turn.content), bool(turn.reasoning), len(turn.tool_calls)
-    return roles, *parts, bool(chat.tools), kwargs_key(chat)
 
 
 class SpanFinder:
@@ -467,7 +433,8 @@ class SpanFinder:
             if isinstance(text, RowRefusedError):
                 rendered.append(text)
                 continue
-            skeleton = self._skeleton(chat)
+            build = partial(self._build_skeleton, chat)
+            skeleton = _cached(self._skeletons, skeleton_key(chat), _MAX_SKELETONS, build)
             found = skeleton.match(text, chat) if skeleton else None
             try:
                 rendered.append(found or self.search(chat, text))
@@ -502,10 +469,12 @@ class SpanFinder:
 
     def _search(self, chat: Chat, wrap: Wrap, text: str) -> RenderedChat | None:
         """Return the turns by this wrap; None if the render differs from `text`."""
-        wrapped = wrap_in_marks(chat, wrap)
+        wrapped = chat._replace(turns=tuple(wrap(turn, n) for n, turn in enumerate(chat.turns)))
         (rendered,) = self._renderer.render([wrapped])
-        marks = None if isinstance(rendered, RowRefusedError) else find_marks(rendered, wrapped)
-        if isinstance(rendered, RowRefusedError) or marks is None:
+        if (
+            isinstance(rendered, RowRefusedError)
+            or (marks := find_marks(rendered, wrapped)) is None
+        ):
             return None
         unmarked, new_position = remove_marks(rendered)
         if unmarked != text:
@@ -526,16 +495,11 @@ class SpanFinder:
             lost = ("lost_tools", *lost)
         return RenderedChat(*append_stop(text, spans, answers.suffix), lost)
 
-    def _skeleton(self, chat: Chat) -> Skeleton | None:
-        build = partial(self._build_skeleton, chat)
-        return _cached(self._skeletons, skeleton_key(chat), _MAX_SKELETONS, build)
-
     def _build_skeleton(self, chat: Chat) -> Skeleton | None:
         """Render `chat` with marks in place of its texts, and find its turns."""
         chat = replace_with_marks(chat)
         (text,) = self._renderer.render([chat])
-        marks = None if isinstance(text, RowRefusedError) else find_marks(text, chat)
-        if isinstance(text, RowRefusedError) or marks is None:
+        if isinstance(text, RowRefusedError) or (marks := find_marks(text, chat)) is None:
             return None
         try:
             answers = self._answers.find(chat, text, marks)

@@ -16,38 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import DataError, Origin
 from common.untrusted import LimitError, ProcessLimits, run_limited
-from data_modules.template.encoding import (
-    TextTokenizer,
-    TokenizedText,
-    control_texts,
-    stop_texts,
-)
+from data_modules.template import named_templates, rendering
+from data_modules.template.encoding import TextTokenizer, TokenizedText, control_texts, stop_texts
 from data_modules.template.marks import RenderedChat
 from data_modules.template.masking import Layout, LayoutBuilder, MaskConfig, PairEncoder
-from data_modules.template.named_templates import (
-    FOR_TOOLS,
-    OWN_TEMPLATE,
-    TEMPLATE_NAMES,
-    TEST_CHATS,
-    TracedChat,
-    add_bos,
-    check_named,
-    find_unsupported_turns,
-    merge_templates,
-    named_template,
-    read_template,
-    run_test_chats,
-    set_defaults,
-    syntax_error,
-)
-from data_modules.template.rendering import (
-    Chat,
-    MessageFormat,
-    Renderer,
-    RowRefusedError,
-    render_errors,
-    rewrite_turns,
-)
+from data_modules.template.named_templates import OWN_TEMPLATE, TEMPLATE_NAMES, TEST_CHATS
+from data_modules.template.rendering import Chat, MessageFormat, Renderer, RowRefusedError
 from data_modules.template.spans import SpanFinder
 from data_modules.types import Conversation, Document, Encoded, Item, Note, Tokens, Turn
 
@@ -137,13 +111,13 @@ class ChatTemplate:
         own = tokenizer.chat_template
         if name is None and own:
             note, label = "chat template: the tokenizer's", OWN_TEMPLATE
-            text = merge_templates(own)
+            text = named_templates.merge_templates(own)
             if not isinstance(own, str) and text != own["default"]:
-                note += f" (`{FOR_TOOLS}` for rows with tools)"
+                note += f" (`{named_templates.FOR_TOOLS}` for rows with tools)"
         elif name is None or name in TEMPLATE_NAMES:
             chosen = name or ("t5" if is_encoder_decoder else "plain")
-            check_named(tokenizer, chosen)
-            text = named_template(chosen)
+            named_templates.check_named(tokenizer, chosen)
+            text = named_templates.named_template(chosen)
             label = f"chat template `{chosen}`"
             note = f"chat template: {chosen}"
             if not name:
@@ -154,10 +128,14 @@ class ChatTemplate:
                 )
         else:
             note, label = f"chat template: {name}", f"data.chat_template={name}"
-            text = read_template(name)
+            text = named_templates.read_template(name)
         if template_kwargs:
-            text, plain = set_defaults(text, template_kwargs), text
-            note += f"; with {_described(template_kwargs, plain)}"
+            text, plain = named_templates.set_defaults(text, template_kwargs), text
+            described = (
+                f"{key}={json.dumps(value)}{'' if key in plain else ' (which it does not read)'}"
+                for key, value in template_kwargs.items()
+            )
+            note += f"; with {', '.join(described)}"
         template = cls(tokenizer, text, note, mask, is_encoder_decoder)
         template.is_tokenizers_own = name is None and bool(own)
         template._renderer.seconds = (limits or ProcessLimits()).seconds
@@ -168,7 +146,6 @@ class ChatTemplate:
 
     @property
     def hash(self) -> str:
-        """Return the sha256 of the template's text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
@@ -277,7 +254,7 @@ class ChatTemplate:
 
     def trace(
         self, chat: Conversation, layout_builder: LayoutBuilder | None = None
-    ) -> TracedChat | RowRefusedError:
+    ) -> named_templates.TracedChat | RowRefusedError:
         """Encode one conversation, and return which characters its tokens hold."""
         import numpy as np
 
@@ -291,7 +268,7 @@ class ChatTemplate:
         weights = np.zeros(len(tokenized.ids), np.float32)
         trained = self._weigh(chat, layout, tokenized).weights
         weights[: len(trained)] = trained
-        return TracedChat(
+        return named_templates.TracedChat(
             layout.text, tokenized, weights, frozenset(note.kind for note in layout.notes)
         )
 
@@ -299,15 +276,15 @@ class ChatTemplate:
     def _unsupported(self) -> tuple[str, ...]:
         if self._pairs or self._mask.unsupported_turns == "refuse":
             return ()
-        return find_unsupported_turns(self._renderer)
+        return named_templates.find_unsupported_turns(self._renderer)
 
     def _rewrite(self, chat: Conversation) -> Conversation:
-        return rewrite_turns(chat, self._unsupported, self._mask.roles_to_train)
+        return rendering.rewrite_turns(chat, self._unsupported, self._mask.roles_to_train)
 
     def _prompt_chat(self, turns: Sequence[Turn]) -> Chat:
         """Return a chat without its next answer as the template receives it."""
         chat = Conversation(tuple(turns), Origin("chat", 1))
-        return self._renderer.prepare(rewrite_turns(chat, self._unsupported), "keep")
+        return self._renderer.prepare(rendering.rewrite_turns(chat, self._unsupported), "keep")
 
     def _add_missing_bos(self) -> bool:
         """Make the template write the BOS that the tokenizer adds to texts.
@@ -317,7 +294,7 @@ class ChatTemplate:
         if self.bos_token_id is None or self._pairs:
             return False
         bos = str(self.tokenizer.bos_token)
-        text = add_bos(self.text, bos, self._renderer)
+        text = named_templates.add_bos(self.text, bos, self._renderer)
         is_changed = text != self.text
         if is_changed:
             self.text = self.tokenizer.chat_template = text
@@ -354,16 +331,16 @@ class ChatTemplate:
         try:
             self._renderer.apply_template([_SMALL_CHAT], message_format=MessageFormat())
         except (jinja2.TemplateSyntaxError, SyntaxError) as error:
-            return [syntax_error(label, error)]
+            return [named_templates.syntax_error(label, error)]
         except MemoryError:
             raise
-        except render_errors():
+        except rendering.render_errors():
             pass  # A row that it rejects is reported when that row is encoded.
         if self._pairs or not renders_chats:
             return []
         controls = control_texts(self.tokenizer)
         layout_builder = LayoutBuilder(self._renderer, self._finder, MaskConfig(), controls)
-        found = run_test_chats(partial(self.trace, layout_builder=layout_builder))
+        found = named_templates.run_test_chats(partial(self.trace, layout_builder=layout_builder))
         faults = [
             f"in the test chat `{name}` {fault}"
             for name, of_chat in found.items()
@@ -455,14 +432,6 @@ class ChatTemplate:
         if self.bos_token_id is None or (len(ids) and ids[0] == self.bos_token_id):
             return ids
         return np.concatenate([np.full(1, self.bos_token_id, np.int32), ids])
-
-
-def _described(kwargs: Mapping[str, Any], text: str) -> str:
-    """Describe the arguments of a template, and which of them do not occur in its `text`."""
-    return ", ".join(
-        f"{name}={json.dumps(value)}{'' if name in text else ' (which it does not read)'}"
-        for name, value in kwargs.items()
-    )
 
 
 def _last_answer(item: Conversation | Document) -> str:

@@ -35,23 +35,9 @@ from data_modules.settings import (
 )
 from data_modules.stream import validation_slice
 from data_modules.template import ChatTemplate
-from data_modules.tokens.encode import (
-    Rejected,
-    TokenSpec,
-    chunks_of,
-    find_format,
-    items_of,
-    unread_in_first_rows,
-)
-from data_modules.tokens.prepare import (
-    REJECTED_FILE,
-    Key,
-    Prepared,
-    hash_of,
-    is_whole,
-    open_or_make,
-    prepare_dataset,
-)
+from data_modules.tokens import encode, prepare
+from data_modules.tokens.encode import TokenSpec
+from data_modules.tokens.prepare import Key, Prepared
 from data_modules.tokens.store import Examples, TokenStore, TokenValues
 from data_modules.types import BatchSpec, Item, ModelSpec, Tokens
 
@@ -196,7 +182,7 @@ def token_spec(spec: DataSpec, template: ChatTemplate) -> TokenSpec:
         config=spec.config,
         template=template,
         sequence_len=spec.sequence_len,
-        tokenizer_hash=hash_of(spec.tokenizer),
+        tokenizer_hash=prepare.hash_of(spec.tokenizer),
         tokenizer=str(spec.tokenizer.name_or_path),
         labels=spec.model.labels,
         is_multi_label=spec.model.is_multi_label,
@@ -243,7 +229,19 @@ class PreparedData:
             examples = Examples([each.data.store for each in self.datasets], read), Examples([], [])
         audit = audit_documents(
             config.audit,
-            [_facts(ready, config) for ready in self.datasets],
+            [
+                DatasetFacts(
+                    name=ready.name,
+                    path=redact(ready.config.path),
+                    format=ready.data.format,
+                    counts=ready.data.counts,
+                    kept_tokens=int(ready.data.store.lengths.sum()),
+                    on_long=config.on_long,
+                    # The audit of a stream counts what was read.
+                    is_trained=ready.is_trained or is_stream,
+                )
+                for ready in self.datasets
+            ],
             *examples,
             benchmarks=Examples(stores, [np.arange(len(store)) for store in stores]),
             benchmark_names=list(self._tests),
@@ -257,23 +255,16 @@ class PreparedData:
         )
         if is_stream:
             audit.facts.append("a stream: only the validation rows were audited")
-        audit.unread = {
-            name: sort_unread(unread) for name, unread in self._unread().items() if unread
-        }
-        return audit
-
-    def _unread(self) -> dict[str, dict[str, tuple[int, str]]]:
-        """Return what nothing reads in each data set; of a stream, in the rows that were read."""
-        if self._config.streaming and not self._config.val_set_size:
-            named = zip(dataset_names(self._config.datasets), self._config.datasets, strict=True)
-            found = {name: unread_in_first_rows(one, self._config) for name, one in named}
+        if is_stream and not config.val_set_size:
+            named = zip(dataset_names(config.datasets), config.datasets, strict=True)
+            found = {name: encode.unread_in_first_rows(one, config) for name, one in named}
         else:
             found = {ready.name: ready.data.counts.unread for ready in self.datasets}
-        tests = {f"test data {name}": data.counts.unread for name, data in self._tests.items()}
-        return found | tests
+        found |= {f"test data {name}": data.counts.unread for name, data in self._tests.items()}
+        audit.unread = {name: sort_unread(unread) for name, unread in found.items() if unread}
+        return audit
 
     def report(self) -> DataReport:
-        """Return what was read, with a report per data set."""
         reports = []
         for index, ready in enumerate(self.datasets):
             rows, counts = ready.data.store.rows, ready.data.counts
@@ -331,28 +322,30 @@ class PreparedData:
         for name, data in (trained | tests).items():
             if data.counts.rejected:
                 (folder / "quarantine").mkdir(exist_ok=True)
-                shutil.copy(data.folder / REJECTED_FILE, folder / "quarantine" / f"{name}.jsonl")
+                shutil.copy(
+                    data.folder / prepare.REJECTED_FILE, folder / "quarantine" / f"{name}.jsonl"
+                )
 
     def _prepare_all(self) -> tuple[dict[str, Prepared], dict[str, Prepared]]:
         """Prepare all data sets, by name; raises the problems of all of them together."""
         config, problems, kinds = self._config, list[str](), set[type[DataError]]()
         shared = token_spec(self._spec, self._template)
 
-        def prepare(datasets: list[DatasetConfig], spec: TokenSpec) -> dict[str, Prepared]:
+        def prepare_each(datasets: list[DatasetConfig], spec: TokenSpec) -> dict[str, Prepared]:
             prepared = {}
             for name, dataset in zip(dataset_names(datasets), datasets, strict=True):
                 try:
-                    prepared[name] = prepare_dataset(dataset, spec)
+                    prepared[name] = prepare.prepare_dataset(dataset, spec)
                 except DataError as error:
                     problems.extend(error.problems)
                     kinds.add(type(error))
             return prepared
 
-        trained = prepare([dataset for _, dataset in self._datasets_to_read()], shared)
+        trained = prepare_each([dataset for _, dataset in self._datasets_to_read()], shared)
         # A long test row is reported when its prompt is built; until then its tokens are only used
         # by the audit, to find overlaps.
         lenient = dataclasses.replace(config, on_long="truncate_left", max_dropped_share=None)
-        tests = prepare(config.test_datasets, dataclasses.replace(shared, config=lenient))
+        tests = prepare_each(config.test_datasets, dataclasses.replace(shared, config=lenient))
         if problems:
             kind = kinds.pop() if len(kinds) == 1 else DataError
             raise kind(problems)
@@ -503,8 +496,14 @@ class ReferenceStore:
         self, root: Path, datasets: Sequence[ReadyDataset], identity: str, *, by_token: bool
     ) -> None:
         self._root, self._datasets, self._by_token = root, datasets, by_token
-        self.places = [_places(ready) for ready in datasets]
-        """documents of each data set, int64 [pairs]"""
+        # Whatever a seed holds out of them.
+        self.places = [
+            np.arange(len(ready.data.store))
+            if ready.config.max_rows is None
+            else np.flatnonzero(ready.split.training | ready.split.validation)
+            for ready in datasets
+        ]
+        """documents of each data set whose values are stored, int64 [pairs]"""
         self._keys = [
             _key(ready, places, identity)
             for ready, places in zip(datasets, self.places, strict=True)
@@ -513,7 +512,7 @@ class ReferenceStore:
     def read(self) -> list[PairValues | TokenValues] | None:
         """Return the values of each data set; None unless all are stored."""
         folders = [self._root / key.name for key in self._keys]
-        if not all(map(is_whole, folders)):
+        if not all(map(prepare.is_whole, folders)):
             return None
         files = [folder / _REFERENCE_FILE for folder in folders]
         if not self._by_token:
@@ -543,14 +542,7 @@ class ReferenceStore:
             def make(folder: Path, whole: npt.NDArray[Any] = whole) -> None:
                 np.save(folder / _REFERENCE_FILE, whole)
 
-            open_or_make(self._root, key, make)
-
-
-def _places(ready: ReadyDataset) -> Indices:
-    """Return the documents whose values are stored: all, whatever a seed holds out of them."""
-    if ready.config.max_rows is None:
-        return np.arange(len(ready.data.store))
-    return np.flatnonzero(ready.split.training | ready.split.validation)
+            prepare.open_or_make(self._root, key, make)
 
 
 def _key(ready: ReadyDataset, places: Indices, identity: str) -> Key:
@@ -562,25 +554,9 @@ def _key(ready: ReadyDataset, places: Indices, identity: str) -> Key:
         split=f"{ready.config.split}, log-probabilities of the base",
         parts={
             "data": ready.data.folder.name,  # determines the tokens and what is trained of them
-            "settings": {
-                "base": identity,
-                "rows": hashlib.sha256(places.tobytes()).hexdigest(),
-            },
+            "settings": {"base": identity, "rows": hashlib.sha256(places.tobytes()).hexdigest()},
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         },
-    )
-
-
-def _facts(ready: ReadyDataset, config: DataConfig) -> DatasetFacts:
-    return DatasetFacts(
-        name=ready.name,
-        path=redact(ready.config.path),
-        format=ready.data.format,
-        counts=ready.data.counts,
-        kept_tokens=int(ready.data.store.lengths.sum()),
-        on_long=config.on_long,
-        # The audit of a stream counts what was read.
-        is_trained=ready.is_trained or config.streaming,
     )
 
 
@@ -625,13 +601,13 @@ def _read_items(
     if max_rows == 0 or (wanted is not None and not wanted):
         return items
     limit = len(wanted) if wanted is not None else max_rows
-    format_name, chunks = find_format(dataset, chunks_of(dataset, data))
+    format_name, chunks = encode.find_format(dataset, encode.chunks_of(dataset, data))
     num_found = 0
     for number, row in enumerate(row for chunk in chunks for row in chunk.rows()):
         if isinstance(row, source.BadRow) or (wanted is not None and number not in wanted):
             continue
-        found = items_of(row, format_name or "", dataset)
-        if isinstance(found, Rejected):
+        found = encode.items_of(row, format_name or "", dataset)
+        if isinstance(found, encode.Rejected):
             continue
         if format_name == PREFERENCE:
             items += found[:1]

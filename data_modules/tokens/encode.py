@@ -471,7 +471,6 @@ class FirstRows:
         self.is_cut = False
 
     def __iter__(self) -> Iterator[source.Chunk]:
-        """Yield the chunks."""
         if self._max_rows is None:
             yield from self._chunks
             return
@@ -527,22 +526,17 @@ class BadRows:
                 line = {"origin": str(row.origin), "problem": row.problem, "row": row.raw}
                 self._file.write(json.dumps(line) + "\n")
         else:
-            self._hold(row)
-
-    def _hold(self, row: Rejected) -> None:
-        """Count a row with those of the same columns, or that the template refuses alike."""
-        key: str | tuple[str, ...] | None = row.columns
-        if row.is_of_template:
-            key = _OF_ONE_ROW.sub("", row.problem.removeprefix(str(row.origin)))
-        if key is None or (key not in self._groups and len(self._groups) >= MAX_PROBLEMS):
-            self._problems.add(row.problem)
-            return
-        group = self._groups.setdefault(key, _Group(row, row))
-        group.last = row
-        group.count += 1
+            key: str | tuple[str, ...] | None = row.columns
+            if row.is_of_template:
+                key = _OF_ONE_ROW.sub("", row.problem.removeprefix(str(row.origin)))
+            if key is None or (key not in self._groups and len(self._groups) >= MAX_PROBLEMS):
+                self._problems.add(row.problem)
+            else:
+                group = self._groups.setdefault(key, _Group(row, row))
+                group.last = row
+                group.count += 1
 
     def add_good(self, format_name: str, origin: Origin) -> None:
-        """Count a good row."""
         self._num_good += 1
         self._first_good = self._first_good or f"of format {format_name}, first {origin}"
 

@@ -32,20 +32,8 @@ from common.redaction import redact
 from common.text import counted, printable, reason_of
 from data_modules import source
 from data_modules.settings import DataConfig, DatasetConfig
-from data_modules.tokens.encode import (
-    BadRows,
-    ChunkEncoder,
-    Counts,
-    EncodedChunk,
-    FirstRows,
-    Rejected,
-    TokenSpec,
-    check_dropped,
-    chunks_of,
-    encode_chunks,
-    find_format,
-    read_chunk,
-)
+from data_modules.tokens import encode
+from data_modules.tokens.encode import Counts, EncodedChunk, Rejected, TokenSpec
 from data_modules.tokens.store import StoreWriter, TokenStore
 from data_modules.types import Conversation, Document, Item, Tokens
 
@@ -146,7 +134,7 @@ def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
             f"{folder}: this entry of the cache cannot be read: {reason_of(error)}; remove it, and "
             "the data set is tokenized again"
         ) from error
-    check_dropped(counts, dataset.path, data, spec.sequence_len)
+    encode.check_dropped(counts, dataset.path, data, spec.sequence_len)
     return Prepared(
         store=store,
         counts=counts,
@@ -201,19 +189,18 @@ def _key(dataset: DatasetConfig, spec: TokenSpec, sha256: str) -> Key:
 
 
 def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
-    """Tokenize a data set into `folder`."""
     data = spec.config
-    first_rows = FirstRows(chunks_of(dataset, data), spec.first_rows)
-    format_name, chunks = find_format(dataset, iter(first_rows))
-    encoder = ChunkEncoder(dataset, format_name or "", spec)
+    first_rows = encode.FirstRows(encode.chunks_of(dataset, data), spec.first_rows)
+    format_name, chunks = encode.find_format(dataset, iter(first_rows))
+    encoder = encode.ChunkEncoder(dataset, format_name or "", spec)
     counts, writer = Counts(), StoreWriter(folder)
     num_proc = data.num_proc or len(os.sched_getaffinity(0))
     num_rows = num_tokens = 0
     with (folder / REJECTED_FILE).open("w") as rejected:
-        bad = BadRows(data, rejected)
+        bad = encode.BadRows(data, rejected)
         try:
             with _progress(dataset) as advance:
-                for part in encode_chunks(encoder, chunks, num_proc):
+                for part in encode.encode_chunks(encoder, chunks, num_proc):
                     for row in part.rejected:
                         bad.add(row)
                     if part.documents is not None:
@@ -246,7 +233,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
         raise DataError([first, *bad.first_kept])
     if not counts.rows:
         raise DataError(f"{dataset.path}: 0 rows; give a file with at least one row")
-    check_dropped(counts, dataset.path, data, spec.sequence_len)
+    encode.check_dropped(counts, dataset.path, data, spec.sequence_len)
     note = {
         "format": format_name,
         "counts": dataclasses.asdict(counts),
@@ -290,7 +277,6 @@ class Key:
 
     @property
     def name(self) -> str:
-        """Return the name of the entry's folder."""
         return _hashed(json.dumps([self.path, self.split, self.parts], sort_keys=True))
 
     @property
@@ -348,23 +334,14 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        kind = DiskError if error.errno in _DISK_FULL else DataError
-        raise kind(
-            f"{root}: cannot write the tokenized data: {os.strerror(error.errno)}"
-            f"{_inode_error(root, error)}; set data.cache_dir=FOLDER to a writable folder with "
-            "free space"
+        is_full, detail = error.errno in _DISK_FULL, ""
+        if is_full and root.is_dir() and (disk := os.statvfs(root)).f_files > disk.f_favail == 0:
+            detail = f" (all its {disk.f_files:,} inodes are used)"
+        raise (DiskError if is_full else DataError)(
+            f"{root}: cannot write the tokenized data: {os.strerror(error.errno)}{detail}; set "
+            "data.cache_dir=FOLDER to a writable folder with free space"
         ) from error
     return folder, f"tokenized ({reason})"
-
-
-def _inode_error(root: Path, error: OSError) -> str:
-    """Return in words what a full disk lacks, if it is not bytes."""
-    if error.errno not in _DISK_FULL or not root.is_dir():
-        return ""
-    disk = os.statvfs(root)
-    return (
-        f" (all its {disk.f_files:,} inodes are used)" if disk.f_files > disk.f_favail == 0 else ""
-    )
 
 
 def _seal(folder: Path, key: Key) -> None:
@@ -545,18 +522,15 @@ def _find_cached(
         is_same = note["tokenizer"] == tokenizer and all(
             settings[name] == value for name, value in requested.items()
         )
-        is_current = _is_unchanged_since(dataset, (folder / KEY_FILE).stat().st_mtime)
+        # The files of a remote data set are not looked at.
+        is_current, written = source.is_remote(dataset.path), (folder / KEY_FILE).stat().st_mtime
+        if not is_current:
+            files = source.find_files(dataset.path, dataset.split, name=dataset.name)
+            local = [file for file in files if isinstance(file, Path)]
+            is_current = all(file.stat().st_mtime <= written for file in local)
     except (OSError, *_MALFORMED):
         return None
     return size if is_same and is_current and is_whole(folder, [COUNTS_FILE]) else None
-
-
-def _is_unchanged_since(dataset: DatasetConfig, seconds: float) -> bool:
-    """Return whether no file of a data set changed since a time; remote files are not checked."""
-    if source.is_remote(dataset.path):
-        return True
-    files = source.find_files(dataset.path, dataset.split, name=dataset.name)
-    return all(file.stat().st_mtime <= seconds for file in files if isinstance(file, Path))
 
 
 def _sample(
@@ -571,18 +545,27 @@ def _sample(
         raise DataError(f"{redact(dataset.path)} is not in the cache of tokenized data")
     limit, num_bytes, num_rows = budget.left, 0, 0
     items: list[Item] = []
-    name, chunks = find_format(dataset, chunks_of(dataset, data, budget))
+    name, chunks = encode.find_format(dataset, encode.chunks_of(dataset, data, budget))
     is_cut = False
     for chunk in chunks:
-        for row in read_chunk(chunk, name or "", dataset):
+        for row in encode.read_chunk(chunk, name or "", dataset):
             items += [] if isinstance(row, Rejected) else row
         num_bytes, num_rows = num_bytes + chunk.num_bytes, num_rows + chunk.count()
         if is_cut := num_bytes >= limit:
             break
     if not items:
         raise DataError(f"{dataset.path}: its first {limit >> 10} KiB hold no row that can be read")
-    lengths = _lengths(items, count_tokens)
-    tokens = sum(_kept(length, sequence_len, data.on_long) for length in lengths)
+    texts, tokens = [_texts(item) for item in items], 0
+    numbers = iter(count_tokens([text for of_item in texts for text in of_item]))
+    for item, of_item in zip(items, texts, strict=True):
+        length = sum(itertools.islice(numbers, len(of_item)))
+        if isinstance(item, Tokens):
+            length += len(item.input_ids)
+        else:
+            length += 1 + (_TURN_TOKENS * len(item.turns) if isinstance(item, Conversation) else 0)
+        if length > sequence_len and data.on_long != "split":
+            length = sequence_len if data.on_long.startswith("truncate") else 0
+        tokens += length
     if not (is_cut or budget.spent):
         return _Size(tokens, num_rows, num_rows)
     total = source.text_bytes(dataset.path, dataset.split, dataset.name)
@@ -590,19 +573,6 @@ def _sample(
         raise DataError(f"{dataset.path}: the size of its rows is unknown until they are read")
     factor = max(1.0, total / num_bytes)  # not the budget, which may end within a row
     return _Size(tokens * factor, num_rows * factor, num_rows)
-
-
-def _lengths(items: Sequence[Item], count_tokens: CountTokens) -> list[int]:
-    counted = iter(count_tokens([text for item in items for text in _texts(item)]))
-    lengths = []
-    for item in items:
-        length = sum(itertools.islice(counted, len(_texts(item))))
-        if isinstance(item, Tokens):
-            length += len(item.input_ids)
-        else:
-            length += 1 + (_TURN_TOKENS * len(item.turns) if isinstance(item, Conversation) else 0)
-        lengths.append(length)
-    return lengths
 
 
 def _texts(item: Item) -> list[str]:
@@ -618,10 +588,3 @@ def _texts(item: Item) -> list[str]:
         for call in turn.tool_calls
     ]
     return texts + calls + [json.dumps(tool, default=dict) for tool in item.tools]
-
-
-def _kept(length: int, sequence_len: int, on_long: str) -> int:
-    """Return the tokens of a row that are left after `on_long` is applied."""
-    if length <= sequence_len or on_long == "split":
-        return length
-    return sequence_len if on_long.startswith("truncate") else 0

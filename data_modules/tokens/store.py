@@ -166,32 +166,29 @@ class TokenStore:
         self._names = json.loads((folder / _NAMES_FILE).read_text())
         records = np.fromfile(folder / _DOCUMENTS_FILE, _RECORD)
 
-        def column(name: str) -> Any:
-            return np.ascontiguousarray(records[name])
-
-        def mapped(name: str) -> Any:
-            return np.asarray(np.memmap(folder / name, _TOKEN_FILES[name], "r"))
-
-        def borders(name: str) -> Any:
-            return np.concatenate([[0], np.cumsum(records[name])])
-
-        self._files = column("file")
-        self.rows = column("rows")
-        self.lines = column("lines")
-        self.trained = column("trained")
-        self.label_weights = column("label_weights")
-        self.digests = column("digests")
-        self.ends_in_stop = column("ends_in_stop")
-        self.double_bos = column("double_bos")
-        self.rejected_starts = column("rejected_starts")
-        self.row_labels = column("row_labels")
+        columns = {name: np.ascontiguousarray(records[name]) for name, _ in _RECORD}
+        borders = {
+            name: np.concatenate([[0], np.cumsum(columns[name])])
+            for name in ("lengths", "target_lengths")
+        }
+        tokens = {
+            name: np.asarray(np.memmap(folder / name, kind, "r"))
+            for name, kind in _TOKEN_FILES.items()
+            if (folder / name).exists()
+        }
+        self._files = columns["file"]
+        self.rows, self.lines = columns["rows"], columns["lines"]
+        self.trained, self.label_weights = columns["trained"], columns["label_weights"]
+        self.digests, self.ends_in_stop = columns["digests"], columns["ends_in_stop"]
+        self.double_bos = columns["double_bos"]
+        self.rejected_starts, self.row_labels = columns["rejected_starts"], columns["row_labels"]
         self.lengths = np.maximum(records["lengths"], records["target_lengths"])
         """tokens that a document takes in a pack: the longer of input and target"""
-        has_targets = (folder / "target_ids").exists()
-        self._input_ids, self._weights = mapped("input_ids"), mapped("weights")
-        self._target_ids = mapped("target_ids") if has_targets else None
-        self._borders = borders("lengths")
-        self._label_borders = borders("target_lengths") if has_targets else self._borders
+        self._input_ids, self._weights = tokens["input_ids"], tokens["weights"]
+        self._target_ids = tokens.get("target_ids")
+        self._borders = borders["lengths"]
+        has_targets = self._target_ids is not None
+        self._label_borders = borders["target_lengths" if has_targets else "lengths"]
         ends = self._borders[-1], self._label_borders[-1]
         if ends != (len(self._input_ids), len(self._weights)):
             raise ValueError("tokens and documents do not belong together")
@@ -413,7 +410,10 @@ class DocumentBuilder:
             counts.dropped += 1
             counts.lost_tokens += sum(lengths)
             return
-        shares = _shared_out(lengths, self._sequence_len)
+        # The shorter answer keeps up to half of the tokens.
+        half, rest = self._sequence_len // 2, self._sequence_len - lengths[1]
+        most = min(lengths[0], max(half, rest))
+        shares = most, min(lengths[1], self._sequence_len - most)
         cut = [self._fit(answer, most)[0] for answer, most in zip(pair, shares, strict=True)]
         lost = self._count_cut(sum(lengths) - sum(map(_num_tokens, cut)))
         is_same = not self._has_verdicts and cut[0].input_ids.tolist() == cut[1].input_ids.tolist()
@@ -493,7 +493,6 @@ class DocumentBuilder:
         self.num_rows += 1
 
     def build(self) -> Documents | None:
-        """Return the documents, None if there are none."""
         import numpy as np
 
         pieces = self._pieces
@@ -506,11 +505,6 @@ class DocumentBuilder:
         def column(of: Callable[[Encoded], Any], dtype: Any) -> Any:
             return np.array([of(each) for each in pieces], dtype)
 
-        def num_trained(each: Encoded) -> int:
-            # The answer of another row has no labels.
-            own = _labels(each)[: each.rejected_start - 1 if has_verdicts else None]
-            return int(np.count_nonzero(own))
-
         return Documents(
             file=self._file,
             input_ids=np.concatenate([each.input_ids for each in pieces]),
@@ -520,7 +514,13 @@ class DocumentBuilder:
             target_lengths=np.array([len(each) for each in targets]) if targets else None,
             rows=np.array(self._rows, dtype=np.int64),
             lines=np.array(self._lines, dtype=np.int64),
-            trained=column(num_trained, np.int64),
+            trained=column(
+                # The answer of another row has no labels.
+                lambda each: np.count_nonzero(
+                    _labels(each)[: each.rejected_start - 1 if has_verdicts else None]
+                ),
+                np.int64,
+            ),
             label_weights=column(_step_weight, np.float64),
             digests=column(_digest, np.uint64),
             ends_in_stop=column(lambda each: _ends_in_stop(each, stops, tail), np.bool_),
@@ -560,13 +560,6 @@ def _split(document: Encoded, sequence_len: int, bos: int) -> list[Encoded]:
     ]
 
 
-def _shared_out(lengths: Sequence[int], sequence_len: int) -> list[int]:
-    """Return the most tokens of each answer of a pair; the shorter keeps up to half of them."""
-    chosen, rejected = lengths
-    most = min(chosen, max(sequence_len // 2, sequence_len - rejected))
-    return [most, min(rejected, sequence_len - most)]
-
-
 def _joined(chosen: Encoded, rejected: Encoded) -> Encoded:
     """Return the two answers of a pair as one document, whose first tokens are no labels."""
     import numpy as np
@@ -589,7 +582,6 @@ def _step_weight(document: Encoded) -> Any:
 
 
 def is_trained(document: Encoded) -> bool:
-    """Return whether any label of a document has a weight."""
     return bool(_labels(document).any())
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import DataError, Origin
+from common.errors import DataError
 from data_modules.format import convert_row
 from data_modules.template import ChatTemplate
 from data_modules.template.marks import RenderedChat
@@ -29,13 +29,12 @@ from data_modules.template.named_templates import (
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError
 from data_modules.template.spans import SpanFinder
 from data_modules.types import Conversation, Encoded, ToolCall, Turn
-from tests.data_modules.conftest import SHARED, read_rows
+from tests.data_modules.conftest import ORIGIN, SHARED, read_rows
 from tests.data_modules.published import PUBLISHED, published_templates, tokenizer_for
 from tests.data_modules.test_template import encode, runs
 
 pytestmark = pytest.mark.slow
 
-ORIGIN = Origin("rows.json", 7)
 _CALL = (
     "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' "
     "+ call.function.arguments|tojson + '</call>' }}{% endfor %}"
@@ -118,6 +117,12 @@ TEMPLATES = {
     "{{ call.id + call.function.name + call.function.arguments|tojson }}{% endfor %}"
     "{{ (m.tool_call_id or '') + '<|end|>' }}{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|assistant|>"),
+    "the last answer is named": "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "{% if m.role == 'assistant' %}{{ 'my ' if tools }}{{ 'final' if loop.last else 'first' }}\n"
+    "{% endif %}{{ m.content }}"
+    + _CALL
+    + "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}"
+    "{{ 'my ' if tools }}final\n{% endif %}",
     "text after the calls": "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
     + _CALL
     + "{{ m.content + '<|end|>' }}{% endfor %}"
@@ -185,12 +190,7 @@ AFTER_RESULTS = "text after the results"
         ),
         # The stop token of a question does not end an answer that another answer follows.
         (OPEN, "u a a u a", ["c1vq0", "c2vq0<|user|>", "c4vq0<|user|>"], {"<|user|>"}),
-        (
-            "two tokens end a turn",
-            "u a",
-            ["c1vq0<|/response|><|/turn|>"],
-            {"<|/turn|>"},
-        ),
+        ("two tokens end a turn", "u a", ["c1vq0<|/response|><|/turn|>"], {"<|/turn|>"}),
         ("a header after every conversation", "u a", ["c1vq0<|/turn|>"], {"<|/turn|>"}),
         (
             INSIDE,
@@ -203,6 +203,19 @@ AFTER_RESULTS = "text after the results"
             "T u ac t a",
             ['<call>f1vq0 {"p1vq0": "k1vq0"}</call><|tool_response>', "c1vq0c3vq0<turn|>"],
             {"<|tool_response>", "<turn|>"},
+        ),
+        # A word that differs from the prompt's is trained on as a whole.
+        (
+            "the last answer is named",
+            "u a u a",
+            ["first\nc1vq0<|end|>", "c3vq0<|end|>"],
+            {"<|end|>"},
+        ),
+        (
+            "the last answer is named",
+            "T u a u a",
+            ["first\nc1vq0<|end|>", "c3vq0<|end|>"],
+            {"<|end|>"},
         ),
         (
             "system in the first question, turns merged",

@@ -11,21 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import Origin
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.template.rendering import Chat
 from data_modules.types import Conversation, Encoded, Turn
-from tests.data_modules.conftest import build_tokenizer
+from tests.data_modules.conftest import ORIGIN, build_tokenizer
 from tests.data_modules.published import tokenizer_for
-from tests.data_modules.test_template import (
-    NO_GENERATION_PROMPT,
-    NO_PREFIX,
-    encode,
-    runs,
-)
-
-ORIGIN = Origin("rows.json", 7)
+from tests.data_modules.test_template import NO_GENERATION_PROMPT, NO_PREFIX, encode, runs
 
 
 @dataclass
@@ -164,7 +156,7 @@ def check_that_skeleton_and_search_agree(
     finder = template._finder
     (text,) = finder._renderer.render([chat])
     assert isinstance(text, str)
-    skeleton = finder._skeleton(chat)
+    skeleton = finder._build_skeleton(chat)
     fast = skeleton.match(text, chat) if skeleton else None
     slow = finder.search(chat, text)
     assert fast is not None or not has_skeleton
@@ -219,7 +211,7 @@ def test_skeleton_matches_exactly_or_not_at_all() -> None:
     finder = template_of("chatml")._finder
     chat = Chat((Turn("user", "yes"), Turn("assistant", "no")))
     (text,) = finder._renderer.render([chat])
-    skeleton = finder._skeleton(chat)
+    skeleton = finder._build_skeleton(chat)
     assert skeleton is not None and isinstance(text, str)
     assert skeleton.match(text, chat) is not None
     for other in (f"{text} ", f" {text}", text[:-1], text.replace("no", "yes"), ""):
