@@ -10,9 +10,8 @@ import pytest
 
 from common.errors import DataError
 from data_modules import DataConfig, DatasetConfig, check_datasets
-from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.tokens.encode import TokenSpec
-from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
+from data_modules.tokens.prepare import Prepared
+from tests.data_modules.conftest import prepare as prepare_dataset
 
 
 def chat(question: str, answer: str, **columns: Any) -> dict[str, Any]:
@@ -38,23 +37,11 @@ def named(file: Path, **settings: Any) -> DatasetConfig:
 
 
 def prepare(file: Path, tokenizer: Any, **settings: Any) -> Prepared:
-    """Check and prepare one data set, in packs of 512 tokens; raises DataError.
-
-    `dataset` are settings of the data set itself.
-    """
-    sequence_len = settings.pop("sequence_len", 512)
-    data = DataConfig(datasets=[named(file, **settings.pop("dataset", {}))], **settings)
-    problems = check_datasets(data)
-    if problems:
+    """Check and prepare one data set, in packs of 512 tokens; raises DataError."""
+    if problems := check_datasets(DataConfig(datasets=[named(file)], **settings)):
         raise DataError(problems)
-    template = ChatTemplate.resolve(tokenizer, data.chat_template, MaskConfig.of(data))
-    spec = TokenSpec(
-        config=data,
-        template=template,
-        sequence_len=sequence_len,
-        tokenizer_hash=hash_of(tokenizer),
-    )
-    return prepare_dataset(data.datasets[0], spec)
+    template = settings.get("chat_template")
+    return prepare_dataset(named(file), tokenizer, 512, template=template, **settings)
 
 
 def problems_of(file: Path, tokenizer: Any, **settings: Any) -> list[str]:

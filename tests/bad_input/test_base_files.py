@@ -184,14 +184,7 @@ def test_a_header_beyond_the_limit(base: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "a header of 3,145,728 bytes (limit 1; LOFT_LIMITS=header_mib=NUMBER" in problem
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        3,
-        "..",
-        "a\0b",
-    ],
-)
+@pytest.mark.parametrize("name", [3, "..", "a\0b"])
 def test_an_index_names_files(base: Path, made: Path, name: Any) -> None:
     weight_map: dict[str, Any] = dict.fromkeys(load_file(base / WEIGHTS), WEIGHTS)
     weight_map["model.norm.weight"] = name

@@ -42,14 +42,7 @@ def test_a_model_type_of_a_newer_transformers_names_the_version(tmp_path: Path) 
     assert str(Requirement(what)) == "transformers>=99.1.0"
 
 
-@pytest.mark.parametrize(
-    "version",
-    [
-        None,
-        "4.57.0",
-        5,
-    ],
-)
+@pytest.mark.parametrize("version", [None, "4.57.0", 5])
 def test_a_model_type_that_no_version_is_known_of(version: Any, tmp_path: Path) -> None:
     said = said_of(tmp_path, model_type="llama9", transformers_version=version)
     assert "'llama9'; install a newer transformers, or take another base" in said

@@ -11,13 +11,15 @@ from typing import Any
 import hypothesis
 import pytest
 
-from common.errors import DataError, Problems
+from common.errors import DataError, Origin, Problems
+from data_modules.format import convert_row
+from data_modules.format.format import format_of
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.source import MAX_ROW_BYTES, BadRow, Budget, read_chunks
 from data_modules.template import ChatTemplate, MaskConfig, template
 from data_modules.tokens.encode import TokenSpec
 from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
-from data_modules.types import Row
+from data_modules.types import Item, Row
 
 # The same examples in every run and no folder of them in the tree: what fails here fails anywhere.
 hypothesis.settings.register_profile(
@@ -32,6 +34,7 @@ WORDS = (
 _WITH_TEST_CHATS = {
     f"test_{name}.py" for name in ("datamodule", "template", "template_limits", "template_proof")
 }
+ORIGIN = Origin("rows.json", 7)
 SHARED = Path(__file__).parents[2] / ".." / "shared" / "data"
 
 
@@ -118,6 +121,15 @@ def read_rows(
     problems.raise_if_any()
 
 
+def items_of(
+    values: dict[str, Any], name: str | None = None, unread: set[str] | None = None, **columns: str
+) -> list[Item]:
+    """Convert a row by the format `name`, or by the one that its columns tell."""
+    name = name or format_of(values)
+    assert name is not None
+    return convert_row(Row(values, ORIGIN), name, columns, unread)
+
+
 def write_jsonl(file: Path, rows: list[dict[str, Any]]) -> DatasetConfig:
     """Write rows as JSON lines."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -134,17 +146,19 @@ def prepare(
     tokenizer: Any,
     sequence_len: int,
     *,
-    template: str = "plain",
+    template: str | None = "plain",
+    name: str = "",
     first_rows: int | None = None,
     **data: Any,
 ) -> Prepared:
-    """Prepare one data set with this template."""
+    """Prepare one data set with this template, for a tokenizer of this name."""
     settings = DataConfig(datasets=[config], **data)
     spec = TokenSpec(
         config=settings,
         template=ChatTemplate.resolve(tokenizer, template, MaskConfig.of(settings)),
         sequence_len=sequence_len,
         tokenizer_hash=hash_of(tokenizer),
+        tokenizer=name,
         first_rows=first_rows,
     )
     return prepare_dataset(config, spec)

@@ -19,11 +19,7 @@ from hypothesis import strategies as st
 from common.errors import DataError, Origin
 from data_modules.audit import audit
 from data_modules.audit.audit import audit_documents, find_overlap
-from data_modules.audit.findings import (
-    AuditConfig,
-    DatasetFacts,
-    RunSettings,
-)
+from data_modules.audit.findings import AuditConfig, DatasetFacts, RunSettings
 from data_modules.tokens.encode import Counts
 from data_modules.types import Example
 

@@ -11,12 +11,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data_modules import DataConfig, DatasetConfig, DataSpec, PackingConfig
+from data_modules import DatasetConfig
 from data_modules.audit.findings import names_of
-from data_modules.template import ChatTemplate
 from data_modules.template.encoding import CharacterCheck
-from data_modules.tokens.datasets import PreparedData
-from data_modules.types import BLANKS, BatchSpec, ModelSpec
+from data_modules.types import BLANKS
+from tests.data_modules.test_datamodule import build
 
 TEXT = '{"a": 1}\n\t<x>  \u00e9 e\u0301 \ufb01 \u4f60 A'
 LETTERS = '_ea"1:x>A'.replace("_", "\u2581")
@@ -99,22 +98,8 @@ def warnings_of(tokenizer: Any, folder: Path, rows: list[dict[str, str]]) -> lis
     """Prepare rows for training; return the warnings of the audit."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(
-        datasets=[DatasetConfig(path=str(file))],
-        val_set_size=0,
-        cache_dir=str(folder / "cache"),
-    )
-    batching, model = BatchSpec(), ModelSpec(context_len=128)
-    spec = DataSpec(
-        config=config,
-        packing=PackingConfig(),
-        tokenizer=tokenizer,
-        model=model,
-        batching=batching,
-        seed=0,
-    )
-    template = ChatTemplate.resolve(tokenizer, config.chat_template)
-    return [finding.text for finding in PreparedData(spec, template).audit.findings]
+    data = {"val_set_size": 0, "cache_dir": str(folder / "cache")}
+    return build([DatasetConfig(path=str(file))], tokenizer, data=data).audit.warnings
 
 
 def test_rows_and_characters_are_counted_in_the_audit(tmp_path: Path) -> None:

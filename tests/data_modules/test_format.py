@@ -14,27 +14,19 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import Origin
-from data_modules.format import (
-    EmptyAnswerError,
-    MissingColumnError,
-    RowError,
-    convert_row,
-)
+from data_modules.format import EmptyAnswerError, MissingColumnError, RowError
 from data_modules.format.fields import read_path
 from data_modules.format.format import FORMATS, format_of
 from data_modules.format.meaning import suggest_settings
-from data_modules.types import Conversation, Document, Row, Tokens, ToolCall, Turn
+from data_modules.types import Conversation, Document, Tokens, ToolCall, Turn
+from tests.data_modules.conftest import ORIGIN, items_of
 
-ORIGIN = Origin("rows.json", 7)
 ASK = {"role": "user", "content": "q"}
 SAY = {"role": "assistant", "content": "a"}
 
 
 def convert(values: dict[str, Any], name: str | None = None, **columns: str) -> Any:
-    name = name or format_of(values)
-    assert name is not None
-    (item,) = convert_row(Row(values, ORIGIN), name, columns)
+    (item,) = items_of(values, name, **columns)
     return item
 
 
@@ -209,7 +201,7 @@ def test_any_row_is_converted_or_raises_row_error(name: str, data: st.DataObject
     values = data.draw(st.fixed_dictionaries(fields, optional=more))
     unread: set[str] = set()
     try:
-        items = convert_row(Row(values, ORIGIN), name, {}, unread)
+        items = items_of(values, name, unread)
     except RowError as error:
         assert str(error)
     else:
@@ -219,13 +211,12 @@ def test_any_row_is_converted_or_raises_row_error(name: str, data: st.DataObject
     assert all(read_path(values, path, "") for path in suggested.values())
 
 
-TOKENS_ORIGIN = Origin("rows.parquet", 3)
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=20)
 
 
 def to_ids(values: dict[str, Any], **columns: str) -> Tokens:
-    (item,) = convert_row(Row(values, TOKENS_ORIGIN), "pretokenized", columns)
-    assert isinstance(item, Tokens) and item.origin == TOKENS_ORIGIN
+    (item,) = items_of(values, "pretokenized", **columns)
+    assert isinstance(item, Tokens) and item.origin == ORIGIN
     return item
 
 
@@ -291,10 +282,7 @@ RESULT = {"role": "tool", "content": "2"}
 
 def chat_of(*turns: Any, **more: Any) -> Conversation:
     column = "conversations" if any("from" in turn for turn in turns) else "messages"
-    row = {column: list(turns), **more}
-    name = format_of(row)
-    assert name is not None
-    (item,) = convert_row(Row(row, ORIGIN), name, {})
+    (item,) = items_of({column: list(turns), **more})
     assert isinstance(item, Conversation)
     return item
 
@@ -457,7 +445,7 @@ def test_problems_of_tools() -> None:
 def paths_of(prompt: Any, **more: Any) -> list[Conversation]:
     row = {"message_tree_id": "t", "tree_state": "ready", "prompt": prompt, **more}
     assert format_of(row) == "oasst"
-    items = convert_row(Row(row, ORIGIN), "oasst", {})
+    items = items_of(row, "oasst")
     assert all(isinstance(item, Conversation) and item.origin == ORIGIN for item in items)
     return items  # type: ignore[return-value]
 

@@ -272,8 +272,7 @@ def rank_costs(plan: StepPlan, lengths: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("method", "world"),
-    [("multipack", 3), ("multipack", 8), ("like_length", 2), ("none", 2)],
+    ("method", "world"), [("multipack", 3), ("multipack", 8), ("like_length", 2), ("none", 2)]
 )
 def test_ranks_have_similar_costs(method: str, world: int) -> None:
     lengths = lognormal(6000)

@@ -15,14 +15,14 @@ from app.model.tokenizer import build_tokenizer
 from common.errors import Origin
 from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, check_datasets, with_format
 from data_modules.collator import Collator
-from data_modules.format import PREFERENCE, RowError, convert_row
+from data_modules.format import PREFERENCE, RowError
 from data_modules.tokens.encode import Counts
 from data_modules.tokens.store import DocumentBuilder, StoreWriter, TokenStore
-from data_modules.types import Document, Encoded, Row
+from data_modules.types import Document, Encoded
+from tests.data_modules.conftest import items_of
 from tests.data_modules.test_datamodule import build as build_module
 from tests.tiny import SAMPLES, TINY_BASE
 
-ORIGIN = Origin("pairs.jsonl", 7)
 ASK = {"role": "user", "content": "q"}
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
 FIRST = [ASK, {"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]
@@ -40,7 +40,7 @@ CHATS: list[dict[str, Any]] = [
 
 
 def convert(values: dict[str, Any]) -> list[Any]:
-    return convert_row(Row(values, ORIGIN), PREFERENCE, {})
+    return items_of(values, PREFERENCE)
 
 
 def test_both_answers_follow_the_same_prompt() -> None:

@@ -16,13 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import DataError, Origin
-from data_modules.format import convert_row
+from common.errors import DataError
 from data_modules.source import opening
 from data_modules.source.opening import BadRow, Budget, Chunk, ReadOptions
 from data_modules.source.source import count_rows, read_file
 from data_modules.types import Conversation, Row
-from tests.data_modules.conftest import arrow_bytes, lines_of, parquet_bytes, zst
+from tests.data_modules.conftest import arrow_bytes, items_of, lines_of, parquet_bytes, zst
 
 ROWS = [{"a": "first"}, {"a": "a second, with é"}, {"a": "third"}]
 
@@ -438,7 +437,7 @@ def test_a_field_that_is_null_in_a_row_can_still_be_named_as_its_column(tmp_path
     columns = {"instruction": "m.q", "input": "m.extra", "output": "a"}
     asked = []
     for values in values_of("d.parquet", rows, tmp_path):
-        (item,) = convert_row(Row(values, Origin("d.parquet", 1)), "alpaca", columns)
+        (item,) = items_of(values, "alpaca", **columns)
         assert isinstance(item, Conversation)
         asked.append(item.turns[0].content)
     assert asked == ["q\n\ne", "q"]

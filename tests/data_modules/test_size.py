@@ -14,9 +14,8 @@ import pytest
 
 from common.errors import DataError
 from data_modules import DataConfig, DatasetConfig, EpochTokens, estimate_epoch
-from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.tokens.encode import TokenSpec
-from data_modules.tokens.prepare import SAMPLE_BYTES, hash_of, prepare_dataset
+from data_modules.tokens.prepare import SAMPLE_BYTES
+from tests.data_modules.conftest import prepare
 
 LENGTH = 1024
 
@@ -93,15 +92,8 @@ def test_cached_sizes_are_exact_until_the_file_or_settings_change(
 ) -> None:
     file = write_rows(tmp_path / "d.jsonl", 50)
     config = settings(file, tmp_path / "cache")
-    template = ChatTemplate.resolve(tokenizer, "plain", MaskConfig.of(config))
-    spec = TokenSpec(
-        config=config,
-        template=template,
-        sequence_len=LENGTH,
-        tokenizer_hash=hash_of(tokenizer),
-        tokenizer="base",
-    )
-    prepared = prepare_dataset(config.datasets[0], spec)
+    given = {"val_set_size": 0, "cache_dir": config.cache_dir}
+    prepared = prepare(config.datasets[0], tokenizer, LENGTH, name="base", **given)
     cached = estimate(config, "base")
     assert cached.tokens == int(prepared.store.lengths.sum())
     assert cached.how == "50 rows tokenized in the cache"

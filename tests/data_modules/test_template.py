@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -13,15 +14,14 @@ import jinja2
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from common.errors import DataError, Origin
+from common.errors import DataError
 from data_modules import TEMPLATE_NAMES, find_syntax_error
 from data_modules.template import ChatTemplate, RowRefusedError
 from data_modules.template.named_templates import named_template, syntax_error
 from data_modules.types import Conversation, Document, Encoded, Item, Segment, Turn
-from tests.data_modules.conftest import build_tokenizer
+from tests.data_modules.conftest import ORIGIN, build_tokenizer
 from tests.data_modules.published import published_templates, tokenizer_for
 
-ORIGIN = Origin("rows.json", 7)
 IM = ("<|im_start|>", "<|im_end|>")
 PLAIN, CHATML = named_template("plain"), named_template("chatml")
 # The generation prompt opens a reasoning block that the whole conversation does not have, so the
@@ -76,19 +76,15 @@ def problem(template: ChatTemplate, item: Item) -> str:
 
 def runs(template: ChatTemplate, item: Item) -> list[str]:
     """Return the texts of the trained runs of tokens of an item, whatever their weights."""
-    encoded = encode(template, item)
-    pairs = zip((encoded.weights > 0).tolist(), encoded.input_ids.tolist(), strict=True)
-    return [
-        template.tokenizer.decode([id_ for _, id_ in run])
-        for is_trained, run in groupby(pairs, itemgetter(0))
-        if is_trained
-    ]
+    return [text for is_trained, text in by_weight(template, item, bool) if is_trained]
 
 
-def by_weight(template: ChatTemplate, item: Item) -> list[tuple[float, str]]:
-    """Return the runs of tokens of one weight as (weight, text)."""
+def by_weight(
+    template: ChatTemplate, item: Item, kind: Callable[[float], float] = float
+) -> list[tuple[float, str]]:
+    """Return the runs of tokens of one weight, or of one `kind` of weights, as (weight, text)."""
     encoded = encode(template, item)
-    pairs = zip(encoded.weights.tolist(), encoded.input_ids.tolist(), strict=True)
+    pairs = zip(map(kind, encoded.weights.tolist()), encoded.input_ids.tolist(), strict=True)
     return [
         (weight, template.tokenizer.decode([id_ for _, id_ in run]))
         for weight, run in groupby(pairs, itemgetter(0))

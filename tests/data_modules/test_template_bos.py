@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from common.errors import Origin
 from data_modules.template import ChatTemplate
 from data_modules.template.named_templates import named_template
 from data_modules.types import Conversation, Document, Segment, Turn
-from tests.data_modules.conftest import build_tokenizer
+from tests.data_modules.conftest import ORIGIN, build_tokenizer
 from tests.data_modules.published import tokenizer_for
 from tests.data_modules.test_template import chat, encode, text_of
 
-ORIGIN = Origin("rows.json", 7)
 TURNS = (
     "{% for m in messages %}{{ m.role + ':\n' + m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import Origin
-from data_modules.format.format import convert_row, format_of
 from data_modules.template import TEMPLATE_NAMES, ChatTemplate, MaskConfig
 from data_modules.template.named_templates import named_template
 from data_modules.template.rendering import RowRefusedError
@@ -21,17 +19,15 @@ from data_modules.types import (
     Document,
     Encoded,
     Note,
-    Row,
     Segment,
     Tokens,
     ToolCall,
     Turn,
 )
-from tests.data_modules.conftest import build_tokenizer
+from tests.data_modules.conftest import ORIGIN, build_tokenizer, items_of
 from tests.data_modules.published import tokenizer_for
 from tests.data_modules.test_template import NO_STOP, by_weight, encode, problem, runs, text_of
 
-ORIGIN = Origin("rows.json", 7)
 IM = ["<|im_start|>", "<|im_end|>"]
 END = "<|im_end|>"
 TALK = Conversation(
@@ -130,9 +126,7 @@ def test_train_on_inputs_does_not_override_masked_turns_and_reasoning() -> None:
 def test_the_weight_of_a_row_of_raw_text_counts_when_its_inputs_are_trained_on(
     row: dict[str, Any], expected: list[tuple[float, str]]
 ) -> None:
-    name = format_of(row)
-    assert name is not None
-    (item,) = convert_row(Row(row, ORIGIN), name, {})
+    (item,) = items_of(row)
     trained = by_weight(template_of(train_on_inputs=True), item)
     assert [(weight, text) for weight, text in trained if weight] == expected
 
@@ -181,11 +175,7 @@ REASONING = "<think>\nlet me see\n</think>\n\n"
 @pytest.mark.parametrize("name", ["chatml", "qwen3"])
 @pytest.mark.parametrize(
     ("reasoning", "trained", "seen"),
-    [
-        ("keep", REASONING + "two", REASONING),
-        ("mask", "two", REASONING),
-        ("strip", "two", ""),
-    ],
+    [("keep", REASONING + "two", REASONING), ("mask", "two", REASONING), ("strip", "two", "")],
 )
 def test_reasoning_is_kept_stripped_or_masked(
     item: Conversation, name: str, reasoning: str, trained: str, seen: str

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import Origin
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.types import Conversation, Document, Note, Segment, Tokens, Turn
-from tests.data_modules.conftest import build_tokenizer
+from tests.data_modules.conftest import ORIGIN, build_tokenizer
 from tests.data_modules.test_template import encode, problem
 
-ORIGIN = Origin("rows.json", 7)
 CHAT = Conversation(
     (
         *(Turn("user", "one"), Turn("assistant", "two")),

@@ -11,20 +11,19 @@ from typing import Any
 
 import pytest
 
-from common.errors import DataError, Origin
-from data_modules.format import RowError, convert_row
+from common.errors import DataError
+from data_modules.format import RowError
 from data_modules.settings import DataConfig, check_datasets
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template, set_defaults
 from data_modules.template.rendering import Chat, MessageFormat, Renderer
-from data_modules.types import Conversation, Row, Turn
-from tests.data_modules.conftest import build_tokenizer
+from data_modules.types import Conversation, Turn
+from tests.data_modules.conftest import ORIGIN, build_tokenizer, items_of
 from tests.data_modules.published import PUBLISHED, tokenizer_for
 from tests.data_modules.test_template import encode, runs
 
 NEMOTRON = [f"nemotron_3_{name}" for name in ("5_lightning", "nano", "super", "ultra")]
 DEEPSEEK = ["deepseek_r1_distill", "deepseekv3"]
-ORIGIN = Origin("rows.json", 7)
 ASK, SAY = Turn("user", "what?"), Turn("assistant", "it is one")
 THINK = Turn("assistant", "it is one", reasoning="one two three")
 ROWS = {"plain": (ASK, SAY), "reasoning": (ASK, THINK), "two": (ASK, THINK, ASK, THINK)}
@@ -137,8 +136,7 @@ def row(form: str = "messages", **columns: Any) -> Any:
         "alpaca": {"instruction": "what?", "output": "it is one"},
         "prompt_completion": {"prompt": messages[:1], "completion": messages[1:]},
     }[form]
-    (item,) = convert_row(Row({**values, **columns}, ORIGIN), form, {})
-    return item
+    return items_of({**values, **columns}, form)[0]
 
 
 def text_of(template: ChatTemplate, item: Conversation) -> str:

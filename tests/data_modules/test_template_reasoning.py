@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import Origin
-from data_modules.format import convert_row
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.template.rendering import split_reasoning
-from data_modules.types import Encoded, Row
+from data_modules.types import Encoded
+from tests.data_modules.conftest import items_of
 from tests.data_modules.published import PUBLISHED, tokenizer_for
 from tests.data_modules.test_template import encode, runs
 
@@ -64,8 +63,7 @@ def forms_of(name: str) -> dict[str, dict[str, Any]]:
 
 def row(answer: dict[str, Any]) -> Any:
     messages = [{"role": "user", "content": "what?"}, {"role": "assistant", **answer}]
-    (item,) = convert_row(Row({"messages": messages}, Origin("rows.json", 7)), "messages", {})
-    return item
+    return items_of({"messages": messages})[0]
 
 
 def tokens(encoded: Encoded) -> tuple[list[int], list[float]]:
@@ -120,8 +118,7 @@ def test_reasoning_that_the_template_leaves_out_is_not_masked_in_the_answer() ->
         {"role": "user", "content": "what?"},
         {"role": "assistant", "content": "<think>one</think>it is one"},
     ]
-    values = {"messages": answers * 2}
-    (item,) = convert_row(Row(values, Origin("rows.json", 7)), "messages", {})
+    (item,) = items_of({"messages": answers * 2})
     first, last = runs(template_of(HARMONY, "mask"), item)
     assert first == "<|channel|>final<|message|>it is one"
     assert last == "it is one<|return|>"
@@ -179,8 +176,7 @@ def tool_text(result: str) -> Any:
         {"role": "user", "content": result},
         {"role": "assistant", "content": f"<think>{WHY}</think>{ANSWER}"},
     ]
-    (item,) = convert_row(Row({"messages": messages}, Origin("rows.json", 7)), "messages", {})
-    return item
+    return items_of({"messages": messages})[0]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

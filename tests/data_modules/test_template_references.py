@@ -8,12 +8,10 @@ from typing import Any
 import jinja2
 import pytest
 
-from common.errors import Origin
-from data_modules.format import convert_row
 from data_modules.template import ChatTemplate
 from data_modules.template.named_templates import named_template
-from data_modules.types import Encoded, Row
-from tests.data_modules.conftest import build_tokenizer
+from data_modules.types import Encoded
+from tests.data_modules.conftest import build_tokenizer, items_of
 from tests.data_modules.published import published_templates
 
 TOOL = {
@@ -74,10 +72,7 @@ TAKEN = {
 }
 TAKE = {"type": "function", "function": {"name": "take", "description": "d", "parameters": TAKEN}}
 ARGUMENTS = {"what": "é<", "many": [1, True, None, 2.5], "from": {"x": {"b": "c"}}}
-TAKES = {
-    **CALLS,
-    "tool_calls": [{**CALL, "function": {"name": "take", "arguments": ARGUMENTS}}],
-}
+TAKES = {**CALLS, "tool_calls": [{**CALL, "function": {"name": "take", "arguments": ARGUMENTS}}]}
 CHATS_WITH_TOOLS = [
     ([SYSTEM, USER], True),
     ([USER, TAKES], False),
@@ -117,7 +112,7 @@ def test_conversations_with_and_without_calls(name: str) -> None:
 def test_alpaca_prompt_depends_on_an_input(input_: str, context: str, question: str) -> None:
     """The two prompts of stanford_alpaca's train.py, with a line break after the last header."""
     row = {"instruction": "do it", "input": input_, "output": "done"}
-    items = convert_row(Row(row, Origin("rows.json", 7)), "alpaca", {})
+    items = items_of(row)
     template = ChatTemplate.resolve(build_tokenizer(["</s>"], eos="</s>"), "alpaca")
     (encoded,) = template.encode(items)
     assert isinstance(encoded, Encoded)

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import Origin
-from data_modules.format import RowError, convert_row
+from data_modules.format import RowError
 from data_modules.template import ChatTemplate, UnusableTemplateError
-from data_modules.types import Conversation, Row, Turn
+from data_modules.types import Conversation, Turn
+from tests.data_modules.conftest import ORIGIN, items_of
 from tests.data_modules.test_template import encode, template_of
 from tests.data_modules.test_template_reasoning import TEMPLATES
 from tests.data_modules.test_template_reasoning import template_of as template_named
 
-ORIGIN = Origin("rows.jsonl", 7)
 ASK = {"role": "user", "content": "what is it called"}
 TEXT = "it is one, no the answer is two three"
 CALL = {"function": {"name": "look", "arguments": {"x": 1}}}
@@ -40,7 +39,7 @@ def row(form: str, details: Any, **keys: Any) -> dict[str, Any]:
 
 
 def convert(form: str, details: Any, **keys: Any) -> Conversation:
-    (item,) = convert_row(Row(row(form, details, **keys), ORIGIN), form, {})
+    (item,) = items_of(row(form, details, **keys), form)
     assert isinstance(item, Conversation)
     return item
 
@@ -99,16 +98,16 @@ def test_what_has_no_characters_of_an_answer_is_refused(keys: dict[str, Any], sa
     turns = [{**row("messages", [entry(0, 8)])["messages"][1], **keys}]
     turns = turns if keys.get("role") == "system" else [ASK, *turns]
     with pytest.raises(RowError, match=rf"^messages\[\d\].train_detail .*{said}"):
-        convert_row(Row({"messages": turns}, ORIGIN), "messages", {})
+        items_of({"messages": turns})
     segment = {"text": TEXT, "train_detail": [entry(0, 8)]}
     with pytest.raises(RowError, match=r"segments\[0\].train_detail .*this is a segment"):
-        convert_row(Row({"segments": [segment]}, ORIGIN), "completion", {})
+        items_of({"segments": [segment]})
 
 
 def test_turns_with_details_are_not_joined() -> None:
     answer = row("messages", [entry(0, 1)])["messages"][1]
     for pair in ([answer, answer], [answer, {**ASK, "role": "assistant", "weight": 1.0}]):
-        (item,) = convert_row(Row({"messages": [ASK, *pair]}, ORIGIN), "messages", {})
+        (item,) = items_of({"messages": [ASK, *pair]})
         assert isinstance(item, Conversation) and len(item.turns) == 3
 
 
