@@ -256,7 +256,14 @@ class Collator:
         decoder = None
         labelled = inputs
         if self._decoder_start is None:
-            labels, weights = _shifted_labels(inputs, ids)
+            weights = inputs.weights()
+            for row in range(len(weights)):
+                # No position predicts the first token of a document.
+                weights[row, inputs.starts(row)] = 0
+            # Each position must predict the token after it.
+            labels, last = np.where(weights > 0, ids, _IGNORED), ((0, 0), (0, 1))
+            labels = np.pad(labels[:, 1:], last, constant_values=_IGNORED)
+            weights = np.pad(weights[:, 1:], last)
         else:
             labelled = _TokenRows(rows, _targets)
             weights = labelled.weights()
@@ -344,17 +351,6 @@ class _TokenRows:
             total = sum(lengths)
             positions[index, :total] = np.arange(total) - np.repeat(self.starts(index), lengths)
         return positions
-
-
-def _shifted_labels(inputs: _TokenRows, ids: _Ints) -> tuple[_Ints, npt.NDArray[np.float32]]:
-    """Return what each position of a causal model must predict, and its weight."""
-    weights = inputs.weights()
-    for row in range(len(weights)):
-        # No position predicts the first token of a document.
-        weights[row, inputs.starts(row)] = 0
-    labels = np.where(weights > 0, ids, _IGNORED)
-    last = ((0, 0), (0, 1))
-    return (np.pad(labels[:, 1:], last, constant_values=_IGNORED), np.pad(weights[:, 1:], last))
 
 
 def _targets(example: Example) -> npt.NDArray[np.int32]:

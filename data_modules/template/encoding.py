@@ -56,15 +56,25 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+        import numpy as np
+
         self._backend: Any = tokenizer.backend_tokenizer
         self._widths: npt.NDArray[np.int64] | None = None
+        """bytes of each token [vocabulary], of a byte-level tokenizer"""
         self._is_nfc = False
         self._words: WordTokenizer | None = None
         self._control_ids = {
             id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special
         } | set(tokenizer.all_special_ids)
         if _is_byte_level(self._backend):
-            self._widths = _byte_widths(self._backend)
+            # A character of a vocabulary entry is one byte.
+            vocab = self._backend.get_vocab(with_added_tokens=False)
+            added = self._backend.get_added_tokens_decoder()
+            self._widths = np.zeros(max([*vocab.values(), *added], default=0) + 1, np.int64)
+            for text, id_ in vocab.items():
+                self._widths[id_] = len(text)
+            for id_, token in added.items():
+                self._widths[id_] = len(token.content.encode())
             self._is_nfc = self._backend.normalizer is not None
             self._words = WordTokenizer.of(self._backend)
 
@@ -228,23 +238,6 @@ def _is_byte_level(backend: Any) -> bool:
 def _settings_of(part: Any) -> dict[str, Any]:
     """Return the settings of a normalizer or pre-tokenizer, {} for None."""
     return {} if part is None else dict(json.loads(part.__getstate__()))
-
-
-def _byte_widths(backend: Any) -> npt.NDArray[np.int64]:
-    """Return the number of bytes of each token, int64 [vocabulary].
-
-    A character of a vocabulary entry is one byte.
-    """
-    import numpy as np
-
-    vocab = backend.get_vocab(with_added_tokens=False)
-    added = backend.get_added_tokens_decoder()
-    widths = np.zeros(max([*vocab.values(), *added], default=0) + 1, np.int64)
-    for text, id_ in vocab.items():
-        widths[id_] = len(text)
-    for id_, token in added.items():
-        widths[id_] = len(token.content.encode())
-    return widths
 
 
 _MAX_CACHED = 100_000

@@ -56,8 +56,30 @@ class Mark(NamedTuple):
 def replace_with_marks(chat: Chat) -> Chat:
     """Return `chat` with marks in place of all its texts."""
     ids = {id_: f"Zq7k{number:05d}" for number, id_ in enumerate(_turns_by_id(chat))}
-    turns = tuple(_marked_turn(turn, number, ids) for number, turn in enumerate(chat.turns))
-    return chat._replace(turns=turns, tools=(_marked_tool(),) if chat.tools else ())
+    turns = []
+    for number, turn in enumerate(chat.turns):
+        calls = []
+        for index, call in enumerate(turn.tool_calls):
+            argument = _mark("k", number, index)
+            id_ = ids.get(call.id) if call.id else call.id
+            calls.append(ToolCall(_mark("f", number, index), {argument: argument}, id_))
+        content_mark, reasoning_mark = _mark("c", number), _mark("r", number)
+        content = content_mark if turn.content else ""
+        reasoning = reasoning_mark if turn.reasoning else turn.reasoning
+        if parts := _split_content(turn):
+            opening, thought, closing, answer, end = parts
+            content = opening + (thought and reasoning_mark) + closing
+            content, reasoning = content + (answer and content_mark) + end, turn.reasoning
+        marked = replace(
+            turn,
+            content=content,
+            reasoning=reasoning,
+            tool_calls=tuple(calls),
+            name=_mark("n", number) if turn.name else turn.name,
+            tool_call_id=ids[turn.tool_call_id] if turn.tool_call_id else turn.tool_call_id,
+        )
+        turns.append(marked)
+    return chat._replace(turns=tuple(turns), tools=(_marked_tool(),) if chat.tools else ())
 
 
 def find_marks(text: str, chat: Chat) -> list[Mark] | None:
@@ -271,31 +293,6 @@ WRAPS: tuple[Wrap, ...] = (
 
 def _mark(part: str, number: int, call: int = 0) -> str:
     return f"\ue0f1{part}{number}.{call}{_POINT}"
-
-
-def _marked_turn(turn: Turn, number: int, ids: Mapping[str, str]) -> Turn:
-    calls = []
-    for index, call in enumerate(turn.tool_calls):
-        argument = _mark("k", number, index)
-        id_ = ids.get(call.id) if call.id else call.id
-        calls.append(ToolCall(_mark("f", number, index), {argument: argument}, id_))
-    turn = replace(
-        turn,
-        tool_calls=tuple(calls),
-        name=_mark("n", number) if turn.name else turn.name,
-        tool_call_id=ids[turn.tool_call_id] if turn.tool_call_id else turn.tool_call_id,
-    )
-    content_mark, reasoning_mark = _mark("c", number), _mark("r", number)
-    if parts := _split_content(turn):
-        opening, reasoning, closing, answer, end = parts
-        reasoning = reasoning_mark if reasoning else ""
-        answer = content_mark if answer else ""
-        return replace(turn, content=opening + reasoning + closing + answer + end)
-    return replace(
-        turn,
-        content=content_mark if turn.content else "",
-        reasoning=reasoning_mark if turn.reasoning else turn.reasoning,
-    )
 
 
 def _marked_tool() -> dict[str, Any]:

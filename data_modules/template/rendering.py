@@ -174,9 +174,14 @@ class Renderer:
         header = _INPUT_HEADER.replace("\n", "\\n")  # as it is written in a template's source
         if any(turn.input_start for turn in turns) and header in str(self._tokenizer.chat_template):
             turns = tuple(_with_input_header(turn) for turn in turns)
-        if any(map(_has_reasoning, turns)):
+        reasoned = {
+            number
+            for number, turn in enumerate(turns)
+            if turn.role == "assistant" and (turn.reasoning is not None or "think>" in turn.content)
+        }
+        if reasoned:
             move = self._mover(reasoning)
-            turns = tuple(move(turn) if _has_reasoning(turn) else turn for turn in turns)
+            turns = tuple(move(turn) if n in reasoned else turn for n, turn in enumerate(turns))
         return Chat(turns, chat.tools, chat.template_kwargs)
 
     def unread(self, kwargs: Iterable[str]) -> list[str]:
@@ -342,10 +347,6 @@ def render_errors() -> tuple[type[Exception], ...]:
         TypeError,
         ValueError,
     )
-
-
-def _has_reasoning(turn: Turn) -> bool:
-    return turn.role == "assistant" and (turn.reasoning is not None or "think>" in turn.content)
 
 
 def _with_input_header(turn: Turn) -> Turn:

@@ -337,23 +337,14 @@ class AnswerFinder:
         opener = self.follows.match(no_prompt)
         while opener and opener[1] in self._framing:
             opener = self.follows.match(no_prompt, opener.end())
-        return _Style(
-            header,
-            prompt[_common_prefix(no_prompt, prompt) :] or header or question_end,
-            self._usual_stop(dialog, whole[marks[-1].end :]),
-            opener[1] if opener else "",
-        )
-
-    def _usual_stop(self, dialog: Chat, end: str) -> str | None:
-        if self.special.search(end):
-            return None
-        turns = (*dialog.turns, *_next_turns(dialog.turns[-1]))
-        tails = self._tails(dialog._replace(turns=turns), 1)
-        if not tails:
-            return ""
-        after = tails[-1][1]
-        stop = self.follows.match(after, _common_prefix(end, after))
-        return stop[1] if stop else ""
+        end, usual_stop = whole[marks[-1].end :], None
+        if not self.special.search(end):
+            continued = dialog._replace(turns=(*dialog.turns, *_next_turns(_ANSWER)))
+            after = "".join(text for _, text in self._tails(continued, 1)[-1:])
+            stop = self.follows.match(after, _common_prefix(end, after))
+            usual_stop = stop[1] if stop else ""
+        added = prompt[_common_prefix(no_prompt, prompt) :] or header or question_end
+        return _Style(header, added, usual_stop, opener[1] if opener else "")
 
 
 def _no_stop(number: int, turn: Turn) -> UnusableTemplateError:

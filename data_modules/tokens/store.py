@@ -139,18 +139,17 @@ class StoreWriter:
         for name, _ in _RECORD[1:]:
             if (column := getattr(documents, name)) is not None:
                 records[name] = column
-        self._append(_DOCUMENTS_FILE, records)
+        arrays: dict[str, npt.NDArray[Any]] = {_DOCUMENTS_FILE: records}
         for name, kind in _TOKEN_FILES.items():
             if (values := getattr(documents, name)) is not None:
-                self._append(name, values.astype(kind, copy=False))
+                arrays[name] = values.astype(kind, copy=False)
+        for name, array in arrays.items():
+            with (self._folder / name).open("ab") as stream:
+                stream.write(array.tobytes())
 
     def close(self) -> None:
         """Write the names of the files that the documents are of."""
         (self._folder / _NAMES_FILE).write_text(json.dumps(self._names))
-
-    def _append(self, name: str, values: npt.NDArray[Any]) -> None:
-        with (self._folder / name).open("ab") as stream:
-            stream.write(values.tobytes())
 
 
 class TokenStore:

@@ -414,3 +414,17 @@ def test_an_argument_that_looks_like_the_end_of_its_call(own: str) -> None:
     assert "".join(runs(template, Conversation(turns, ORIGIN))) == (
         f"<call>f {arguments}</call><|/response|><|/turn|>two<|/response|><|/turn|>"
     )
+
+
+def test_an_answer_that_holds_what_stands_for_an_id() -> None:
+    """In a row that no skeleton matches, whose own texts are marked."""
+    changes_questions = TEMPLATES["text after the calls"].replace(
+        "{{ m.content", "{{ (m.reasoning_content + '[so]') if m.reasoning_content }}{{ m.content"
+    )
+    text = changes_questions.replace("m.content +", "(m.content|replace('w', 'W')) +")
+    turns = (
+        *(Turn("user", "what?"), Turn("assistant", "", tool_calls=(ToolCall("f", {}, "call_1"),))),
+        *(Turn("tool", "2", tool_call_id="call_1"), Turn("assistant", "Zq7k00000", reasoning="no")),
+    )
+    trained = runs(ChatTemplate(tokenizer_for(text), text, ""), Conversation(turns, ORIGIN))
+    assert trained == ["<call>f {}</call><|end|>", "no[so]Zq7k00000<|end|>"]
