@@ -435,9 +435,6 @@ class _CsvLines:
         self._lines += reversed(read)
         return read[-1].decode(errors="replace") if read else ""
 
-    def start_row(self) -> None:
-        self.row_bytes, self.bad = 0, None
-
     def __iter__(self) -> _CsvLines:
         return self
 
@@ -489,7 +486,7 @@ def _csv_rows(
         delimiter = _separator(lines.first(), delimiter)
         for cells in csv.reader(lines, strict=True, delimiter=delimiter):
             size, bad, origin = lines.row_bytes, lines.bad, Origin(file, start)
-            lines.start_row()
+            lines.row_bytes, lines.bad = 0, None
             start = lines.line + 1
             if not cells:
                 continue

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.in_process import make_data
+from app.config import run_verb
+from tests.in_process import VARIABLES_OF_OTHER_RUNS, make_data
 from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_llama
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOFT_DATA_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def type_verb(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Return what runs a verb to its end in this process, and returns its exit code and stderr."""
+
+    def run(verb: str, *words: str) -> tuple[int, str]:
+        code = run_verb(verb, getattr(import_module(f"app.{verb}"), verb), words=list(words))
+        for name in VARIABLES_OF_OTHER_RUNS:
+            os.environ.pop(name, None)
+        return code, capsys.readouterr().err
+
+    return run
 
 
 @pytest.fixture(scope="session")

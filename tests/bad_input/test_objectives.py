@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.config import run_verb
-from app.train import train
 from tests.tiny import small_run
 
 Rows = list[dict[str, Any]]
@@ -55,15 +53,14 @@ CASES: dict[str, tuple[list[str], Rows, list[str]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_that_do_not_go_with_an_objective_are_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, type_verb: Callable[..., tuple[int, str]]
 ) -> None:
     words, rows, said = CASES[name]
     file, validated = tmp_path / "rows.jsonl", tmp_path / "validated.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     validated.write_text(json.dumps({"text": "Another text.", "label": "c"}))
     words = [word.replace("VALIDATED", str(validated)) for word in words]
-    os.environ.pop("LOFT_RUN_DIR", None)
     common = [f"data.datasets=[{{path: {file}}}]", f"output.dir={tmp_path / 'run'}"]
-    assert run_verb("train", train, words=small_run(*words, *common)) == 2
-    stderr = capsys.readouterr().err
+    code, stderr = type_verb("train", *small_run(*words, *common))
+    assert code == 2
     assert [text for text in said if text not in stderr] == []

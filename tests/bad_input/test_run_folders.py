@@ -6,21 +6,19 @@ import json
 import os
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from app.config import run_verb
-from app.evaluate import evaluate
-from app.preview import preview
 from app.run.folder import OutputConfig, check_output, decide_run_dir
 from app.train import train
 from tests.in_process import accepted, make_data, refused, run_command
 from tests.resumed import contents
 from tests.tiny import small_base, small_run, train_into
 
-VERBS: dict[str, Any] = {"train": train, "evaluate": evaluate, "preview": preview}
+Run = Callable[..., tuple[int, str]]
 EVIL = """
 from pathlib import Path
 Path(MARKER).write_text("ran")
@@ -54,14 +52,6 @@ def words(tmp_path: Path) -> list[str]:
     ]
 
 
-def run(verb: str, *typed: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Run a verb to its end in this process, as a person types it."""
-    code = run_verb(verb, VERBS[verb], words=list(typed))
-    os.environ.pop("LOFT_RUN_DIR", None)
-    os.environ.pop("LOFT_RESUME_STEP", None)
-    return code, capsys.readouterr().err
-
-
 def bring_code(folder: Path, marker: Path) -> Path:
     """Put a base into a run's folder that runs Python, and let its settings trust it."""
     base = shutil.copytree(small_base(), folder / "base")
@@ -93,22 +83,20 @@ def forge_manifest(folder: Path, base: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["evaluate", "train"])
 def test_a_received_run_never_says_itself_that_its_code_may_run(
-    verb: str, received: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    verb: str, received: Path, tmp_path: Path, type_verb: Run
 ) -> None:
     marker = tmp_path / "marker"
     forge_manifest(received, bring_code(received, marker))
     (received / "metrics.json").rename(tmp_path / "metrics.json") if verb == "train" else None
     key = "run" if verb == "evaluate" else "resume"
     where = [f"output.dir={tmp_path / 'out'}"] if verb == "evaluate" else []
-    code, said = run(verb, f"{key}={received}", *where, capsys=capsys)
+    code, said = type_verb(verb, f"{key}={received}", *where)
     assert not marker.exists(), "code of a received folder ran"
     assert code == 2
     assert f"{received}/config.yaml: model.trust_remote_code=true" in said
     assert "type model.trust_remote_code=true" in said
     # Without it the base's files are refused for what they bring.
-    code, said = run(
-        verb, f"{key}={received}", "model.trust_remote_code=false", *where, capsys=capsys
-    )
+    code, said = type_verb(verb, f"{key}={received}", "model.trust_remote_code=false", *where)
     assert (code, marker.exists()) == (2, False)
     assert "contains its own Python code (evil.py, auto_map in config.json)" in said
 
@@ -134,7 +122,7 @@ def link_into(folder: Path, name: str, victim: Path) -> Path:
 
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
 def test_links_in_a_run_are_not_followed(
-    name: str, received: Path, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, received: Path, words: list[str], tmp_path: Path, type_verb: Run
 ) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
@@ -152,7 +140,7 @@ def test_links_in_a_run_are_not_followed(
             ("preview", *words, here),
         ]
     for verb, *typed in asked:
-        code, said = run(verb, *typed, capsys=capsys)
+        code, said = type_verb(verb, *typed)
         assert code == 2, (verb, typed, said)
         assert f"{link.relative_to(received)} is a link" in said, (verb, typed, said)
         assert "Traceback" not in said
@@ -160,7 +148,7 @@ def test_links_in_a_run_are_not_followed(
 
 
 def test_a_file_with_another_name_elsewhere_is_not_written_to(
-    received: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    received: Path, tmp_path: Path, type_verb: Run
 ) -> None:
     """Hard links look like files of the run: the copy that it writes to is its own."""
     outside = tmp_path / "outside"
@@ -169,16 +157,13 @@ def test_a_file_with_another_name_elsewhere_is_not_written_to(
         os.link(file, outside / str(file.relative_to(received)).replace("/", " "))
     before = contents(outside)
     longer = ["trainer.max_steps=6", "resume_allow=[epochs]"]
-    code, said = run("train", f"resume={received}", *longer, capsys=capsys)
+    code, said = type_verb("train", f"resume={received}", *longer)
     assert code == 0, said
     assert contents(outside) == before
 
 
 def test_a_received_run_does_not_choose_where_the_cache_is_written(
-    received: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    received: Path, tmp_path: Path, type_verb: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, elsewhere = received / "config.yaml", tmp_path / "elsewhere"
     text = config.read_text()
@@ -189,22 +174,22 @@ def test_a_received_run_does_not_choose_where_the_cache_is_written(
         "train": [f"resume={received}", "trainer.max_steps=6", "resume_allow=[epochs]"],
     }
     for verb, typed in asked.items():
-        code, said = run(verb, *typed, capsys=capsys)
+        code, said = type_verb(verb, *typed)
         assert (code, elsewhere.exists()) == (0, False), said
     assert f"data.cache_dir={elsewhere} is not inherited" in caplog.text
     (received / "metrics.json").unlink()
     typed = [f"data.cache_dir={elsewhere}", "trainer.max_steps=8", "resume_allow=[epochs]"]
-    code, said = run("train", f"resume={received}", *typed, capsys=capsys)
+    code, said = type_verb("train", f"resume={received}", *typed)
     assert (code, elsewhere.exists()) == (0, True), said
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "config.yaml"])
 def test_a_pipe_or_a_socket_in_a_files_place_is_refused(
-    name: str, received: Path, capsys: pytest.CaptureFixture[str]
+    name: str, received: Path, type_verb: Run
 ) -> None:
     (received / name).unlink(missing_ok=True)
     os.mkfifo(received / name)
-    code, said = run("train", f"resume={received}", capsys=capsys)
+    code, said = type_verb("train", f"resume={received}")
     assert (code, f"{name} is a named pipe" in said) == (2, True), said
     (received / name).unlink()
     here = os.getcwd()
@@ -214,7 +199,7 @@ def test_a_pipe_or_a_socket_in_a_files_place_is_refused(
             one.bind(name)
     finally:
         os.chdir(here)
-    code, said = run("train", f"resume={received}", capsys=capsys)
+    code, said = type_verb("train", f"resume={received}")
     assert (code, f"{name} is a socket" in said) == (2, True), said
 
 
@@ -263,12 +248,12 @@ def foreign(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("verb", ["train", "train resume=auto", "preview", "evaluate"])
 def test_a_folder_of_other_files_is_refused_and_left_as_it_is(
-    verb: str, foreign: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+    verb: str, foreign: Path, words: list[str], type_verb: Run
 ) -> None:
     before = contents(foreign)
     verb, *resume = verb.split()
     typed = [*words, *resume] if verb == "train" else words[:2]
-    code, said = run(verb, *typed, f"output.dir={foreign}", capsys=capsys)
+    code, said = type_verb(verb, *typed, f"output.dir={foreign}")
     assert code == 2, said
     assert (
         f"output.dir={foreign} holds files that do not belong to a run: adapter, checkpoints"
@@ -291,7 +276,7 @@ def test_one_other_file_is_enough(name: str, tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_refused_at_its_start_does_not_block_the_corrected_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, type_verb: Run
 ) -> None:
     folder = tmp_path / "run"
     (tmp_path / "late.jsonl").write_text(
@@ -304,15 +289,15 @@ def test_a_run_that_was_refused_at_its_start_does_not_block_the_corrected_comman
         {"model.wrap_class": "Nope"},  # found when the model is built, and config.yaml is there
     ):
         typed = [f"{key}={value}" for key, value in (small | wrong).items()]
-        code, said = run("train", *typed, f"output.dir={folder}", capsys=capsys)
+        code, said = type_verb("train", *typed, f"output.dir={folder}")
         assert code == 2, said
     assert (folder / "config.yaml").exists()
-    code, said = run("train", *words, f"output.dir={folder}", capsys=capsys)
+    code, said = type_verb("train", *words, f"output.dir={folder}")
     assert code == 0, said
     assert (folder / "metrics.json").exists()
     assert not (folder / "error.txt").exists()
     # What has trained is not replaced.
-    code, said = run("train", *words, f"output.dir={folder}", capsys=capsys)
+    code, said = type_verb("train", *words, f"output.dir={folder}")
     assert (code, "holds another run" in said) == (2, True)
 
 
