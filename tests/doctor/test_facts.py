@@ -8,15 +8,6 @@ from pathlib import Path
 import pytest
 
 from app.doctor import facts
-from app.doctor.facts import (
-    count_pci_gpus,
-    parse_links,
-    read_facts,
-    read_folder,
-    read_hub,
-    read_packages,
-    try_imports,
-)
 from app.doctor.rows import MALICIOUS
 
 REQUIREMENTS = [
@@ -30,7 +21,7 @@ REQUIREMENTS = [
 
 
 def test_required_versions_are_read_from_the_metadata() -> None:
-    torch, transformers, absent, extra = read_packages(REQUIREMENTS)
+    torch, transformers, absent, extra = facts.read_packages(REQUIREMENTS)
     assert (torch.version, torch.is_supported) == (importlib.metadata.version("torch"), True)
     assert not transformers.is_supported and transformers.required == "<6,>=99"
     assert absent.version is None and absent.is_supported and absent.extra is None
@@ -39,7 +30,7 @@ def test_required_versions_are_read_from_the_metadata() -> None:
 
 def test_facts_of_this_machine(tmp_path: Path) -> None:
     folders = {"output.dir": tmp_path / "not" / "yet"}
-    found = read_facts(folders, list(MALICIOUS), checks_hub=False, imports=False)
+    found = facts.read_facts(folders, list(MALICIOUS), checks_hub=False, imports=False)
     assert found.is_installed and found.supports_python
     assert found.versions["torch"] == importlib.metadata.version("torch")
     assert 0 < found.memory_left_gib <= found.memory_gib
@@ -56,7 +47,7 @@ def test_gpus_without_a_driver_are_counted(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name / "class").write_text(f"{kind}\n")
     (tmp_path / "without").mkdir()
     monkeypatch.setattr(facts, "PCI", tmp_path)
-    assert count_pci_gpus() == 1
+    assert facts.count_pci_gpus() == 1
 
 
 TOPOLOGY = """\
@@ -74,21 +65,21 @@ Legend:
 
 
 def test_links_between_gpus_are_read_from_nvidia_smi() -> None:
-    assert parse_links(TOPOLOGY) == {"0-1": "PHB", "0-2": "NVLink", "1-2": "NODE"}
-    assert parse_links("Failed to initialize NVML: Driver/library version mismatch\n") == {}
+    assert facts.parse_links(TOPOLOGY) == {"0-1": "PHB", "0-2": "NVLink", "1-2": "NODE"}
+    assert facts.parse_links("Failed to initialize NVML: Driver/library version mismatch\n") == {}
 
 
 def test_the_token_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_not_a_token_of_anyone")
-    hub = read_hub(checks_address=False)
+    hub = facts.read_hub(checks_address=False)
     assert hub.has_token and "not_a_token" not in repr(hub)
 
 
 def test_a_folder_that_cannot_be_written_to() -> None:
-    assert read_folder("output.dir", Path("/proc/there")).failure
-    assert read_folder("TMPDIR", Path("/tmp/not/there")).failure == "no such folder"
+    assert facts.read_folder("output.dir", Path("/proc/there")).failure
+    assert facts.read_folder("TMPDIR", Path("/tmp/not/there")).failure == "no such folder"
     file = Path(facts.__file__)
-    assert read_folder("output.dir", file / "below").failure
+    assert facts.read_folder("output.dir", file / "below").failure
 
 
 @pytest.fixture
@@ -109,7 +100,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_failed_imports_are_reported(modules: dict[str, str]) -> None:
     """One raises, one ends Python, one prints; the packages after them are tried as well."""
-    assert try_imports([name for name in modules if name != "sleeps"]).failures == {
+    assert facts.try_imports([name for name in modules if name != "sleeps"]).failures == {
         "raises": "ImportError: undefined symbol: _ZN3c105Error",
         "ends": "its import ends Python (exit code 134)",
     }
@@ -117,5 +108,5 @@ def test_failed_imports_are_reported(modules: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_hanging_imports_are_reported(modules: dict[str, str]) -> None:
-    found = try_imports(["sleeps", "last"], seconds=3)
+    found = facts.try_imports(["sleeps", "last"], seconds=3)
     assert found.failures == {"sleeps": "its import takes more than 3 s"}

@@ -20,18 +20,8 @@ import pytest
 
 from app.evaluate import _verdicts_page
 from app.evaluation.judge import endpoint as endpoint_module
+from app.evaluation.judge import grading
 from app.evaluation.judge.endpoint import Endpoint, JudgeError
-from app.evaluation.judge.grading import (
-    MAX_UNREADABLE,
-    VERDICTS_FILE,
-    Answers,
-    Bench,
-    Judgement,
-    check_judgement,
-    judge_answers,
-    judge_by_reward,
-    judge_table,
-)
 from app.evaluation.judge.questions import (
     JUDGE_KEY,
     REMINDER,
@@ -50,7 +40,7 @@ from tools.sample_judge import serving
 
 MATH = JudgeQuestion("1", "math", ("2 + 2?", "And 1 more?"), ("4", "5"))
 TALK = JudgeQuestion("2", "writing", ("Say hello.", "Shorter."))
-ANSWERS: Answers = {
+ANSWERS: grading.Answers = {
     "base": {"1": ["five", "six"], "2": ["Hello there", "Hi"]},
     "tuned": {"1": ["4", "5"], "2": ["Hello", ""]},
 }
@@ -108,9 +98,9 @@ def config_of(url: str, **settings: Any) -> JudgeConfig:
     return JudgeConfig(url=url, model="judge", questions="q", **{"max_retries": 2, **settings})
 
 
-def judged_by(url: str, folder: Path, key: str | None = None, **settings: Any) -> Judgement:
+def judged_by(url: str, folder: Path, key: str | None = None, **settings: Any) -> grading.Judgement:
     config = config_of(url, **settings)
-    return judge_answers(
+    return grading.judge_answers(
         [MATH, TALK], ANSWERS, Endpoint(config, key, folder / "cache"), config, folder
     )
 
@@ -124,7 +114,7 @@ def test_a_reward_model_grades_compares_and_chooses_the_best_of_several(tmp_path
         "tuned": [{"1": ["4", "5"], "2": ["a", "b"]}, {"1": ["four", "4+1"], "2": ["", "abcd"]}]
     }
     config = JudgeConfig(reward_model="R", best_of=2, grading=["single", "pairwise"])
-    judged = judge_by_reward([MATH, TALK], ANSWERS, samples, rate, config, tmp_path)
+    judged = grading.judge_by_reward([MATH, TALK], ANSWERS, samples, rate, config, tmp_path)
     metrics = judged.metrics()
     assert metrics["base/reward/math"] == 3.5 and metrics["base/reward/turn_1"] == 7.5
     assert metrics["tuned/reward"] == (1 + 2.5) / 2  # the mean over questions
@@ -134,10 +124,12 @@ def test_a_reward_model_grades_compares_and_chooses_the_best_of_several(tmp_path
     assert not any("judge" in name for name in metrics)
     (rows,) = judged.row_scores("mt")["tuned"]["reward"].values()
     assert list(rows.scores) == [1.0, 2.5]
-    lines = [json.loads(line) for line in (tmp_path / VERDICTS_FILE).read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / grading.VERDICTS_FILE).read_text().splitlines()
+    ]
     assert len(lines) == 4 * 2 + 4 * 2 + 2
     assert lines[-1]["scores"] == [1.0, 2.0]
-    same = judge_by_reward(
+    same = grading.judge_by_reward(
         [TALK], dict.fromkeys(ANSWERS, ANSWERS["base"]), {}, rate, config, tmp_path
     )
     assert same.metrics()["tuned/reward_wins"] == 0.5
@@ -186,14 +178,14 @@ def test_verdicts_are_grades_and_wins_with_the_order_swapped(tmp_path: Path) -> 
         "tuned/judge_wins/math": 0.5,
         "tuned/judge_wins/writing": 0.5,
     }
-    assert judge_table(judged)[1:3] == [
+    assert grading.judge_table(judged)[1:3] == [
         ["math", "3.00", "9.00", "50.0 %"],
         ["writing", "3.00", "2.00", "50.0 %"],
     ]
     config = config_of(url, input_price=2.0, output_price=20.0)
     assert "1,500 tokens read and 105 written, $0.0051" in judged.cost(config)
     assert "0 verdicts for 0 tokens" in again.cost(config)
-    check_judgement(judged, config)
+    grading.check_judgement(judged, config)
     bench: Any = SimpleNamespace(name="mt", config=config, questions=[MATH, TALK], answers=ANSWERS)
     page = _verdicts_page(bench, judged)
     for said, number in (("base, 3", 4), ("tuned, 9", 2), ("tuned, 3", 1), ("tuned, 1", 1)):
@@ -250,16 +242,18 @@ def test_an_unreadable_verdict_is_requested_once_more_and_then_ignored(
         assert len(judge.requests) == num_requests + 6
     assert judged.metrics()["base/judge"] == 5.0
     assert "base/judge/writing" not in judged.metrics()
-    check_judgement(judged, config_of(url))
+    grading.check_judgement(judged, config_of(url))
     assert "3 of 8 verdicts could not be parsed" in caplog.text
     assert "I like turtles." in caplog.text
     with judging(lambda _: "I like turtles.") as (_, url):
         judged = judged_by(url, tmp_path / "cache")
-    judged.verdicts = [one for one in judged.verdicts if one.score is None][: MAX_UNREADABLE - 1]
+    judged.verdicts = [one for one in judged.verdicts if one.score is None][
+        : grading.MAX_UNREADABLE - 1
+    ]
     judged.failure = None  # as if these were all
     judged.num_requests = len(judged.verdicts)
     with pytest.raises(JudgeError, match="returned no readable verdict"):
-        check_judgement(judged, config_of(url))
+        grading.check_judgement(judged, config_of(url))
 
 
 FAILURES: dict[str, tuple[Any, str]] = {
@@ -297,7 +291,7 @@ def test_a_lasting_failure_is_reported_and_verdicts_are_kept(kind: str, tmp_path
         judged = judged_by(url, tmp_path, timeout_seconds=seconds, **how)
         assert len(judge.requests) == 2 + 3
         with pytest.raises(JudgeError) as failed:
-            check_judgement(judged, config_of(url))
+            grading.check_judgement(judged, config_of(url))
         judge.says = lambda _: "Verdict: 7"
         rest = judged_by(url, tmp_path, **how)
     assert exit_code(failed.value) == 3
@@ -322,7 +316,7 @@ def test_a_rejected_request_is_not_retried(answer: Any, words: str, tmp_path: Pa
         judged = judged_by(url, tmp_path, KEY, num_parallel=1)
         assert len(judge.requests) == 1
     with pytest.raises(UserError, match=words) as failed:
-        check_judgement(judged, config_of(url))
+        grading.check_judgement(judged, config_of(url))
     assert KEY not in str(failed.value)
 
 
@@ -336,7 +330,7 @@ def test_equal_answers_of_both_models_are_judged_once_and_a_cut_cache_again(tmp_
         config = config_of(url, num_parallel=8)
         for num_requests in (4, 8):
             endpoint = Endpoint(config, None, tmp_path / "cache")
-            judged = judge_answers([MATH, TALK], same, endpoint, config, tmp_path)
+            judged = grading.judge_answers([MATH, TALK], same, endpoint, config, tmp_path)
             assert judged.failure is None and len(judged.verdicts) == 8
             assert len(judge.requests) == num_requests
             for number, file in enumerate((tmp_path / "cache").iterdir()):
@@ -421,10 +415,10 @@ def test_a_judge_that_never_gives_a_verdict_is_not_paid_on(tmp_path: Path) -> No
     with judging(lambda _: "I like turtles.") as (judge, url):
         config = config_of(url, num_parallel=1)
         endpoint = Endpoint(config, None, tmp_path / "cache")
-        judged = judge_answers(questions, answers, endpoint, config, tmp_path)
-        assert len(judge.requests) <= 2 * (MAX_UNREADABLE + 1)
+        judged = grading.judge_answers(questions, answers, endpoint, config, tmp_path)
+        assert len(judge.requests) <= 2 * (grading.MAX_UNREADABLE + 1)
     with pytest.raises(JudgeError, match=r"5 replies in a row had no readable verdict, so no more"):
-        check_judgement(judged, config)
+        grading.check_judgement(judged, config)
 
 
 def write_lines(file: Path, *rows: Any) -> Path:
@@ -451,7 +445,7 @@ def test_a_folder_has_questions_and_their_references(
     assert not caplog.records
     assert [question.reference for question in read_questions(file, max_questions=1)] == [()]
     assert "1 questions of math, reasoning, coding have no reference answer" in caplog.text
-    bench = Bench(JudgeConfig(questions=str(file), url="https://host/v1", model="m"), 1)
+    bench = grading.Bench(JudgeConfig(questions=str(file), url="https://host/v1", model="m"), 1)
     assert bench.name == "bench"
 
 

@@ -17,13 +17,6 @@ import yaml  # type: ignore[import-untyped]
 from app.config import load_config, run_verb
 from app.launch import schedulers
 from app.launch.__main__ import launch
-from app.launch.schedulers import (
-    POD_GRACE_SECONDS,
-    RAY_VARIABLE,
-    SCHEDULERS,
-    SHARED,
-    SHUTDOWN_SECONDS,
-)
 from app.preflight import requested_devices
 from app.run.job import IMAGE_HOME
 from app.run.ranks import RENDEZVOUS_SECONDS
@@ -32,7 +25,7 @@ from tests.in_process import make_data, make_model
 
 NODES, GPUS = 7, 5  # numbers that stand for nothing else in a job file
 EXPERIMENTS = ("llama70b", "llama8b", "llama8b_dpo", "mistral7b", "gpt_oss_20b")
-LAUNCHERS = (*SCHEDULERS, "kubernetes launch.kind=TrainJob")
+LAUNCHERS = (*schedulers.SCHEDULERS, "kubernetes launch.kind=TrainJob")
 PROGRAMS = (
     "sbatch", "srun", "scancel", "scontrol", "kubectl", "sky", "ray", "torchrun",
 )  # fmt: skip
@@ -76,7 +69,7 @@ def write(name: str, *words: str) -> str:
     """Return the job file that a command writes."""
     code = start(f"launcher={name}", "launch.submit=false", "launch.image=ours:1", *words)
     assert code == 0
-    files = Path.cwd().glob(f"outputs/*/launched/{SCHEDULERS[name].file}")
+    files = Path.cwd().glob(f"outputs/*/launched/{schedulers.SCHEDULERS[name].file}")
     return max(files, key=lambda file: file.stat().st_mtime_ns).read_text()
 
 
@@ -151,7 +144,11 @@ def check_kubernetes(text: str) -> None:
     assert {key: of_job[key] for key in ("completions", "parallelism") if key in of_job} == of_one
     pod = of_job["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # required by a podFailurePolicy
-    assert SHUTDOWN_SECONDS < POD_GRACE_SECONDS == pod["terminationGracePeriodSeconds"]
+    assert (
+        schedulers.SHUTDOWN_SECONDS
+        < schedulers.POD_GRACE_SECONDS
+        == pod["terminationGracePeriodSeconds"]
+    )
     (container,) = pod["containers"]
     assert (
         container["name"] == of_job["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"]
@@ -163,7 +160,7 @@ def check_kubernetes(text: str) -> None:
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-    assert mounts[SHARED]["persistentVolumeClaim"]["claimName"] == "shared"
+    assert mounts[schedulers.SHARED]["persistentVolumeClaim"]["claimName"] == "shared"
     (script,) = container["args"]
     assert ("NUM_NODES=$PET_NNODES\n" in script) == bool(train) != bool(container["env"])
     assert container["workingDir"] == IMAGE_HOME and f"{IMAGE_HOME}/.venv/bin/torchrun" in script
@@ -172,7 +169,7 @@ def check_kubernetes(text: str) -> None:
 
 def check_sky(text: str) -> None:
     task = yaml.safe_load(text)
-    assert task["num_nodes"] == NODES and SHARED in task["volumes"]
+    assert task["num_nodes"] == NODES and schedulers.SHARED in task["volumes"]
     assert task["resources"]["accelerators"] == f"H100:{GPUS}"
     assert task["resources"]["image_id"] == "docker:ours:1"
     check_torchrun(task["run"], "10.0.0.1")
@@ -180,7 +177,7 @@ def check_sky(text: str) -> None:
 
 def check_ray(text: str) -> None:
     content = yaml.safe_load(text)
-    job = json.loads(content["env_vars"][RAY_VARIABLE])
+    job = json.loads(content["env_vars"][schedulers.RAY_VARIABLE])
     assert (job["nodes"], job["ranks_per_node"], job["uses_gpus"]) == (NODES, GPUS, True)
     assert content["working_dir"] == "." and job["max_failures"] > 0
     check_train([*job["words"], f"trainer.num_nodes={NODES}", f"trainer.devices={GPUS}"])
@@ -212,7 +209,7 @@ def test_job_files_are_valid(
 @pytest.mark.usefixtures("no_files")
 def test_a_job_may_lose_nodes(cwd: Path) -> None:
     typed = ("launch.min_nodes=1", "+experiment=llama8b", *ON_GPUS)
-    job = json.loads(yaml.safe_load(write("ray", *typed))["env_vars"][RAY_VARIABLE])
+    job = json.loads(yaml.safe_load(write("ray", *typed))["env_vars"][schedulers.RAY_VARIABLE])
     assert (job["min_nodes"], job["nodes"]) == (1, NODES)
     text = write("slurm", *typed)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
@@ -263,7 +260,7 @@ def test_a_run_can_keep_its_folder_in_a_bucket(
 ) -> None:
     monkeypatch.setattr("app.config.dispatch.check_store", lambda config: [])
     text = write(name, "+experiment=llama8b", f"hardware={hardware}", f"output.dir={URL}")
-    assert SHARED not in text and f"output.dir={URL}" in text
+    assert schedulers.SHARED not in text and f"output.dir={URL}" in text
     if name == "slurm":
         assert f"#SBATCH --output={cwd}/outputs/llama8b/launched/slurm-%j.txt" in text
         assert f"--container-mounts={cwd}:{cwd} " in text

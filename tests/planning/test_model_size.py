@@ -10,16 +10,11 @@ import pytest
 from app.config import conf_files, load_config, settings_of
 from app.model.build import build_model
 from app.model.families import LayerKind, family_of
+from app.planning import planned_model
 from app.planning.activations import LayerExecution
 from app.planning.flops import estimate_flops
 from app.planning.memory import estimate_gpu_memory
 from app.planning.planned import plan_run
-from app.planning.planned_model import (
-    PlannedModel,
-    build_planned_model,
-    model_from_config_json,
-    model_from_meta,
-)
 from app.planning.states import WeightBytes, size_for
 from app.strategy.settings import DdpConfig
 
@@ -36,7 +31,7 @@ LAYERS = 8
 """enough layers for every kind of layer to occur"""
 
 
-def sizes_of(config: Any, model: PlannedModel) -> Any:
+def sizes_of(config: Any, model: planned_model.PlannedModel) -> Any:
     strategy = config.strategy if config.strategy.name != "auto" else DdpConfig()
     ranks = {"num_ranks": 8, "num_nodes": 1}
     return size_for(model, "bf16", config.quantization, strategy, **ranks)
@@ -44,9 +39,9 @@ def sizes_of(config: Any, model: PlannedModel) -> Any:
 
 def compare(config: Any, numbers: dict[str, Any]) -> None:
     name = config.model.path
-    of_numbers = model_from_config_json(name, numbers, config.adapter, "bf16")
+    of_numbers = planned_model.model_from_config_json(name, numbers, config.adapter, "bf16")
     assert of_numbers is not None
-    on_meta = model_from_meta(config.model, numbers, config.adapter, "bf16")
+    on_meta = planned_model.model_from_meta(config.model, numbers, config.adapter, "bf16")
     for attribute in ("widths", "num_layers", "trained_layers", "trains_head", "is_pair"):
         assert getattr(of_numbers, attribute) == getattr(on_meta, attribute), attribute
     for trained in (True, False):
@@ -77,7 +72,7 @@ def test_a_head_for_classes_stands_in_place_of_that_of_the_vocabulary(
     words = [f"model={base}", "data=classes", "objective=classify", "strategy=single"]
     config = load_config("train", [*words, f"adapter={adapter}", "model.labels=[a,b,c]"])
     numbers = config.model.architecture | SMALL
-    planned = build_planned_model(config.model, numbers, config.adapter, "bf16")
+    planned = planned_model.build_planned_model(config.model, numbers, config.adapter, "bf16")
     built = build_model(
         replace(config.model, path=None, from_scratch=True, architecture=numbers),
         *(config.quantization, "sdpa", config.adapter, config.recompute, "bf16"),
@@ -102,8 +97,8 @@ def test_a_head_for_classes_stands_in_place_of_that_of_the_vocabulary(
 def test_a_token_meets_some_of_the_experts() -> None:
     config = load_config("train", ["model=qwen3_30b_a3b", "data=dolly", "quantization=nf4"])
     numbers = config.model.architecture | SMALL
-    model = model_from_meta(config.model, numbers, config.adapter, "bf16")
-    assert model_from_config_json("moe", numbers, config.adapter, "bf16") is None
+    model = planned_model.model_from_meta(config.model, numbers, config.adapter, "bf16")
+    assert planned_model.model_from_config_json("moe", numbers, config.adapter, "bf16") is None
     # Of 128 experts a token goes to 8: 30 B weights, and some 3 B active.
     share = model.multiplied(trained=False) / model.count(trained=False)
     assert 0.04 < share < 0.2
@@ -128,7 +123,7 @@ FOUND = {
 def test_the_kind_of_a_layer_is_found_in_its_modules(name: str) -> None:
     config = load_config("train", [f"model={name}", "data=dolly"])
     numbers = config.model.architecture | {"num_hidden_layers": 2}
-    found = model_from_meta(config.model, numbers, config.adapter, "bf16").widths.kind
+    found = planned_model.model_from_meta(config.model, numbers, config.adapter, "bf16").widths.kind
     expected = FOUND[name]
     assert found == replace(expected, activation=expected.activation if expected.has_gate else "")
 
@@ -136,7 +131,7 @@ def test_the_kind_of_a_layer_is_found_in_its_modules(name: str) -> None:
 def test_shared_experts_are_found() -> None:
     config = load_config("train", ["model=glm4_5_air", "data=dolly"])
     numbers = config.model.architecture | {"num_hidden_layers": 3}
-    widths = model_from_meta(config.model, numbers, config.adapter, "bf16").widths
+    widths = planned_model.model_from_meta(config.model, numbers, config.adapter, "bf16").widths
     shared = numbers["n_shared_experts"] * numbers["moe_intermediate_size"]
     routed = numbers["num_experts_per_tok"] * numbers["moe_intermediate_size"]
     assert (widths.kind.shared_experts, widths.feed_forward) == (shared, routed + shared)
@@ -148,7 +143,7 @@ def test_the_activation_in_config_json_decides_the_gate_kernel() -> None:
     execution = LayerExecution(tokens=1, fuses_norm_and_gate=True)
     for activation, has_kernel in (("silu", True), ("gelu", False)):
         of_type = numbers | {"hidden_act": activation}
-        model = model_from_config_json("llama", of_type, config.adapter, "bf16")
+        model = planned_model.model_from_config_json("llama", of_type, config.adapter, "bf16")
         assert model is not None
         assert execution.fuses_gate(model.widths) is has_kernel
 

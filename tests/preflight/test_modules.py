@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.model.adapter import (
-    AdapterConfig,
-    FreezeConfig,
-    Ia3Config,
-    LoraConfig,
-    apply_adapter,
-    find_targets,
-)
+from app.model import adapter
 from app.model.base import ModelConfig
 from app.model.description import describe_config, describe_files, describe_model
 from app.model.layers import last_parts
@@ -59,7 +52,9 @@ def reached(model: Any) -> tuple[set[str], set[str]]:
     return on, {name.removesuffix(".bias") for name in whole}
 
 
-def random_config(random: random.Random, linear: list[str], others: list[str]) -> AdapterConfig:
+def random_config(
+    random: random.Random, linear: list[str], others: list[str]
+) -> adapter.AdapterConfig:
     """Return settings of which some mean nothing on a model with these modules."""
 
     def pattern() -> str:
@@ -79,15 +74,15 @@ def random_config(random: random.Random, linear: list[str], others: list[str]) -
     kind = random.choice(["lora", "lora", "ia3", "freeze"])
     if kind == "freeze":
         modules = random.choice([[], patterns(1), [expression()]])
-        return FreezeConfig(layers=random.choice([layers, "none"]), modules=modules)
+        return adapter.FreezeConfig(layers=random.choice([layers, "none"]), modules=modules)
     if kind == "ia3":
         targets = random.choice(["auto", patterns()])
-        return Ia3Config(
+        return adapter.Ia3Config(
             layers=layers,
             target_modules=targets,
             feedforward_modules=random.choice(["auto", [], targets, patterns(1)]),
         )
-    return LoraConfig(
+    return adapter.LoraConfig(
         r=random.choice([2, 4, 33]),
         layers=layers,
         target_modules=random.choice(["all-linear", patterns(), patterns(1), expression()]),
@@ -109,9 +104,9 @@ def test_what_the_headers_reach_is_what_the_adapter_reaches(kind: str, folders: 
     num_accepted = 0
     for seed in range(NUM_CONFIGS):
         config = random_config(random.Random(f"{kind} {seed}"), linear, others)
-        found = find_targets(config, base)
+        found = adapter.find_targets(config, base)
         try:
-            adapted = apply_adapter(copy.deepcopy(model), config, half_precision=False)
+            adapted = adapter.apply_adapter(copy.deepcopy(model), config, half_precision=False)
         except ValueError as error:
             assert found.problems, f"{config}: only the model says {error}"
             continue

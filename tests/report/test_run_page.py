@@ -19,18 +19,9 @@ from app.assembly.training import LivePage
 from app.config import changed_settings, load_config, save_config
 from app.config.dispatch import run_plain_verb
 from app.plan import MAX_ADVICE_ROWS, make_plan, plan_lines, render_plan
+from app.report import run_page
 from app.report.__main__ import ReportConfig, report_runs, settings_in
 from app.report.chart import MAX_BUCKETS, Chart, Series, draw_svg, frame_of
-from app.report.run_page import (
-    CURVES_FILE,
-    PAGE_FILE,
-    _choose_predictions,
-    page_on_failure,
-    read_run_files,
-    render_run,
-    speed_lines,
-    write_page,
-)
 from app.run import Run
 from app.sweep.parameters import parse_parameters
 from app.sweep.trials import Trial, write_sweep_page
@@ -144,13 +135,13 @@ def check_self_contained(page: Page) -> None:
 def test_a_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     settings = [("model.path", HOSTILE, "null")]
-    assert write_page(run, settings) == run / PAGE_FILE
-    page = Page((run / PAGE_FILE).read_text())
+    assert run_page.write_page(run, settings) == run / run_page.PAGE_FILE
+    page = Page((run / run_page.PAGE_FILE).read_text())
     check_self_contained(page)
     assert page.shown.count(HOSTILE) > 20 and "\x1b" not in page.shown
     # Loss, that of two data sets, tokens per second, data wait.
     assert len(page.tags_of("svg")) == 4
-    assert (run / CURVES_FILE).read_bytes().startswith(b"\x89PNG")
+    assert (run / run_page.CURVES_FILE).read_bytes().startswith(b"\x89PNG")
     for text in (
         "finished after step 20",
         "base base, lora, rank 16",
@@ -169,7 +160,7 @@ def test_damaged_files_are_left_out(tmp_path: Path, content: str) -> None:
     for file in sorted(run.iterdir()):
         before = file.read_bytes()
         file.write_text(content)
-        assert NAMES[0] in render_run(read_run_files(run)), file.name
+        assert NAMES[0] in run_page.render_run(run_page.read_run_files(run)), file.name
         settings_in(run)
         file.write_bytes(before)
 
@@ -181,12 +172,12 @@ def test_a_failed_run_has_a_page_if_it_has_curves_and_if_one_can_be_written(
     empty.mkdir()
     run = write_run(tmp_path / "run", finished=False)
     for folder in (empty, run):
-        with pytest.raises(Interrupted), page_on_failure(folder, []):
+        with pytest.raises(Interrupted), run_page.page_on_failure(folder, []):
             raise error
-    assert not (empty / PAGE_FILE).exists()
-    assert f"stopped after step 20 of 20: {error}" in (run / PAGE_FILE).read_text()
+    assert not (empty / run_page.PAGE_FILE).exists()
+    assert f"stopped after step 20 of 20: {error}" in (run / run_page.PAGE_FILE).read_text()
     monkeypatch.setattr("app.report.run_page.render_run", lambda *_: 1 / 0)
-    assert write_page(run) is None
+    assert run_page.write_page(run) is None
     assert caplog.messages == ["report.html was not written: division by zero"]
 
 
@@ -200,7 +191,7 @@ def test_a_page_is_written_while_the_run_trains(
     def write(*args: Any, **options: Any) -> None:
         written.append(now[0])
         now[0] += costs.pop(0)
-        write_page(*args, **options)
+        run_page.write_page(*args, **options)
 
     monkeypatch.setattr("app.assembly.training.write_page", write)
     config = load_config("train", small_run())
@@ -215,11 +206,11 @@ def test_a_page_is_written_while_the_run_trains(
     # A minute after the start, a minute later, and 1 % of the time after a page that took 5 s.
     assert [round(second) for second in written] == [60, 120, 625]
     assert states[0] == random.getstate() and torch.equal(states[1], torch.get_rng_state())
-    page = (folder / PAGE_FILE).read_text()
-    assert "not finished: step 20" in page and not (folder / CURVES_FILE).exists()
+    page = (folder / run_page.PAGE_FILE).read_text()
+    assert "not finished: step 20" in page and not (folder / run_page.CURVES_FILE).exists()
     assert '<meta http-equiv="refresh" content="60">' in page
-    write_page(folder)
-    assert 'http-equiv="refresh"' not in (folder / PAGE_FILE).read_text()
+    run_page.write_page(folder)
+    assert 'http-equiv="refresh"' not in (folder / run_page.PAGE_FILE).read_text()
 
 
 def test_settings_that_differ_from_their_defaults() -> None:
@@ -243,11 +234,16 @@ PLAN = {
 
 def test_a_speed_is_compared_with_its_plan_and_the_largest_loss_named() -> None:
     lost = {"speed/lost/recompute": 0.2, "speed/lost/padding": 0.3}
-    lines = "\n".join(speed_lines(PLAN | lost))
+    lines = "\n".join(run_page.speed_lines(PLAN | lost))
     for said in ("900 tokens/s measured, 1,200 planned (1,000 to 1,300)", "30 % of the positions"):
         assert said in lines
-    assert speed_lines(PLAN | lost | {"speed/train_seconds": 10.0}) == [], "still warming up"
-    assert speed_lines({"speed/train_seconds": 90.0, "speed/tokens_per_second": 9.0} | lost) == []
+    assert run_page.speed_lines(PLAN | lost | {"speed/train_seconds": 10.0}) == [], (
+        "still warming up"
+    )
+    assert (
+        run_page.speed_lines({"speed/train_seconds": 90.0, "speed/tokens_per_second": 9.0} | lost)
+        == []
+    )
 
 
 def test_a_chart_keeps_spikes_and_single_points() -> None:
@@ -333,7 +329,7 @@ def test_ten_predictions_from_all_data_sets_with_changed_answers_first() -> None
         for name in "abc"
         for i in range(25)
     ]
-    chosen = _choose_predictions(iter(lines))
+    chosen = run_page._choose_predictions(iter(lines))
     assert [line["data_set"] for line in chosen] == list("abcabcabca")
     assert all(line["number"] > 20 for line in chosen)
 
