@@ -13,13 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config import EvaluateConfig, changed_settings, run_verb, save_config
-from app.evaluation.judge.grading import (
-    Bench,
-    Judgement,
-    check_judgement,
-    judge_table,
-    print_judgement,
-)
+from app.evaluation.judge import grading
 from app.model.hub import is_offline
 from app.preflight import requested_devices
 from app.process.environment import configure_libraries, run_program
@@ -86,17 +80,17 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     print_samples(evaluator)
     report_confusion(evaluator, folder)
     if verdicts is not None:
-        print_judgement(verdicts, judged, str(folder / _JUDGE_PAGE))
+        grading.print_judgement(verdicts, judged, str(folder / _JUDGE_PAGE))
     report_comparison(metrics, changes, groups, folder)
     write_page(folder, changed_settings(config))
     print(f"run: {printable(str(folder))}")
     if verdicts is not None:
-        check_judgement(verdicts, judged)
+        grading.check_judgement(verdicts, judged)
     check_regression(changes, config.evaluation.max_regression)
     return metrics
 
 
-def _build_bench(config: EvaluateConfig) -> Bench | None:
+def _build_bench(config: EvaluateConfig) -> grading.Bench | None:
     judged = config.evaluation.judge
     if judged.questions and judged.grading == ["pairwise"] and config.tuned_path is None:
         raise UserError(
@@ -105,7 +99,7 @@ def _build_bench(config: EvaluateConfig) -> Bench | None:
         )
     if not judged.questions:
         return None
-    return Bench(judged, config.evaluation.batch_size, config.seed)
+    return grading.Bench(judged, config.evaluation.batch_size, config.seed)
 
 
 def _measure_models(
@@ -114,7 +108,7 @@ def _measure_models(
     env: Environment,
     base: Base,
     data: FinetuneDataModule,
-    bench: Bench | None,
+    bench: grading.Bench | None,
 ) -> tuple[Evaluator, RowRunner, dict[str, float]]:
     """Measure base and tuned, one in memory at a time; UserError if there is nothing to measure.
 
@@ -165,7 +159,7 @@ def _measure_models(
     return evaluator, runner, metrics
 
 
-def _verdicts_page(bench: Bench, judged: Judgement) -> str:
+def _verdicts_page(bench: grading.Bench, judged: grading.Judgement) -> str:
     verdicts = {
         (verdict.request.question.id, verdict.request.turn, verdict.request.variant): verdict
         for verdict in judged.verdicts
@@ -186,7 +180,7 @@ def _verdicts_page(bench: Bench, judged: Judgement) -> str:
             shown.append({"source": source, "prompt": text, "texts": texts})
     facts = [judged.state(), *([judged.cost(bench.config)] if judged.is_graded else [])]
     sections = [
-        PageSection(title="Grades", tables=[judge_table(judged)]),
+        PageSection(title="Grades", tables=[grading.judge_table(judged)]),
         PageSection(title="Answers", predictions=shown),
     ]
     return render_sections(f"{bench.name}: graded by {bench.config.name}", facts, sections)

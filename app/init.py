@@ -151,7 +151,6 @@ def _scalar(text: str) -> str:
 
 
 def run(words: list[str]) -> int:
-    """Run the verb; return its exit code."""
     return run_guarded("init", lambda: _run(words))
 
 

@@ -13,13 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import PlanConfig, run_verb, save_config, settings_of, write_experiment
-from app.planning.advice import (
-    Candidate,
-    best_of_each,
-    list_candidates,
-    smallest_change,
-    suggest_larger_changes,
-)
+from app.planning import advice, planned
 from app.planning.communication import list_collectives
 from app.planning.flops import estimate_flops
 from app.planning.hardware import HardwareConfig, check_hardware, detect_card, with_local_host
@@ -32,15 +26,6 @@ from app.planning.memory import (
     fits,
     fits_host,
     usable_bytes,
-)
-from app.planning.planned import (
-    check_planned,
-    estimate_tokens,
-    load_strategies,
-    on_hardware,
-    plan_run,
-    read_config_json,
-    with_devices_of,
 )
 from app.planning.speed import describe_batch, describe_range, estimate_speed
 from app.process.environment import configure_libraries, run_program
@@ -99,25 +84,25 @@ def plan(config: PlanConfig) -> Path:
     return folder
 
 
-def make_plan(config: PlanConfig) -> tuple[dict[str, Any], list[Candidate], HardwareConfig]:
+def make_plan(config: PlanConfig) -> tuple[dict[str, Any], list[advice.Candidate], HardwareConfig]:
     """Return the figures of a plan, its alternatives, the fastest first, and the hardware."""
-    hardware = on_hardware(config, find_hardware(config.hardware))
-    config_json = read_config_json(config.model)
-    if problems := check_planned(config, hardware, config_json):
+    hardware = planned.on_hardware(config, find_hardware(config.hardware))
+    config_json = planned.read_config_json(config.model)
+    if problems := planned.check_planned(config, hardware, config_json):
         raise UserError(problems)
-    strategies = load_strategies(settings_of)
-    run, chosen = plan_run(config, hardware, config_json, strategies=strategies)
+    strategies = planned.load_strategies(settings_of)
+    run, chosen = planned.plan_run(config, hardware, config_json, strategies=strategies)
     tokens, tokens_by = training_tokens(config, run)
     if (fewer := _accumulation_for(config, run, tokens)) is not None:
         trainer = replace(config.trainer, gradient_accumulation_steps=fewer)
         config = replace(config, trainer=trainer)
-        run, chosen = plan_run(config, hardware, config_json, strategies=strategies)
+        run, chosen = planned.plan_run(config, hardware, config_json, strategies=strategies)
         chosen = [*chosen, f"accumulation: {fewer}, for more steps in an epoch of little data"]
-    candidates = list_candidates(config, hardware, config_json, run.model, strategies)
-    change = smallest_change(candidates)
+    candidates = advice.list_candidates(config, hardware, config_json, run.model, strategies)
+    change = advice.smallest_change(candidates)
     changes = [] if change is None else [" ".join(change.overrides)]
     if not changes:
-        changes = suggest_larger_changes(
+        changes = advice.suggest_larger_changes(
             config, hardware, config_json, run.model, strategies, run.sequence_len
         )
     facts = _describe_run(run, tokens, tokens_by)
@@ -125,7 +110,7 @@ def make_plan(config: PlanConfig) -> tuple[dict[str, Any], list[Candidate], Hard
         "name": (config.output.name or "").removesuffix("-plan"),
         "chosen": chosen,
         "to_fit": [] if facts["fits"] else changes,
-        "advice": [_describe_candidate(each) for each in best_of_each(candidates)],
+        "advice": [_describe_candidate(each) for each in advice.best_of_each(candidates)],
     }
     return facts, candidates, hardware
 
@@ -154,7 +139,7 @@ def training_tokens(config: PlanConfig, run: PlannedRun) -> tuple[int | None, st
     if config.trainer.max_steps is not None:
         return config.trainer.max_steps * run.tokens_per_step, ""
     try:
-        return estimate_tokens(config, run.sequence_len)
+        return planned.estimate_tokens(config, run.sequence_len)
     except (DataError, UserError) as error:
         return None, error.problems[0]
 
@@ -191,7 +176,7 @@ def _check_written(file: Path) -> None:
 
 
 def _write_best(
-    config: PlanConfig, candidates: list[Candidate], hardware: HardwareConfig, file: Path
+    config: PlanConfig, candidates: list[advice.Candidate], hardware: HardwareConfig, file: Path
 ) -> None:
     best = next((each for each in candidates if each.fits), None)
     if best is None:
@@ -200,7 +185,7 @@ def _write_best(
         f"# Planned for {hardware}: {best.memory.total / 2**30:.1f} GiB per GPU and "
         f"{best.speed.tokens_per_second:,.0f} tokens/s are estimates. Not yet run."
     )
-    write_experiment(with_devices_of(best.config, hardware), file, header)
+    write_experiment(planned.with_devices_of(best.config, hardware), file, header)
     print(f"\nwritten: {printable(str(file))}; {verb_command('train')} +experiment={file}")
 
 
@@ -294,7 +279,7 @@ def _settings(run: PlannedRun) -> dict[str, Any]:
     }
 
 
-def _describe_candidate(candidate: Candidate) -> dict[str, Any]:
+def _describe_candidate(candidate: advice.Candidate) -> dict[str, Any]:
     run, memory = candidate.run, candidate.memory
     return _settings(run) | {
         "type": " ".join(candidate.overrides),

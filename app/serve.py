@@ -36,10 +36,6 @@ from common.installation import install_extra, verb_command
 from common.text import printable
 
 if TYPE_CHECKING:
-    import socket
-
-    from starlette.types import ASGIApp
-
     from app.assembly.base import Tuned
 
 log = logging.getLogger(__name__)
@@ -59,7 +55,7 @@ def serve(config: ServerConfig) -> None:
     # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.base import open_tuned, with_checkpoint
     from app.evaluation.conversation import check_served_tokens
-    from app.serving.server import build_app
+    from app.serving.server import build_app, build_server
 
     config, env = with_checkpoint(config, folder)
     tuned = open_tuned(config, env)
@@ -75,24 +71,8 @@ def serve(config: ServerConfig) -> None:
         print(_vllm_lines(config, tuned, folder, has_key=key is not None))
         print(f"run: {printable(str(folder))}")
         return
-    responder = tuned.responder(tuned.load(env), env)
-    app = build_app(responder, config.serve, config.chat, model_name(config), key)
-    _run_server(app, listener, model_name(config), folder)
-
-
-def model_name(config: ServerConfig) -> str:
-    """Return the name of the model in the API."""
-    if config.serve.model_name is not None:
-        return config.serve.model_name
-    if config.run is None:
-        return Path(str(config.model.path)).name
-    return str(config.output.name).removesuffix("-serve")
-
-
-def _run_server(app: ASGIApp, listener: socket.socket, name: str, folder: Path) -> None:
-    from app.serving.server import build_server
-
-    server = build_server(app)
+    responder, name = tuned.responder(tuned.load(env), env), model_name(config)
+    server = build_server(build_app(responder, config.serve, config.chat, name, key))
     address = address_of(listener)
     print(
         f"serving {printable(name)}: page {address}/, API {address}/v1; Ctrl-C ends it", flush=True
@@ -103,6 +83,15 @@ def _run_server(app: ASGIApp, listener: socket.socket, name: str, folder: Path) 
     print(f"run: {printable(str(folder))}", flush=True)
     if signum is not None:
         raise Interrupted(signum, "the server has stopped")
+
+
+def model_name(config: ServerConfig) -> str:
+    """Return the name of the model in the API."""
+    if config.serve.model_name is not None:
+        return config.serve.model_name
+    if config.run is None:
+        return Path(str(config.model.path)).name
+    return str(config.output.name).removesuffix("-serve")
 
 
 def _vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: bool) -> str:

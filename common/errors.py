@@ -108,7 +108,6 @@ class Problems:
             self._kept.append(problem)
 
     def lines(self) -> list[str]:
-        """Return the lines to print."""
         if self._count <= MAX_PROBLEMS:
             return list(self._kept)
         hidden = self._count - MAX_PROBLEMS + 1

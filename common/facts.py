@@ -89,7 +89,6 @@ class Facts:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The declared bounds by name."""
         bounds = {name: getattr(self, name) for name in COMPARISONS}
         return {name: bound for name, bound in bounds.items() if bound is not None}
 
@@ -133,7 +132,6 @@ _NONE = Facts()
 
 
 def facts_of(field: dataclasses.Field[Any]) -> Facts:
-    """Return the facts declared at a field."""
     facts: Facts = field.metadata.get("facts", _NONE)
     return facts
 

@@ -57,7 +57,7 @@ from app.model.tokenizer import (
     with_chat_template,
 )
 from app.preflight import describe_base
-from app.preflight.couplings import has_data
+from app.preflight.couplings.devices import has_data
 from app.preflight.couplings.settings import CHANGE_BASE
 from app.preflight.files import check_recompute, check_split
 from app.process.launch import is_child, is_first_rank

@@ -22,17 +22,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from app.config import verbs
 from app.config.overrides import YAML_SUFFIXES, python_keys
-from app.config.verbs import (
-    OPTION_ALIASES,
-    PARTS,
-    PER_START,
-    TYPED_KEYS,
-    VERBS,
-    VERBS_ON_A_RUN,
-    TrainConfig,
-    TunedConfig,
-)
 from app.planning.hardware import custom_hardware_advice
 from app.run import find_run, find_run_to_resume
 from app.run.find import FINAL
@@ -148,7 +139,7 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
         if not file.exists():
             raise UserError(f"experiment={option}: no such file in {Path.cwd()}")
         return file
-    alias = OPTION_ALIASES.get(group, {}).get(option.lower())
+    alias = verbs.OPTION_ALIASES.get(group, {}).get(option.lower())
     hint = f"; type {group}={alias}" if alias else nearest(option, options)
     if group == "model":
         hint = _hint_for_model(option, options)
@@ -259,7 +250,7 @@ def _lines_of(root: Any, path: Path, is_global: bool) -> dict[str, int]:
     Each use of a YAML alias counts as all the nodes that it expands to.
     """
     most, num_nodes, num_parts = limits(), 0, 0
-    typed_keys = TYPED_KEYS if is_global else {}
+    typed_keys = verbs.TYPED_KEYS if is_global else {}
     lines: dict[str, int] = {}
     waiting = [("", root, 0)] if root is not None else []
     while waiting:
@@ -305,33 +296,33 @@ URL = re.compile(r"[A-Za-z][\w+.-]*:/|[^/]+:\d{1,5}$")
 """a URL, or HOST:PORT"""
 
 
-def save_config(config: TrainConfig | TunedConfig, path: Path) -> None:
+def save_config(config: verbs.TrainConfig | verbs.TunedConfig, path: Path) -> None:
     """Save settings as plain YAML without secrets; `load_run_config` loads it."""
-    verb = next(verb for verb, schema in VERBS.items() if type(config) is schema)
+    verb = next(verb for verb, schema in verbs.VERBS.items() if type(config) is schema)
     settings = redacted(dataclasses.asdict(config))
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     write_atomically(path, verb_line(verb) + text)
 
 
-def write_experiment(config: TrainConfig, path: Path, header: str) -> None:
+def write_experiment(config: verbs.TrainConfig, path: Path, header: str) -> None:
     """Write an experiment file with the settings that differ from the defaults.
 
     `header`: comment lines that follow the first line.
     """
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(TrainConfig):
+    for field in dataclasses.fields(verbs.TrainConfig):
         value = getattr(config, field.name)
-        if field.name in PARTS:
+        if field.name in verbs.PARTS:
             values[field.name] = dataclasses.asdict(value)
-        elif field.name not in PER_START and (given := _nondefault(value, default_of(field))):
+        elif field.name not in verbs.PER_START and (given := _nondefault(value, default_of(field))):
             values[field.name] = given
-    defaults = [{f"override /{group}": getattr(config, group).name} for group in PARTS]
+    defaults = [{f"override /{group}": getattr(config, group).name} for group in verbs.PARTS]
     settings = redacted({"defaults": [*defaults, "_self_"], **values})
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     write_atomically(path, f"# @package _global_\n{header}\n{text}")
 
 
-def changed_settings(config: TrainConfig | TunedConfig) -> list[tuple[str, str, str]]:
+def changed_settings(config: verbs.TrainConfig | verbs.TunedConfig) -> list[tuple[str, str, str]]:
     """List (key, value, default) of the settings that differ from their defaults, without secrets.
 
     An option of a group is listed as `adapter=full`. Settings of a single start of a run (its
@@ -344,14 +335,17 @@ def changed_settings(config: TrainConfig | TunedConfig) -> list[tuple[str, str, 
         for field in dataclasses.fields(part):
             value, default = getattr(part, field.name), default_of(field)
             key = f"{prefix}{facts_of(field).typed or field.name}"
-            if key in PER_START or key == "run":
+            if key in verbs.PER_START or key == "run":
                 continue
             if is_settings(value):
-                option, first = getattr(value, "name", None), next(iter(PARTS.get(key, ())), None)
+                option, first = (
+                    getattr(value, "name", None),
+                    next(iter(verbs.PARTS.get(key, ())), None),
+                )
                 if first is not None and option != first:
                     changed.append((key, str(option), first))
                 compare(f"{key}.", value)
-            elif value != default and not (field.name == "name" and prefix[:-1] in PARTS):
+            elif value != default and not (field.name == "name" and prefix[:-1] in verbs.PARTS):
                 changed.append((key, redact(as_typed(_file_names(value))), as_typed(default)))
 
     compare("", config)
@@ -389,14 +383,14 @@ def _nondefault(value: Any, default: Any) -> Any:
 
 
 def find_source_run(
-    verb: str, typed: Mapping[str, Any], read_config: Callable[[Path], TrainConfig]
+    verb: str, typed: Mapping[str, Any], read_config: Callable[[Path], verbs.TrainConfig]
 ) -> Path | None:
     """Return the run whose settings a command inherits: the one it resumes, evaluates or merges.
 
     None if a model was typed instead, or no run is resumed. Invalid values are reported later.
     `read_config` reads the config.yaml in a run's folder.
     """
-    if verb in VERBS_ON_A_RUN:
+    if verb in verbs.VERBS_ON_A_RUN:
         has_model = typed.get("model") is not None or typed.get("model.path") is not None
         if typed.get("run") is None and has_model:
             return None
@@ -417,11 +411,11 @@ def find_source_run(
 
 def _taken_by(verb: str, typed: AbstractSet[str]) -> list[str]:
     """Return the parts and settings that a verb takes from a run, if these keys were typed."""
-    not_inherited = (PER_START if verb == "train" else {"run", "output"}) | typed
-    return [f.name for f in dataclasses.fields(VERBS[verb]) if f.name not in not_inherited]
+    not_inherited = (verbs.PER_START if verb == "train" else {"run", "output"}) | typed
+    return [f.name for f in dataclasses.fields(verbs.VERBS[verb]) if f.name not in not_inherited]
 
 
-def words_to_type(config: TrainConfig, verb: str = "train") -> list[str]:
+def words_to_type(config: verbs.TrainConfig, verb: str = "train") -> list[str]:
     """Return what a verb never takes from the folder of a run with this config, as overrides."""
     taken = _taken_by(verb, frozenset())
     skip = {field.name for field in dataclasses.fields(config)}.difference(taken)
@@ -430,7 +424,7 @@ def words_to_type(config: TrainConfig, verb: str = "train") -> list[str]:
 
 
 def experiment_from_run(
-    run: Path, config: TrainConfig, verb: str, typed: AbstractSet[str]
+    run: Path, config: verbs.TrainConfig, verb: str, typed: AbstractSet[str]
 ) -> ConfFile:
     """Return a run's settings as an experiment, for Hydra to compose under what was typed.
 
@@ -448,7 +442,9 @@ def experiment_from_run(
     if problems:
         raise UserError(problems)
     defaults = [
-        {f"override /{group}": getattr(config, group).name} for group in PARTS if group in values
+        {f"override /{group}": getattr(config, group).name}
+        for group in verbs.PARTS
+        if group in values
     ]
     if verb == "train":
         values["output"] = run_values["output"] | {"dir": str(run)}
@@ -458,7 +454,7 @@ def experiment_from_run(
         is_name = NAME_PATTERN.fullmatch(f"{named}-{verb}")
         values["output"] = {"name": f"{named if is_name else config.output.name or 'run'}-{verb}"}
         for part in {"trainer", "evaluation"} & values.keys():
-            known = {field.name for field in dataclasses.fields(hints_of(VERBS[verb])[part])}
+            known = {field.name for field in dataclasses.fields(hints_of(verbs.VERBS[verb])[part])}
             inherited = known & set(_INHERITED_FROM_TRAINER) if part == "trainer" else known
             values[part] = {
                 name: value
@@ -469,7 +465,7 @@ def experiment_from_run(
 
 
 def _check_secrets(
-    run: Path, config: TrainConfig, settings: dict[str, Any], typed: AbstractSet[str]
+    run: Path, config: verbs.TrainConfig, settings: dict[str, Any], typed: AbstractSet[str]
 ) -> list[str]:
     """List the settings whose secrets were removed from a run's file and that were not typed."""
     without_secret = {key.partition("[")[0] for key in redacted_keys(settings)}
@@ -512,7 +508,7 @@ class Granting:
 
 
 def not_taken(
-    config: TrainConfig, typed: AbstractSet[str], *, skip: Collection[str] = ()
+    config: verbs.TrainConfig, typed: AbstractSet[str], *, skip: Collection[str] = ()
 ) -> list[Granting]:
     """List the settings of a config read from a folder that grant something and were not typed.
 
@@ -569,7 +565,6 @@ def settle(found: Iterable[Granting], place: Path) -> tuple[list[Granting], list
     return reset, list(dict.fromkeys(problems))
 
 
-def reset_to_default(config: TrainConfig, granting: Granting) -> None:
-    """Set a setting to its default."""
+def reset_to_default(config: verbs.TrainConfig, granting: Granting) -> None:
     *parts, name = granting.key.split(".")
     setattr(functools.reduce(getattr, parts, config), name, granting.default)

@@ -21,23 +21,12 @@ from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
+from app.config import verbs
 from app.config.conf_files import CONF, list_groups, read_conf_file
 from app.config.load import Config, check_paths, compose, load_config, load_run_config
 from app.config.overrides import safety_error
 from app.config.schema import Setting, docs_of, list_settings
 from app.config.validation import print_note
-from app.config.verbs import (
-    ALL_VERBS,
-    EvaluateConfig,
-    LaunchConfig,
-    PlanConfig,
-    PreviewConfig,
-    TrainConfig,
-    TunedConfig,
-    all_settings,
-    may_be_key,
-    only_in,
-)
 from app.evaluation.metrics import check_metrics
 from app.evaluation.tasks.measure import check_harness
 from app.evaluation.tasks.questions import check_tasks
@@ -108,7 +97,7 @@ def _dispatch(
 ) -> int:
     if "--help" in words or "-h" in words:
         topic = next((word for word in words if word[0] != "-" and "=" not in word), None)
-        print(_help_page(verb) if topic is None else _topic_page(topic, all_settings(verb)))
+        print(_help_page(verb) if topic is None else _topic_page(topic, verbs.all_settings(verb)))
         return DONE
     if "--version" in words:
         print(f"loft {version()}")
@@ -116,7 +105,12 @@ def _dispatch(
     is_sweep = bool({"-m", "--multirun"} & set(words))
     set_verbose("--verbose" in words)
     words = [word for word in words if word not in ("-m", "--multirun", "--verbose")]
-    shows_settings, words = _pop_cfg_flag(words)
+    if shows_settings := "--cfg" in words:
+        position = words.index("--cfg")
+        if (argument := words[position + 1 : position + 2]) != ["job"]:
+            typed = f"--cfg {''.join(argument)}"
+            raise UserError(f"{typed}: expected --cfg job, which prints the settings")
+        del words[position : position + 2]
     if verb in ("train", "preview", "plan") and _is_quickstart(verb, words):
         given = "no model and no data given" if words else "no settings given"
         words = [f"+experiment={_DEFAULT_EXPERIMENT}", *words]
@@ -149,12 +143,11 @@ def _is_quickstart(verb: str, words: Sequence[str]) -> bool:
     keys = [word.lstrip("+").partition("=")[0] for word in words if "=" in word]
     names = ("experiment", "model", "data", "data.datasets", "resume")
     return len(keys) == len(words) and not any(
-        key in names or key.startswith("model.") or not may_be_key(verb, key) for key in keys
+        key in names or key.startswith("model.") or not verbs.may_be_key(verb, key) for key in keys
     )
 
 
 def version() -> str:
-    """Return the installed version of loft."""
     import importlib.metadata
 
     try:
@@ -169,17 +162,17 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
     UserError lists the problems of all rooms together. `words`: the command line; None for a trial
     of a sweep. A preview needs no weights, and may be of a run for another machine.
     """
-    is_preview = isinstance(config, PreviewConfig)
-    training = config if isinstance(config, TrainConfig) and not is_preview else None
-    resumes = isinstance(config, TrainConfig) and config.resume != NEVER
-    resumes = resumes or isinstance(config, LaunchConfig)
+    is_preview = isinstance(config, verbs.PreviewConfig)
+    training = config if isinstance(config, verbs.TrainConfig) and not is_preview else None
+    resumes = isinstance(config, verbs.TrainConfig) and config.resume != NEVER
+    resumes = resumes or isinstance(config, verbs.LaunchConfig)
     problems = _check_required(config) + check_output(config.output, resumes=resumes)
     problems += check_paths(config)
-    if isinstance(config, TunedConfig):
+    if isinstance(config, verbs.TunedConfig):
         problems += check_selected(config.checkpoint, config.run, config.adapter_path)
     if problems:
         raise UserError(problems)
-    if isinstance(config, PlanConfig):
+    if isinstance(config, verbs.PlanConfig):
         return None  # a plan is checked against its hardware, and reads neither weights nor data
     existing = None
     if training is not None:
@@ -198,7 +191,7 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
     if not is_cluster_job:
         problems += _check_launch(config, words)
     problems += check_compatibility(config, on_this_machine=runs_here)
-    if isinstance(config, (TrainConfig, EvaluateConfig)):
+    if isinstance(config, (verbs.TrainConfig, verbs.EvaluateConfig)):
         evaluation = config.evaluation
         if evaluation.metrics or evaluation.metric is not None:
             problems += check_metrics(evaluation)
@@ -218,9 +211,9 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
 
 def _check_launch(config: Config, words: Sequence[str] | None) -> list[str]:
     """List problems of how this process was launched, and of the nodes of a training run."""
-    if isinstance(config, EvaluateConfig):
+    if isinstance(config, verbs.EvaluateConfig):
         return check_launch(requested_devices(config).num_ranks)
-    if isinstance(config, PreviewConfig) or not isinstance(config, TrainConfig):
+    if isinstance(config, verbs.PreviewConfig) or not isinstance(config, verbs.TrainConfig):
         return check_launch(None)
     devices = requested_devices(config)
     problems = check_launch(devices.num_ranks, devices.ranks_per_node)
@@ -231,22 +224,12 @@ def _check_launch(config: Config, words: Sequence[str] | None) -> list[str]:
     return problems
 
 
-def _pop_cfg_flag(words: list[str]) -> tuple[bool, list[str]]:
-    if "--cfg" not in words:
-        return False, words
-    position = words.index("--cfg")
-    argument = words[position + 1 : position + 2]
-    if argument != ["job"]:
-        raise UserError(f"--cfg {''.join(argument)}: expected --cfg job, which prints the settings")
-    return True, words[:position] + words[position + 2 :]
-
-
 def _check_required(config: Config) -> list[str]:
     """List what has no default and was not given: a model, data."""
     problems = []
     missing = ""
-    run = config.run if isinstance(config, TunedConfig) else None
-    if isinstance(config, PreviewConfig):
+    run = config.run if isinstance(config, verbs.TunedConfig) else None
+    if isinstance(config, verbs.PreviewConfig):
         if config.resume != NEVER:
             problems.append(f"resume={config.resume}: a preview trains nothing; leave it out")
         if config.model.path is None and config.model.tokenizer_path is None:
@@ -258,9 +241,10 @@ def _check_required(config: Config) -> list[str]:
             f"{missing}, or model=NAME (--help model lists {len(list_groups(CONF)['model'])}); "
             "+experiment=quickstart is a complete example"
         )
-    if isinstance(config, PlanConfig) or not isinstance(config, (TrainConfig, EvaluateConfig)):
+    of_data = (verbs.TrainConfig, verbs.EvaluateConfig)
+    if isinstance(config, verbs.PlanConfig) or not isinstance(config, of_data):
         return problems
-    is_evaluated_otherwise = isinstance(config, EvaluateConfig) and (
+    is_evaluated_otherwise = isinstance(config, verbs.EvaluateConfig) and (
         config.data.val_datasets
         or config.data.test_datasets
         or config.evaluation.tasks
@@ -268,7 +252,7 @@ def _check_required(config: Config) -> list[str]:
         or config.evaluation.judge.questions
     )
     if not config.data.datasets and not is_evaluated_otherwise:
-        is_training = isinstance(config, TrainConfig)
+        is_training = isinstance(config, verbs.TrainConfig)
         problems.append(
             f"no data: type data=NAME ({', '.join(list_groups(CONF)['data'])}), or "
             "'data.datasets=[{path: FILE, format: alpaca}]'; "
@@ -408,9 +392,9 @@ Exit codes: 0 done, 2 invalid input, 3 environment (disk, memory, package), 4 tr
 
 def _help_page(verb: str) -> str:
     """Return the first page of a verb's help."""
-    settings, options, width = all_settings(verb), list_groups(CONF), page_width()
+    settings, options, width = verbs.all_settings(verb), list_groups(CONF), page_width()
     defaults = dict(read_conf_file(CONF / f"{verb}.yaml", package="").choices)
-    lines = [f"loft {verb}: {ALL_VERBS[verb].what}", "", "usage"]
+    lines = [f"loft {verb}: {verbs.ALL_VERBS[verb].what}", "", "usage"]
     for command, meaning in _USAGE[verb]:
         typed = command.replace(f"python -m app.{verb}", verb_command(verb))
         lines.append(f"  {typed:<44}  {meaning}".rstrip())
@@ -468,7 +452,7 @@ def _topic_page(topic: str, settings: Sequence[Setting]) -> str:
         or setting.key.startswith((f"{topic}.", f"{topic}["))
     ]
     if not found:
-        if hint := only_in(topic):
+        if hint := verbs.only_in(topic):
             raise UserError(f"--help {topic}: not a setting of this verb{hint}")
         known = [setting.typed_key for setting in settings]
         raise UserError(
@@ -508,9 +492,13 @@ def _is_shown(setting: Setting, verb: str) -> bool:
 
 
 def describe(setting: Setting) -> str:
-    """Return `(default; values) docstring` of a setting."""
-    facts = filter(None, [default_text(setting), _values_text(setting)])
-    return f"({'; '.join(facts)}) {setting.doc}"
+    """Return `(default; values) docstring` of a setting, without choices that those two name."""
+    facts, default = setting.facts, default_text(setting)
+    named = f"{default} {setting.doc}"
+    if all(re.search(rf"\b{re.escape(str(word))}\b", named) for word in facts.choices):
+        facts = dataclasses.replace(facts, choices=())
+    values = describe_values(facts, None)
+    return f"({'; '.join(filter(None, [default, values]))}) {setting.doc}"
 
 
 def default_text(setting: Setting) -> str:
@@ -521,14 +509,6 @@ def default_text(setting: Setting) -> str:
     words = {"None": "null", "True": "true", "False": "false", "[]": "none", "{}": "none"}
     shown = ", ".join(map(str, default)) if default and isinstance(default, list) else default
     return words.get(str(shown), str(shown))
-
-
-def _values_text(setting: Setting) -> str:
-    """Return the values that a setting accepts; empty if default and docstring name all choices."""
-    facts, text = setting.facts, f"{default_text(setting)} {setting.doc}"
-    if all(re.search(rf"\b{re.escape(str(word))}\b", text) for word in facts.choices):
-        facts = dataclasses.replace(facts, choices=())
-    return describe_values(facts, None)
 
 
 def page_width() -> int:

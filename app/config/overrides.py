@@ -17,16 +17,8 @@ from typing import Any, cast
 
 import yaml  # type: ignore[import-untyped]
 
+from app.config import verbs
 from app.config.schema import Setting, suggest
-from app.config.verbs import (
-    OPTION_ALIASES,
-    RENAMED,
-    SETTINGS,
-    TYPED_KEYS,
-    VERBS,
-    all_settings,
-    may_be_key,
-)
 from app.planning.hardware import split_name
 from common.errors import MAX_PROBLEMS, UserError, nearest
 from common.facts import hints_of
@@ -65,8 +57,6 @@ _VERBS_IN_ANSWERS = ("chat", "evaluate", "merge", "preview", "push", "serve", "t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Override:
-    """One typed override."""
-
     key: str
     value: Any
     for_hydra: str
@@ -92,8 +82,8 @@ def parse_overrides(
         if match is None:
             problems.append(f"{word}: expected key=value{_hint_for_bare_word(word, groups)}")
             continue
-        key, value = RENAMED.get(match["key"], match["key"]), match["value"]
-        key = TYPED_KEYS.get(key, key)
+        key, value = verbs.RENAMED.get(match["key"], match["key"]), match["value"]
+        key = verbs.TYPED_KEYS.get(key, key)
         typed = value
         implied: dict[str, str] = {}
         if key == "hardware":
@@ -149,12 +139,12 @@ def check_words(verb: str, words: Sequence[str], groups: Iterable[str]) -> None:
 
 def refuse_unknown(verb: str, keys: Iterable[str], where: Callable[[str], str]) -> None:
     """Raise UserError that names the first unknown keys and counts the rest, if there are many."""
-    unknown = [key for key in keys if not may_be_key(verb, key)]
+    unknown = [key for key in keys if not verbs.may_be_key(verb, key)]
     if len(unknown) <= MAX_PROBLEMS:
         return
-    groups = list(hints_of(VERBS[verb]))
+    groups = list(hints_of(verbs.VERBS[verb]))
     named = [
-        f"{where(key)} unknown key {key[:80]}{suggest(key[:80], groups, all_settings(verb))}"
+        f"{where(key)} unknown key {key[:80]}{suggest(key[:80], groups, verbs.all_settings(verb))}"
         for key in unknown[:MAX_PROBLEMS]
     ]
     raise UserError(named + ["unknown key"] * (len(unknown) - len(named)))
@@ -206,9 +196,11 @@ def _split_off_dashed(words: Sequence[str]) -> tuple[list[str], list[str]]:
             value = "" if remaining[0].startswith("-") else remaining.pop(0)
         typed = f"{word} {value}" if value and not equals else word
         name = name.replace("-", "_")
-        if (advice := answer_for(name, value, SETTINGS)) is None:
+        if (advice := answer_for(name, value, verbs.SETTINGS)) is None:
             # The nearest setting, or the one that other tools call so.
-            found = re.search(r"(?:did you mean|type) ([^\s?=]+)", suggest(name, [], SETTINGS))
+            found = re.search(
+                r"(?:did you mean|type) ([^\s?=]+)", suggest(name, [], verbs.SETTINGS)
+            )
             advice = f"type {found[1]}={value or 'VALUE'}" if found else "--help shows the settings"
         problems.append(f"{typed}: settings are typed without dashes, as KEY=VALUE; {advice}")
     return others, problems
@@ -233,7 +225,9 @@ def _parse_override(key: str, value: str, prefix: str, typed: str) -> Override:
                 f"or type '{key}=[{value}]' for a list, \"{key}='{value}'\" for text"
             )
         renamed = python_keys(key, parsed)
-        text = text if renamed == parsed else _python_keys_in_text(text)
+        for as_typed, known in verbs.TYPED_KEYS.items() if renamed != parsed else ():
+            name, in_python = as_typed.rpartition(".")[2], known.rpartition(".")[2]
+            text = re.sub(rf"(?<=[{{,\s]){name}(?=\s*:)", in_python, text)
         return Override(key, renamed, f"{prefix}{key}={text}", typed)
     raise UserError(f"{key}={value}: this value cannot be parsed; quote it: \"{key}='...'\"")
 
@@ -248,23 +242,16 @@ def python_keys(key: str, value: Any) -> Any:
     renamed = {}
     for name, part in value.items():
         full = f"{key}.{name}" if key else str(name)
-        known = TYPED_KEYS[full].rpartition(".")[2] if full in TYPED_KEYS else name
+        known = verbs.TYPED_KEYS[full].rpartition(".")[2] if full in verbs.TYPED_KEYS else name
         renamed[name if known in value else known] = python_keys(full, part)
     return renamed
-
-
-def _python_keys_in_text(mapping: str) -> str:
-    for typed, known in TYPED_KEYS.items():
-        name, in_python = typed.rpartition(".")[2], known.rpartition(".")[2]
-        mapping = re.sub(rf"(?<=[{{,\s]){name}(?=\s*:)", in_python, mapping)
-    return mapping
 
 
 def _hint_for_bare_word(word: str, groups: Mapping[str, Sequence[str]]) -> str:
     for group, options in groups.items():
         if word in options:
             return f"; did you mean {group}={word}?"
-    for group, aliases in OPTION_ALIASES.items():
+    for group, aliases in verbs.OPTION_ALIASES.items():
         if word in aliases:
             return f"; type {group}={aliases[word]}"
     return "; `--help` shows the settings" if word.startswith("-") else ""
@@ -283,8 +270,10 @@ def quote_value(value: str) -> str:
     while position < len(value):
         letter = value[position]
         if letter in "'\"" and not scalar.strip():
-            end = _end_of_quote(value, position)
-            scalar, position = value[position:end], end
+            end = position + 1
+            while end < len(value) and value[end] != letter:
+                end += 2 if value[end] == "\\" else 1
+            scalar, position = value[position : end + 1], end + 1
             continue
         separates = at_key and letter == ":"
         if letter in "[]{}," or separates:
@@ -311,13 +300,6 @@ def _in_quotes(scalar: str) -> str:
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", scalar)
     trailing = len(escaped) - len(escaped.rstrip("\\"))
     return f"'{escaped}{chr(92) * trailing}'"
-
-
-def _end_of_quote(value: str, start: int) -> int:
-    position = start + 1
-    while position < len(value) and value[position] != value[start]:
-        position += 2 if value[position] == "\\" else 1
-    return min(position + 1, len(value))
 
 
 def safety_error(key: str, value: Any, name: str | None = None) -> str | None:
@@ -381,8 +363,6 @@ def _text_of(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OtherTools:
-    """The words of other tools."""
-
     keys: dict[str, str]
     """word -> the setting that takes the same values"""
     values: dict[str, dict[str, str]]
@@ -407,7 +387,11 @@ def answer_for(word: str, value: str, settings: Iterable[Setting]) -> str | None
     others = read_other_tools()
     by_key = {each.typed_key: each for each in settings}
     if (key := others.keys.get(word)) is not None:
-        return _with_value(by_key[key], value) if key in by_key else None
+        if key not in by_key:
+            return None
+        if (option := by_key[key].facts.option_aliases.get(value.lower())) is not None:
+            return f"type {key}={option}"
+        return f"type {shlex.quote(f'{key}={value}') if value else f'{key}={VALUE}'}"
     by_value = others.values.get(word, {})
     if typed := by_value.get(value.lower(), by_value.get(ANY)):
         first = typed.partition("=")[0].removeprefix("+")
@@ -418,12 +402,3 @@ def answer_for(word: str, value: str, settings: Iterable[Setting]) -> str | None
         return None
     commands = {verb: verb_command(verb) for verb in _VERBS_IN_ANSWERS}
     return sentence.format(upper=word.upper(), **commands)
-
-
-def _with_value(setting: Setting, value: str) -> str:
-    """Return `type KEY=VALUE` with the value as it is called here."""
-    key = setting.typed_key
-    option = setting.facts.option_aliases.get(value.lower())
-    if option is not None:
-        return f"type {key}={option}"
-    return f"type {shlex.quote(f'{key}={value}') if value else f'{key}={VALUE}'}"

@@ -29,17 +29,8 @@ from app.run.find import FINAL, saved_folder
 from app.run.folder import OutputConfig, TrainOutputConfig
 from app.serving.api import ServeConfig
 from app.strategy.settings import STRATEGY_CONFIGS, StrategyConfig
+from app.training import optimizers
 from app.training.objective.settings import OBJECTIVES, ObjectiveConfig
-from app.training.optimizers import (
-    AdafactorConfig,
-    AdamW8bitConfig,
-    AdamWConfig,
-    MuonConfig,
-    OptimizerConfig,
-    PagedAdamW8bitConfig,
-    ScheduleConfig,
-    ScheduleFreeConfig,
-)
 from app.training.trainer import (
     ACCELERATORS,
     DEFAULT_MONITOR,
@@ -175,7 +166,7 @@ class TrainConfig:
         option_aliases={"true": "multipack", "false": "none"},
     )
     """packing of several documents into one row"""
-    optimizer: OptimizerConfig = setting(
+    optimizer: optimizers.OptimizerConfig = setting(
         resume="fixed",
         aliases=("optim",),
         option_aliases={
@@ -189,8 +180,8 @@ class TrainConfig:
         },
     )
     """optimizer, learning rate and weight decay"""
-    schedule: ScheduleConfig = setting(
-        default_factory=ScheduleConfig,
+    schedule: optimizers.ScheduleConfig = setting(
+        default_factory=optimizers.ScheduleConfig,
         resume="schedule",
         aliases=("lr_scheduler_type",),
         option_aliases={
@@ -475,12 +466,12 @@ VERBS_ON_A_RUN = tuple(verb for verb, schema in VERBS.items() if issubclass(sche
 PARTS: dict[str, dict[str, type]] = {
     "adapter": {"lora": LoraConfig, "ia3": Ia3Config, "freeze": FreezeConfig, "full": FullConfig},
     "optimizer": {
-        "adamw": AdamWConfig,
-        "adamw8bit": AdamW8bitConfig,
-        "paged_adamw8bit": PagedAdamW8bitConfig,
-        "adafactor": AdafactorConfig,
-        "muon": MuonConfig,
-        "schedule_free": ScheduleFreeConfig,
+        "adamw": optimizers.AdamWConfig,
+        "adamw8bit": optimizers.AdamW8bitConfig,
+        "paged_adamw8bit": optimizers.PagedAdamW8bitConfig,
+        "adafactor": optimizers.AdafactorConfig,
+        "muon": optimizers.MuonConfig,
+        "schedule_free": optimizers.ScheduleFreeConfig,
     },
     "objective": OBJECTIVES,
     "strategy": STRATEGY_CONFIGS,

@@ -58,8 +58,6 @@ class DoctorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """All results of a check."""
-
     machines: tuple[MachineFacts, ...]
     rows: tuple[Finding, ...]
     measured: tuple[bandwidth.Measurement, ...] = ()

@@ -76,8 +76,6 @@ class Torch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imports:
-    """The results of trying to import packages."""
-
     failures: dict[str, str] = field(default_factory=dict)
     """reason of each failed import, by package"""
     torch: Torch | None = None
@@ -111,8 +109,6 @@ class Folder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hub:
-    """Access to the Hugging Face hub."""
-
     has_token: bool = False
     is_offline: bool = False
     """whether HF_HUB_OFFLINE is set"""
@@ -173,12 +169,14 @@ def read_facts(
 
     `folders`: folders that a run writes to, by name; `suspects`: names of packages to look for.
     """
+    from packaging.specifiers import SpecifierSet
+
     started = time.time(), time.monotonic()
     is_installed, packages = True, tuple[Package, ...]()
-    requires_python, supports_python = "", True
+    requires_python, python = "", platform.python_version()
     try:
         packages = tuple(read_packages(importlib.metadata.requires(_PROGRAM) or []))
-        requires_python, supports_python = _read_python()
+        requires_python = importlib.metadata.metadata(_PROGRAM)["Requires-Python"] or ""
     except importlib.metadata.PackageNotFoundError:
         is_installed = False
     installed = [each.name for each in packages if each.version is not None]
@@ -186,9 +184,9 @@ def read_facts(
     machine = read_machine()
     return MachineFacts(
         host=socket.gethostname(),
-        python=platform.python_version(),
+        python=python,
         requires_python=requires_python,
-        supports_python=supports_python,
+        supports_python=SpecifierSet(requires_python).contains(python, prereleases=True),
         is_installed=is_installed,
         packages=packages,
         suspects={
@@ -285,13 +283,6 @@ def read_packages(requirements: Sequence[str]) -> Iterator[Package]:
             extra=extra,
             is_supported=version is None or specifier.contains(version, prereleases=True),
         )
-
-
-def _read_python() -> tuple[str, bool]:
-    from packaging.specifiers import SpecifierSet
-
-    requires = importlib.metadata.metadata(_PROGRAM)["Requires-Python"] or ""
-    return requires, SpecifierSet(requires).contains(platform.python_version(), prereleases=True)
 
 
 def _installed_version(name: str) -> str | None:

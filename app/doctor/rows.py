@@ -65,8 +65,6 @@ _LINK_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding."""
-
     what: str
     status: str
     found: str

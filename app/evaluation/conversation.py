@@ -119,7 +119,12 @@ class Responder:
         Raises UserError if they exceed the context, or are not tokens of this model.
         """
         if isinstance(prompt, str):
-            ids = self._text_ids(prompt)
+            # With the tokens before every text. Some tokenizers also end every text; what
+            # continues it would then start a new one.
+            encoded = self._tokenizer(prompt, return_special_tokens_mask=True)
+            ids: list[int] = encoded["input_ids"]
+            while not self._is_encoder_decoder and encoded["special_tokens_mask"][len(ids) - 1]:
+                ids.pop()
         elif isinstance(prompt[0], Turn):
             ids = self.template.prompt_ids(cast("Sequence[Turn]", prompt))
         else:
@@ -133,15 +138,6 @@ class Responder:
                 f"this prompt has {len(ids):,} tokens, and the model's context is "
                 f"{self._context_len:,}: send less, or start a new conversation"
             )
-        return ids
-
-    def _text_ids(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that the tokenizer puts before every text."""
-        encoded = self._tokenizer(text, return_special_tokens_mask=True)
-        ids: list[int] = encoded["input_ids"]
-        # Some tokenizers also end every text; what continues it would then start a new one.
-        while not self._is_encoder_decoder and encoded["special_tokens_mask"][len(ids) - 1]:
-            ids.pop()
         return ids
 
     def stream(self, turns: Sequence[Turn], config: ConversationConfig) -> Iterator[str]:

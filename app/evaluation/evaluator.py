@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.evaluation import significance
 from app.evaluation.generation import EvaluationConfig, answer_batches
 from app.evaluation.metrics import (
     CONFUSION_FILE,
@@ -32,14 +33,6 @@ from app.evaluation.metrics import (
     confusion_cells,
 )
 from app.evaluation.row_runner import RowRunner
-from app.evaluation.significance import (
-    VARIANTS,
-    Change,
-    RowScores,
-    compare_rows,
-    scores_in_lines,
-    wilson_interval,
-)
 from app.evaluation.tasks.measure import Harness, TaskRunner
 from app.evaluation.tasks.questions import Task
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
@@ -335,7 +328,7 @@ class Evaluator:
         intervals: dict[str, float] = {}
         for name, own in ({"": datasets >= 0} | of).items():
             if (share := losses.get(f"val/accuracy{name}")) is not None:
-                low, high = wilson_interval(share, weights[own])
+                low, high = significance.wilson_interval(share, weights[own])
                 intervals |= {f"val/accuracy_low{name}": low, f"val/accuracy_high{name}": high}
         return intervals
 
@@ -392,8 +385,8 @@ class Evaluator:
     def changes(
         self,
         trained: Collection[str] | None,
-        others: Mapping[str, Mapping[str, Mapping[str, RowScores]]] | None = None,
-    ) -> list[Change]:
+        others: Mapping[str, Mapping[str, Mapping[str, significance.RowScores]]] | None = None,
+    ) -> list[significance.Change]:
         """Compare base and tuned row by row, on everything that both were measured on.
 
         `trained`: the data sets that the tuned model was trained on, None if unknown.
@@ -403,23 +396,25 @@ class Evaluator:
         base, tuned = (
             {
                 "val/loss": self._loss_scores(variant),
-                **scores_in_lines(lines, variant),
+                **significance.scores_in_lines(lines, variant),
                 **(others or {}).get(variant, {}),
             }
-            for variant in VARIANTS
+            for variant in significance.VARIANTS
         )
-        return compare_rows(base, tuned, trained)
+        return significance.compare_rows(base, tuned, trained)
 
-    def group_changes(self) -> list[Change]:
+    def group_changes(self) -> list[significance.Change]:
         """Compare base and tuned on each group of a task, such as MMLU's subjects and categories.
 
         The intervals are simultaneous among the groups, independently of those of `changes`.
         """
         lines = list(self.tasks.group_lines())
-        base, tuned = (scores_in_lines(lines, variant) for variant in VARIANTS)
-        return compare_rows(base, tuned)
+        base, tuned = (
+            significance.scores_in_lines(lines, variant) for variant in significance.VARIANTS
+        )
+        return significance.compare_rows(base, tuned)
 
-    def _loss_scores(self, variant: str) -> dict[str, RowScores]:
+    def _loss_scores(self, variant: str) -> dict[str, significance.RowScores]:
         if variant not in self.row_losses:
             return {}
         losses, weights = self.row_losses[variant].numpy()
@@ -427,7 +422,9 @@ class Evaluator:
         for number, name in enumerate(self.data.dataset_names):
             # A row without a token to train on has no loss.
             rows = (self.data.val_examples.datasets == number) & (weights > 0)
-            scores[name] = RowScores(scores=losses[rows] / weights[rows], weights=weights[rows])
+            scores[name] = significance.RowScores(
+                scores=losses[rows] / weights[rows], weights=weights[rows]
+            )
         return scores
 
     def write_predictions(self, folder: Path, name: str = PREDICTIONS_FILE) -> None:
@@ -559,7 +556,7 @@ def print_samples(evaluator: Evaluator, count: int = 3) -> None:
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_dataset.values()))
     for line in itertools.islice(filter(None, in_turn), count):
         shown = [f"\n{printable(line['data_set'])} ({printable(line['source'])})"]
-        for name in ("prompt", "reference", *VARIANTS):
+        for name in ("prompt", "reference", *significance.VARIANTS):
             if line.get(name) is not None:
                 text = " ".join(str(line[name]).split())
                 if len(text) > _MAX_SAMPLE_LENGTH:

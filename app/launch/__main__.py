@@ -39,7 +39,7 @@ from app.run import AUTO, compare_existing
 from app.run.folder import CONFIG_FILE, OUTPUTS, into_folder
 from app.run.job import Job, check_names, job_name
 from app.run.remote import is_store_url, url_of
-from common.errors import DONE, UserError
+from common.errors import UserError
 from common.facts import leaves_of
 from common.files import write_atomically
 from common.installation import ROOT, is_checkout, python_command, verb_command
@@ -335,12 +335,6 @@ def _next_steps(submission: Submission, words: Sequence[str]) -> Iterator[str]:
     yield "  the same command again   # resumes it from its newest checkpoint"
 
 
-def _start(config: LaunchConfig) -> int:
-    """Launch what this process's command line says."""
-    launch(config, sys.argv[1:])
-    return DONE
-
-
 if __name__ == "__main__":
     configure_libraries(offline=False)
-    run_program(lambda: run_verb("launch", _start))
+    run_program(lambda: run_verb("launch", lambda config: launch(config, sys.argv[1:])))

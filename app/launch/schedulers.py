@@ -346,7 +346,6 @@ class Submission:
     id: str | None = None
 
     def command(self, template: str) -> list[str]:
-        """Return a command of this job."""
         names = {"name": self.job.name, "id": self.id or self.job.name}
         places = {"file": str(self.file), "log": self.job.log.replace("%j", names["id"])}
         return [word.format(**names, **places) for word in template.split()]

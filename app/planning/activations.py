@@ -141,8 +141,10 @@ def _attention_bytes(widths: Widths, execution: LayerExecution) -> float:
     if execution.groups_documents:
         num_bytes += value_bytes * widths.query
     elif execution.keeps_scores:
-        scores = _score_bytes(widths, execution) * widths.heads * execution.sequence_len
-        num_bytes += scores + shared
+        # A probability in fp32 and in the dtype of the values, and the output of a softcap.
+        score = (FP32 if not widths.family.has_half_scores else 0) + value_bytes
+        score += value_bytes * widths.caps_scores
+        num_bytes += score * widths.heads * execution.sequence_len + shared
     elif kind.joins_heads:
         num_bytes += value_bytes * heads
     elif widths.family.joins_rotated:
@@ -161,25 +163,8 @@ def _feed_forward_bytes(widths: Widths, execution: LayerExecution) -> float:
     return float(value_bytes * features)
 
 
-def _score_bytes(widths: Widths, execution: LayerExecution) -> int:
-    """Return the bytes that unfused attention saves per score.
-
-    These are the probability, in fp32 and in the dtype of the values, and the output of a softcap.
-    """
-    value_bytes = execution.value_bytes
-    probability = value_bytes if widths.family.has_half_scores else FP32 + value_bytes
-    return probability + value_bytes * widths.caps_scores
-
-
-def _encoder_decoder_layer_bytes(widths: Widths, execution: LayerExecution) -> float:
-    """Return the bytes per token of an encoder-decoder's layer, averaged over both stacks."""
-    if widths.family.has_post_norms:
-        return _bart_layer_bytes(widths, execution)
-    return _t5_layer_bytes(widths, execution)
-
-
 def _bart_layer_bytes(widths: Widths, execution: LayerExecution) -> float:
-    """Return the bytes per token of a BART layer.
+    """Return the bytes per token of a BART layer, averaged over encoder and decoder.
 
     Norms save an fp32 copy of their input and each dropout saves a mask. Every decoder layer casts
     the encoder's output for its cross-attention.
@@ -194,7 +179,7 @@ def _bart_layer_bytes(widths: Widths, execution: LayerExecution) -> float:
 
 
 def _t5_layer_bytes(widths: Widths, execution: LayerExecution) -> float:
-    """Return the bytes per token of a T5 layer.
+    """Return the bytes per token of a T5 layer, averaged over encoder and decoder.
 
     Norms save their input and an fp32 copy of it. The GELU is five operators, four of which save
     fp32 tensors. Each dropout saves a mask. A decoder layer has a causal copy of the position bias.
@@ -278,7 +263,8 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     own += exchanged * (run.recompute == "none")
     if run.model.is_pair:  # a token passes through either the encoder or the decoder
         tokens //= 2
-        whole = _encoder_decoder_layer_bytes(widths, execution)
+        of_layer = _bart_layer_bytes if widths.family.has_post_norms else _t5_layer_bytes
+        whole = of_layer(widths, execution)
         own = whole if run.recompute == "none" else own
     recomputed = run.recomputed_layers
     saved = widths.layers - recomputed

@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.adapter import saves_whole_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import BY_SPEED
-from app.planning.choose import (
-    SPLITTING,
-    choose_micro_batch,
-    is_clearly_faster,
-    splits_of,
-    syncs_once,
-    with_fewest_layers,
-)
+from app.planning import choose
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import (
     GpuMemory,
@@ -29,14 +22,7 @@ from app.planning.memory import (
 from app.planning.planned import check_planned, plan_run
 from app.planning.planned_model import PlannedModel
 from app.planning.speed import Speed, estimate_speed
-from app.strategy.settings import (
-    StrategyConfig,
-    ZeroConfig,
-    context_parallel_size,
-    expert_parallel_size,
-    strategy_words,
-    with_states_of,
-)
+from app.strategy import settings
 from app.training.objective.settings import DistillConfig
 from common.errors import UserError
 
@@ -55,8 +41,6 @@ _MIN_GAIN = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One variant of the run."""
-
     overrides: tuple[str, ...]
     """command-line overrides that turn the user's settings into this variant"""
     run: PlannedRun
@@ -76,7 +60,7 @@ def list_candidates(
     hardware: HardwareConfig,
     config_json: Mapping[str, Any],
     model: PlannedModel,
-    strategies: Mapping[str, StrategyConfig],
+    strategies: Mapping[str, settings.StrategyConfig],
 ) -> list[Candidate]:
     """List the variants of a run that the couplings of settings allow.
 
@@ -84,7 +68,7 @@ def list_candidates(
     one that is about as fast as any. Variants that fit come first, then by speed.
     """
     found: list[Candidate] = []
-    strategies = with_states_of(config.strategy, strategies)
+    strategies = settings.with_states_of(config.strategy, strategies)
     if hardware.num_gpus == 1:
         strategies = {
             name: strategy
@@ -100,7 +84,7 @@ def list_candidates(
         except UserError:
             continue
         variants = [(base, run, overrides)]
-        if once := syncs_once(run.strategy, run):
+        if once := choose.syncs_once(run.strategy, run):
             word, at_once = "strategy.sync_each_micro_batch=false", replace(base, strategy=once)
             variants.append((at_once, run.under(once), (*overrides, word)))
         for mode, (changed, each, words) in product(BY_SPEED, variants):
@@ -114,9 +98,9 @@ def list_candidates(
     )
 
 
-def _worth_splitting(found: list[Candidate], typed: StrategyConfig) -> list[Candidate]:
+def _worth_splitting(found: list[Candidate], typed: settings.StrategyConfig) -> list[Candidate]:
     """Leave out candidates that split rows or experts, other than `typed` does, without a gain."""
-    sizes = context_parallel_size(typed), expert_parallel_size(typed)
+    sizes = settings.context_parallel_size(typed), settings.expert_parallel_size(typed)
 
     def speed(candidates: Iterable[Candidate]) -> float:
         return max((e.speed.tokens_per_second for e in candidates if e.fits), default=0.0)
@@ -129,14 +113,14 @@ def _worth_splitting(found: list[Candidate], typed: StrategyConfig) -> list[Cand
         each
         for each in found
         if (each.run.context_size, each.run.expert_size) == sizes
-        or is_clearly_faster(speed([each]), speed(whole[each.kind]))
+        or choose.is_clearly_faster(speed([each]), speed(whole[each.kind]))
     ]
 
 
 def _shardings(
     config: TrainConfig,
     hardware: HardwareConfig,
-    strategies: Mapping[str, StrategyConfig],
+    strategies: Mapping[str, settings.StrategyConfig],
     has_experts: bool,
 ) -> Iterator[tuple[TrainConfig, tuple[str, ...]]]:
     """Yield the settings with each strategy and quantization, with the overrides for them.
@@ -149,13 +133,13 @@ def _shardings(
             quantizations.setdefault(method, QuantizationConfig(method=method))
     for name, strategy in strategies.items():
         mine = config.strategy if config.strategy.name == name else strategy
-        splits = splits_of(mine, hardware, has_experts) if name in SPLITTING else ()
+        splits = choose.splits_of(mine, hardware, has_experts) if name in choose.SPLITTING else ()
         for each, (method, quantization) in product((mine, *splits), quantizations.items()):
             overrides: tuple[str, ...] = ()
             if name != config.strategy.name:
                 overrides += (f"strategy={name}",)
             if each is not mine:
-                overrides += tuple(strategy_words(each).split()[1:])
+                overrides += tuple(settings.strategy_words(each).split()[1:])
             if method != config.quantization.method:
                 overrides += (f"quantization={method}",)
             yield replace(config, strategy=each, quantization=quantization), overrides
@@ -178,7 +162,7 @@ def _of_micro_batches(
     run = replace(run, recompute=mode)
     base = replace(base, recompute=replace(config.recompute, mode=mode))
     if config.trainer.micro_batch_size == "auto":
-        number = choose_micro_batch(run).size
+        number = choose.choose_micro_batch(run).size
         return [_candidate(base, run.with_micro_batch(number), overrides)]
     found: list[Candidate] = []
     for number in takewhile(lambda size: packs % size == 0, MICRO_BATCHES):
@@ -206,7 +190,7 @@ def _with_fewest_layers(candidates: list[Candidate]) -> Iterator[Candidate]:
     None of them fits without recompute.
     """
     for each in candidates:
-        run = with_fewest_layers(each.run) if each.fits else each.run
+        run = choose.with_fewest_layers(each.run) if each.fits else each.run
         number, without = run.recompute_layers, replace(run, recompute="none")
         if number == each.run.recompute_layers or fits(without, estimate_gpu_memory(without)):
             continue
@@ -254,7 +238,7 @@ def suggest_larger_changes(
     hardware: HardwareConfig,
     config_json: Mapping[str, Any],
     model: PlannedModel,
-    strategies: Mapping[str, StrategyConfig],
+    strategies: Mapping[str, settings.StrategyConfig],
     sequence_len: int,
 ) -> list[str]:
     """Return overrides for a run of which no variant fits.
@@ -276,7 +260,7 @@ def suggest_larger_changes(
     if isinstance(objective, DistillConfig) and objective.teacher_quantization == "none":
         packed = replace(objective, teacher_quantization="nf4")
         suggest(replace(config, objective=packed), "objective.teacher_quantization=nf4")
-    if strategy.offload_optimizer == "none" and not isinstance(strategy, ZeroConfig):
+    if strategy.offload_optimizer == "none" and not isinstance(strategy, settings.ZeroConfig):
         on_disk = replace(config, strategy=replace(strategy, offload_optimizer="disk"))
         if suggest(on_disk):  # after the strategy that it is a setting of
             found[-1] = f"{found[-1]} strategy.offload_optimizer=disk".lstrip()

@@ -61,8 +61,6 @@ class RecomputeChoice:
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """A chosen strategy, and the reason."""
-
     strategy: StrategyConfig
     reason: str
 
@@ -72,8 +70,6 @@ class StrategyChoice:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchChoice:
-    """A chosen number of packs, and the reason."""
-
     size: int
     reason: str
 

@@ -13,12 +13,7 @@ from app.model.attention import gather_reason, key_repeats
 from app.planning.flops import stages_of
 from app.planning.memory import PlannedRun
 from app.planning.states import ZERO_BUCKET, WeightBytes
-from app.strategy.settings import (
-    DdpConfig,
-    FsdpConfig,
-    LocalSgdConfig,
-    ZeroConfig,
-)
+from app.strategy import settings
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 ALL_TO_ALL, SEND = "all-to-all", "send"
@@ -156,9 +151,9 @@ def list_collectives(run: PlannedRun) -> list[Collective]:
     if run.num_ranks == 1:
         return _between_stages(run)
     exchanges = [*_of_context_parallel(run), *_of_expert_parallel(run), *_between_stages(run)]
-    if isinstance(run.strategy, ZeroConfig):
+    if isinstance(run.strategy, settings.ZeroConfig):
         return _of_zero(run, run.strategy) + exchanges
-    if isinstance(run.strategy, FsdpConfig):
+    if isinstance(run.strategy, settings.FsdpConfig):
         split = [*_of_tensor_parallel(run), *exchanges]
         return [*_of_fsdp(run, run.strategy), *split]
     return _of_ddp(run) + exchanges
@@ -168,13 +163,13 @@ def _of_ddp(run: PlannedRun) -> list[Collective]:
     whole, strategy = run.size.whole, run.strategy
     sent = whole.trained
     buckets = max(1, math.ceil(sent / _DDP_BUCKET))
-    if isinstance(strategy, DdpConfig) and strategy.compression in ("bf16", "fp16"):
+    if isinstance(strategy, settings.DdpConfig) and strategy.compression in ("bf16", "fp16"):
         sent = whole.num_trained * 2
-    elif isinstance(strategy, DdpConfig) and strategy.compression == "topk":
+    elif isinstance(strategy, settings.DdpConfig) and strategy.compression == "topk":
         own = strategy.topk_share * (whole.trained + _INDEX_BYTES * whole.num_trained)
         sent = own * run.num_ranks
         return [_over_all(run, "largest gradients", ALL_GATHER, sent, 1, messages=buckets)]
-    elif isinstance(strategy, DdpConfig) and strategy.compression == "powersgd":
+    elif isinstance(strategy, settings.DdpConfig) and strategy.compression == "powersgd":
         layers = run.model.layers
         sent = sum(
             4.0 * strategy.powersgd_rank * sum(weight.shape) * count
@@ -194,7 +189,7 @@ def _over_all(
     return Collective(what, kind, num_bytes, times, ranks, nodes, exposed_share=share, **how)
 
 
-def _of_zero(run: PlannedRun, strategy: ZeroConfig) -> list[Collective]:
+def _of_zero(run: PlannedRun, strategy: settings.ZeroConfig) -> list[Collective]:
     whole, steps, units = run.size.whole, run.accumulation, run.model.num_layers + 2
     buckets = max(1, math.ceil(whole.num_trained / ZERO_BUCKET))
     if strategy.stage < 3:
@@ -222,7 +217,7 @@ def _of_zero(run: PlannedRun, strategy: ZeroConfig) -> list[Collective]:
     ]
 
 
-def _of_fsdp(run: PlannedRun, strategy: FsdpConfig) -> list[Collective]:
+def _of_fsdp(run: PlannedRun, strategy: settings.FsdpConfig) -> list[Collective]:
     """List the collectives of FSDP2 among ranks that shard weights, and between replicas."""
     whole, groups = run.size.whole, run.num_ranks // run.tensor_size
     if not strategy.shards_data_parallel:
@@ -238,7 +233,7 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig) -> list[Collective]:
     if shards > 1:
         found += _of_shards(run, strategy, reduced, (shards, nodes))
     between = replicas, min(replicas, run.num_nodes)
-    if replicas > 1 and isinstance(strategy, LocalSgdConfig):
+    if replicas > 1 and isinstance(strategy, settings.LocalSgdConfig):
         every, sent = strategy.sync_every_steps, _AVERAGED_WEIGHT * whole.num_trained / shards
         what = f"weights between nodes, every {every} steps"
         found.append(Collective(what, ALL_REDUCE, sent, 1 / every, *between, overlaps=False))
@@ -250,7 +245,7 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig) -> list[Collective]:
 
 
 def _of_shards(
-    run: PlannedRun, strategy: FsdpConfig, reduced: int, group: tuple[int, int]
+    run: PlannedRun, strategy: settings.FsdpConfig, reduced: int, group: tuple[int, int]
 ) -> list[Collective]:
     """List the gathers and reductions of FSDP2 among a group of ranks on a number of nodes."""
     size, (ranks, nodes) = run.size, group

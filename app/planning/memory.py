@@ -36,18 +36,7 @@ from app.planning.states import (
     outer_state_bytes,
     size_for,
 )
-from app.strategy.settings import (
-    DdpConfig,
-    FsdpConfig,
-    LocalSgdConfig,
-    StrategyConfig,
-    ZeroConfig,
-    context_parallel_size,
-    expert_parallel_size,
-    pipeline_parallel_size,
-    shards_weights,
-    tensor_parallel_size,
-)
+from app.strategy import settings
 
 GIB = 2**30
 USABLE_SHARE = 0.92
@@ -64,7 +53,7 @@ class PlannedRun:
 
     model: PlannedModel
     hardware: HardwareConfig
-    strategy: StrategyConfig
+    strategy: settings.StrategyConfig
     quantization: QuantizationConfig
     recompute: str
     recompute_every: int = 1
@@ -132,29 +121,28 @@ class PlannedRun:
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines."""
         return self.hardware.num_nodes
 
     @property
     def tensor_size(self) -> int:
         """Number of ranks that split each matrix and see the same data."""
-        return tensor_parallel_size(self.strategy, self.hardware.gpus_per_node)
+        return settings.tensor_parallel_size(self.strategy, self.hardware.gpus_per_node)
 
     @property
     def num_data_ranks(self) -> int:
         """Number of groups with different data, whose ranks split matrices, rows or layers."""
-        stages = 1 if self.stage else pipeline_parallel_size(self.strategy)
+        stages = 1 if self.stage else settings.pipeline_parallel_size(self.strategy)
         return max(1, self.num_ranks // (self.tensor_size * self.context_size * stages))
 
     @property
     def context_size(self) -> int:
         """Number of ranks that hold slices of the same rows."""
-        return context_parallel_size(self.strategy)
+        return settings.context_parallel_size(self.strategy)
 
     @property
     def expert_size(self) -> int:
         """Number of ranks that hold different experts."""
-        return expert_parallel_size(self.strategy)
+        return settings.expert_parallel_size(self.strategy)
 
     @property
     def tokens(self) -> int:
@@ -179,7 +167,6 @@ class PlannedRun:
 
     @property
     def recomputes_last(self) -> bool:
-        """Whether the last layer is recomputed."""
         layers = self.model.num_layers
         is_counted = (layers - 1) % self.recompute_every == 0
         is_within = (self.recompute_layers or layers) >= layers
@@ -210,7 +197,7 @@ class PlannedRun:
         """Tokens of an optimizer step over all ranks."""
         return self.tokens * self.accumulation * self.num_data_ranks * self.context_size
 
-    def under(self, strategy: StrategyConfig) -> PlannedRun:
+    def under(self, strategy: settings.StrategyConfig) -> PlannedRun:
         """Return the run with `strategy` and as many packs per step over all ranks as before."""
         packs, other = self.accumulation * self.num_data_ranks, replace(self, strategy=strategy)
         return replace(other, accumulation=max(1, packs // other.num_data_ranks))
@@ -236,12 +223,12 @@ class PlannedRun:
     def teacher_size(self) -> ModelSize:
         """The sizes of the teacher's weights on one rank, which FSDP shards and others do not."""
         assert self.teacher is not None
-        is_sharded = isinstance(self.strategy, FsdpConfig)
+        is_sharded = isinstance(self.strategy, settings.FsdpConfig)
         return size_for(
             self.teacher,
             self.precision,
             QuantizationConfig(method=self.teacher_quantization),
-            self.strategy if is_sharded else StrategyConfig(name="single"),
+            self.strategy if is_sharded else settings.StrategyConfig(name="single"),
             num_ranks=self.num_ranks if is_sharded else 1,
             num_nodes=self.num_nodes if is_sharded else 1,
         )
@@ -252,20 +239,22 @@ class PlannedRun:
 
         Not under tensor parallelism and ZeRO-3, which need a call of each module.
         """
-        is_zero3 = isinstance(self.strategy, ZeroConfig) and self.strategy.stage == 3
+        is_zero3 = isinstance(self.strategy, settings.ZeroConfig) and self.strategy.stage == 3
         return self.tensor_size == 1 and not is_zero3
 
     @property
     def keeps_gradients_whole(self) -> bool:
         """Whether a rank's gradients are whole between the micro-batches of a step."""
-        if isinstance(self.strategy, FsdpConfig):
+        if isinstance(self.strategy, settings.FsdpConfig):
             return keeps_gradients_whole(self.size.whole, self.strategy)
         return num_shards(self.strategy, self.num_ranks, self.num_nodes)[1] == 1
 
     @property
     def sent_share(self) -> float:
         """Bytes of gradients that FSDP sends, as a share of those of their own dtype."""
-        is_bf16 = isinstance(self.strategy, FsdpConfig) and self.strategy.reduce_dtype == "bf16"
+        is_bf16 = (
+            isinstance(self.strategy, settings.FsdpConfig) and self.strategy.reduce_dtype == "bf16"
+        )
         is_half = is_bf16 and self.gathers_half
         return HALF / dtype_bytes(self.precision, trains=True) if is_half else 1.0
 
@@ -277,7 +266,8 @@ class PlannedRun:
         """
         is_alone = self.strategy.name == "single"
         is_whole = (
-            isinstance(self.strategy, FsdpConfig) and self.strategy.sync_each_micro_batch is False
+            isinstance(self.strategy, settings.FsdpConfig)
+            and self.strategy.sync_each_micro_batch is False
         )
         is_autocast = self.precision in ("bf16", "fp16")
         return self.trains_base and self.fuses_layers and (is_alone or is_whole) and not is_autocast
@@ -295,7 +285,7 @@ class PlannedRun:
     @property
     def gathers_half(self) -> bool:
         """Whether FSDP gathers weights in half precision, which autocast would copy otherwise."""
-        if not isinstance(self.strategy, FsdpConfig) or self.precision == "fp32":
+        if not isinstance(self.strategy, settings.FsdpConfig) or self.precision == "fp32":
             return False
         is_sharded = self.num_data_ranks > 1 or self.strategy.offload_parameters
         return is_sharded and self.strategy.shards_data_parallel
@@ -416,7 +406,7 @@ def estimate_moments(run: PlannedRun) -> list[GpuMemory]:
     execution, copies = run.execution, autocast_copy_bytes(run)
     # DeepSpeed holds as many bytes all the time.
     at_ends = at_loss = in_layers = at_first = at_step = states.gathered
-    if isinstance(run.strategy, FsdpConfig) and states.gathered:
+    if isinstance(run.strategy, settings.FsdpConfig) and states.gathered:
         at_ends, at_loss, in_layers, at_first = gathered_by_fsdp(run.size, run.strategy)
         at_step = 0.0
     gradients = _gradients(run, states.gradients)
@@ -458,7 +448,7 @@ def _constant_parts(run: PlannedRun, states: ModelStates) -> dict[str, float]:
     """Return the parts that stay the same during a step."""
     size, whole = run.size, run.size.whole
     trained_share, weights = whole.trained / max(1.0, whole.total), states.weights
-    if isinstance(run.strategy, ZeroConfig) and run.strategy.partition_within_node:
+    if isinstance(run.strategy, settings.ZeroConfig) and run.strategy.partition_within_node:
         weights += whole.total / run.hardware.gpus_per_node  # ZeRO++ hpZ's second copy
     stage = run.stage
     elsewhere = 0.0
@@ -481,7 +471,7 @@ def _teacher_bytes(run: PlannedRun) -> float:
         return 0.0
     size, strategy = run.teacher_size, run.strategy
     shards, _, _ = num_shards(strategy, run.num_ranks, run.num_nodes)
-    if not isinstance(strategy, FsdpConfig) or shards == 1:
+    if not isinstance(strategy, settings.FsdpConfig) or shards == 1:
         return size.whole.frozen
     own = size.whole.held - size.whole.held_trained
     return own + (size.head.gathered or size.embedding.gathered)
@@ -506,7 +496,7 @@ def _gradients(run: PlannedRun, gradients: float) -> _Gradients:
     """
     size, strategy, accumulates = run.size, run.strategy, run.accumulation > 1
     whole = size.whole
-    if isinstance(strategy, ZeroConfig) and strategy.stage == 2 and gradients:
+    if isinstance(strategy, settings.ZeroConfig) and strategy.stage == 2 and gradients:
         # The bucket exists in backward passes only, and fills before a rank gets its own shard.
         own = whole.trained / num_shards(strategy, run.num_ranks, run.num_nodes)[1]
         bucket, kept = gradients - own, own if accumulates else 0.0
@@ -518,7 +508,7 @@ def _gradients(run: PlannedRun, gradients: float) -> _Gradients:
             at_end=gradients,
         )
     end = size.head if size.head.gathered else size.embedding
-    if isinstance(strategy, DdpConfig) and accumulates:
+    if isinstance(strategy, settings.DdpConfig) and accumulates:
         # The backward pass of a step's last micro-batch copies them into persistent buckets.
         return _Gradients(
             at_loss=2 * gradients,
@@ -526,7 +516,7 @@ def _gradients(run: PlannedRun, gradients: float) -> _Gradients:
             at_first=gradients + size.embedding.trained + size.layer.trained,
             at_end=gradients,
         )
-    if not accumulates and (strategy.name == "single" or isinstance(strategy, FsdpConfig)):
+    if not accumulates and (strategy.name == "single" or isinstance(strategy, settings.FsdpConfig)):
         share = gradients / max(1.0, whole.trained)
         return _Gradients(
             at_loss=0.0,
@@ -561,14 +551,14 @@ def estimate_host_memory(run: PlannedRun) -> HostMemory:
     on_disk = strategy.offload_optimizer == "disk"
     all_states = whole.trained + (0.0 if on_disk else _state_bytes(run, size))
     loading = offloaded = 0.0
-    if shards_weights(strategy):
+    if settings.shards_weights(strategy):
         loading = whole.total * run.tensor_size
     if run.stream == "host":
         loading, offloaded = whole.total, size.layer.frozen * size.num_layers
-    if isinstance(strategy, FsdpConfig) and strategy.offload_parameters:
+    if isinstance(strategy, settings.FsdpConfig) and strategy.offload_parameters:
         _, _, shares = num_shards(strategy, run.num_ranks, nodes)
         offloaded += (whole.total + all_states) / shares * per_node
-    if isinstance(strategy, ZeroConfig):
+    if isinstance(strategy, settings.ZeroConfig):
         if strategy.offload_optimizer != "none":
             offloaded += (all_states + whole.trained) / nodes
         if strategy.offload_parameters != "none":
@@ -582,7 +572,7 @@ def estimate_host_memory(run: PlannedRun) -> HostMemory:
 
 def _with_all_experts(run: PlannedRun) -> ModelSize:
     """Return the sizes of a model of which no rank has a part of the experts."""
-    if isinstance(run.strategy, FsdpConfig) and run.expert_size > 1:
+    if isinstance(run.strategy, settings.FsdpConfig) and run.expert_size > 1:
         return replace(run, strategy=replace(run.strategy, expert_parallel_size=1)).size
     return run.size
 
@@ -601,9 +591,9 @@ def estimate_disk(run: PlannedRun) -> float:
     split = run.tensor_size
     trained = size.whole.trained * split
     checkpoint = trained + _state_bytes(run, size) * split
-    if isinstance(run.strategy, LocalSgdConfig):  # the mean, and the state of each node
+    if isinstance(run.strategy, settings.LocalSgdConfig):  # the mean, and the state of each node
         checkpoint *= 1 + (run.strategy.replicas or run.num_nodes)
-    if isinstance(run.strategy, DdpConfig) and run.strategy.compression == "topk":
+    if isinstance(run.strategy, settings.DdpConfig) and run.strategy.compression == "topk":
         checkpoint += run.num_ranks * feedback_bytes(size, run.strategy)  # of each rank
     result = trained + (size.whole.frozen if run.trains_base else 0.0)
     result += estimate_disk_states(run)

@@ -101,9 +101,13 @@ def load_strategies(
 
 def read_config_json(model: ModelConfig) -> Mapping[str, Any]:
     """Return the base's config.json; UserError if it is not on this machine."""
-    folder = None if model.path is None else Path(model.path)
-    if folder is not None and folder.is_dir():
-        return _read_folder(model, folder)
+    if model.path is not None and (folder := Path(model.path)).is_dir():
+        base, problems = inspect_base(model)
+        if not any(folder.glob("*.safetensors*")) and (folder / "config.json").is_file():
+            problems = check_config(str(folder / "config.json"), base.config)
+        if problems:
+            raise UserError(problems)
+        return text_numbers(base.config)
     if "model_type" in model.architecture:
         if problems := check_config("model.architecture", model.architecture):
             raise UserError(problems)
@@ -121,16 +125,6 @@ def read_config_json(model: ModelConfig) -> Mapping[str, Any]:
         "machine; type model=NAME for a known base (--help model lists them), the folder of a "
         "config.json, or its values: 'model.architecture={model_type: llama, ...}'"
     )
-
-
-def _read_folder(model: ModelConfig, folder: Path) -> Mapping[str, Any]:
-    has_weights = any(folder.glob("*.safetensors*"))
-    base, problems = inspect_base(model)
-    if not has_weights and (folder / "config.json").is_file():
-        problems = check_config(str(folder / "config.json"), base.config)
-    if problems:
-        raise UserError(problems)
-    return text_numbers(base.config)
 
 
 def on_hardware(config: PlanConfig, hardware: HardwareConfig) -> HardwareConfig:
@@ -400,25 +394,20 @@ def _sequence_len(config: TrainConfig, config_json: Mapping[str, Any]) -> int:
 
 def estimate_tokens(config: TrainConfig, sequence_len: int) -> tuple[int, str]:
     """Estimate the tokens of all epochs, with a note on how; DataError if that is not possible."""
-    file = _find_tokenizer(config.model)
+    path, file = config.model.tokenizer_path or config.model.path, None
+    if path is not None:
+        file = Path(path) / "tokenizer.json"
+        file = file if file.is_file() else newest_cached_file(path, file.name)
     epoch = estimate_epoch(
         with_format(config.data, config.objective.row_format),
         sequence_len=sequence_len,
-        tokenizer=str(config.model.tokenizer_path or config.model.path),
+        tokenizer=str(path),
         count_tokens=count_bytes if file is None else _count_by(file),
     )
     epochs = config.trainer.num_epochs
     guessed = "" if file else f" at {_BYTES_OF_TOKEN} bytes a token: its tokenizer is not here"
     times = f"{epochs} x " if epochs > 1 else ""
     return epoch.tokens * epochs, f"an estimate by {times}{epoch.how}{guessed}"
-
-
-def _find_tokenizer(model: ModelConfig) -> Path | None:
-    path = model.tokenizer_path or model.path
-    if path is None:
-        return None
-    file = Path(path) / "tokenizer.json"
-    return file if file.is_file() else newest_cached_file(path, file.name)
 
 
 def count_bytes(texts: Sequence[str]) -> list[int]:

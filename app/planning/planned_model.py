@@ -122,7 +122,6 @@ class Widths:
 
     @property
     def family(self) -> Family:
-        """What is known of the model type."""
         return family_of(self.model_type)
 
     @property
@@ -132,7 +131,6 @@ class Widths:
 
     @property
     def key_heads(self) -> int:
-        """Number of key heads."""
         return max(1, self.key_value * self.heads // self.query)
 
     @property
@@ -239,8 +237,6 @@ attention"""
 
 
 class Weight(NamedTuple):
-    """Shape and dtype size of a weight."""
-
     shape: tuple[int, ...]
     num_bytes: int
     """bytes per element"""
@@ -248,11 +244,9 @@ class Weight(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
 
@@ -284,7 +278,6 @@ class PlannedModel:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
         return sum(count for _, count in self.layers)
 
     @property
@@ -368,12 +361,10 @@ class PlannedModel:
 
     @property
     def has_lora(self) -> bool:
-        """Whether layers have LoRA matrices."""
         return any(self._layer_weights(".lora_A."))
 
     @property
     def adapts_experts(self) -> bool:
-        """Whether experts have LoRA matrices."""
         return any(
             "experts." in name and ".lora_A." in name
             for weights, _ in self.layers
@@ -416,7 +407,6 @@ class PlannedModel:
 
     @property
     def trains_embedding(self) -> bool:
-        """Whether the embedding gets gradients."""
         return any(weight.requires_grad for weight in self.embedding.values())
 
     @property
@@ -432,7 +422,6 @@ class PlannedModel:
 
     @property
     def trains_head(self) -> bool:
-        """Whether the head's matrix gets gradients."""
         return any(weight.requires_grad for weight in (self.head or self.embedding).values())
 
 

@@ -52,7 +52,6 @@ class WeightBytes:
 
     @property
     def total(self) -> float:
-        """Bytes of all weights."""
         return self.frozen + self.trained
 
     def __add__(self, other: WeightBytes) -> WeightBytes:
@@ -82,7 +81,6 @@ class ModelSize:
 
     @property
     def whole(self) -> WeightBytes:
-        """All weights."""
         return self.layer * self.num_layers + self.embedding + self.head + self.rest
 
 

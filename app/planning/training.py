@@ -50,8 +50,6 @@ from common.errors import DiskError, UserError
 from common.installation import verb_command
 
 if TYPE_CHECKING:
-    import torch
-
     from app.config.verbs import TrainConfig
     from app.training.module import FinetuneModule
     from app.training.trainer import Environment
@@ -209,9 +207,14 @@ class Estimate:
 
     def compare(self, module: FinetuneModule) -> dict[str, float]:
         """Log planned and measured figures in one line; return them by name."""
+        import torch
+
         from app.model.attention.mixers import mixers_run_by_document
 
-        peak_gib = _peak_bytes(module.strategy.root_device) / GIB
+        device = module.strategy.root_device
+        is_on_cpu = device.type == "cpu"
+        peak = host_bytes("VmHWM") if is_on_cpu else torch.cuda.max_memory_allocated(device)
+        peak_gib = peak / GIB
         planned_gib = self.peak_gib + (module.transposed_bytes or 0) / GIB  # which no plan counts
         figures = {"memory/peak_gib": peak_gib, "memory/planned_peak_gib": planned_gib}
         speed = "no step"
@@ -267,14 +270,6 @@ def _planned_losses(run: PlannedRun) -> dict[str, float]:
         fastest = min([step, *(estimate_speed(other).step for other in fitting)])
         shares[LOST + cause] = 1 - fastest / step
     return shares
-
-
-def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return host_bytes("VmHWM")
-    import torch
-
-    return torch.cuda.max_memory_allocated(device)
 
 
 def estimate_training(run: PlannedRun) -> Estimate:

@@ -5,8 +5,8 @@
 """
 
 from app.preflight.base_model import describe_base
-from app.preflight.couplings import (
-    check_compatibility,
+from app.preflight.couplings import check_compatibility
+from app.preflight.couplings.devices import (
     check_devices,
     check_global_batch,
     check_gpus,

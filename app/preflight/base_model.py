@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,11 @@ class _Folder:
 def inspect_base(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
     """Describe the base of a folder, a hub id or an architecture, and list its problems."""
     if model.from_scratch or model.path is None or not Path(model.path).is_dir():
-        return _inspect_architecture(model)
+        name = "model.architecture" if model.from_scratch or not model.path else model.path
+        found = _check_from_scratch(model) if model.from_scratch else []
+        if not model.from_scratch and model.path is not None:
+            found = _check_missing("model.path", model.path)
+        return describe_config(name, model.architecture), found + _check_tokenizer(model)
     files = _Folder(Path(model.path))
     folder = files.path
     name, config = str(folder), folder / "config.json"
@@ -96,30 +101,19 @@ def inspect_base(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
     problems += _check_code("model.path", files, model)
     headers, damage = _read_headers(folder)
     base = BaseDescription(name=name, config=values)
-    if damage:
-        problems += damage
-    else:
-        base, mismatches = _describe_headers(base, config, headers)
-        problems += mismatches
+    problems += damage
+    if not damage:
+        tensors = {key: shape for each in headers.values() for key, shape in each.shapes.items()}
+        problems += _check_layers_of_files(config, values, tensors)
+        problems += check_head(str(config), values.get("architectures"), tensors)
+        text, stored = text_numbers(values), values.get("quantization_config")
+        if not any(part.get("quantization_config") for part in (values, text)):
+            problems += check_dtypes(headers)
+        is_packed = isinstance(stored, dict) and stored and stored_method(stored) != "int8"
+        # Which modules of a multimodal model are its language model is known only once it is built.
+        if text is values:
+            base = describe_files(name, values, tensors, is_packed=bool(is_packed))
     problems += [each for each in _check_tokenizer(model, files) if each not in problems]
-    return base, problems
-
-
-def _describe_headers(
-    base: BaseDescription, file: Path, headers: Mapping[Path, Header]
-) -> tuple[BaseDescription, list[str]]:
-    """Return the base with the modules in its weight files, and list where config.json differs."""
-    config, text = base.config, text_numbers(base.config)
-    tensors = {name: shape for each in headers.values() for name, shape in each.shapes.items()}
-    problems = _check_layers_of_files(file, config, tensors)
-    problems += check_head(str(file), config.get("architectures"), tensors)
-    if not any(part.get("quantization_config") for part in (config, text)):
-        problems += check_dtypes(headers)
-    stored = config.get("quantization_config")
-    is_packed = isinstance(stored, dict) and stored and stored_method(stored) != "int8"
-    # Which modules of a multimodal model are its language model is known only once it is built.
-    if text is config:
-        base = describe_files(base.name, config, tensors, is_packed=bool(is_packed))
     return base, problems
 
 
@@ -139,16 +133,6 @@ def inspect_tokenizer(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
         problems += _check_code("model.path", files, model)
     problems += _check_tokenizer(model, files)
     return BaseDescription(name=name, config=config), problems
-
-
-def _inspect_architecture(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
-    name = "model.architecture" if model.from_scratch or model.path is None else model.path
-    problems = []
-    if model.from_scratch:
-        problems += _check_from_scratch(model)
-    elif model.path is not None:
-        problems += _check_missing("model.path", model.path)
-    return describe_config(name, model.architecture), problems + _check_tokenizer(model)
 
 
 def _check_from_scratch(model: ModelConfig) -> list[str]:
@@ -421,28 +405,23 @@ def describe_base(model: ModelConfig) -> dict[str, str | None]:
 def _digest_of(file: Path, stamp: tuple[int, ...], *, is_whole: bool) -> bytes:
     """Return the digest of a safetensors file; cached until the file changes."""
     digest = hashlib.sha256()
-    for block in _read_whole(file) if is_whole else _read_parts(file):
-        digest.update(block)
+    with file.open("rb", buffering=0) as stream:
+        whole = iter(lambda: stream.read(1 << 20), b"")
+        for block in whole if is_whole else _read_parts(file, stream):
+            digest.update(block)
     return digest.digest()
 
 
-def _read_whole(file: Path) -> Iterator[bytes]:
-    with file.open("rb", buffering=0) as stream:
-        while block := stream.read(1 << 20):
-            yield block
-
-
-def _read_parts(file: Path) -> Iterator[bytes]:
+def _read_parts(file: Path, stream: FileIO) -> Iterator[bytes]:
     """Read a safetensors file's size, its header and three blocks of each tensor."""
     size, header = file.stat().st_size, _start_of(file)
     yield size.to_bytes(8, "little")
     yield header
-    with file.open("rb", buffering=0) as stream:
-        for begin, end in _ranges_of(header, size):
-            last = max(end - TENSOR_BLOCK_BYTES, begin)
-            for offset in sorted({begin, (begin + last) // 2, last}):
-                stream.seek(offset)
-                yield stream.read(TENSOR_BLOCK_BYTES)
+    for begin, end in _ranges_of(header, size):
+        last = max(end - TENSOR_BLOCK_BYTES, begin)
+        for offset in sorted({begin, (begin + last) // 2, last}):
+            stream.seek(offset)
+            yield stream.read(TENSOR_BLOCK_BYTES)
 
 
 def _ranges_of(header: bytes, size: int) -> list[tuple[int, int]]:

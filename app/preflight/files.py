@@ -35,8 +35,7 @@ from app.model.layers import compile_error
 from app.model.quantization import find_quantization_conflict
 from app.model.rope import rope_scaling
 from app.preflight.base_model import current_folder, describe_base, inspect_base, inspect_tokenizer
-from app.preflight.couplings import has_data, is_merge, is_on_tuned, is_training, requested_devices
-from app.preflight.couplings.devices import indivisible
+from app.preflight.couplings import devices
 from app.strategy.settings import (
     PIPELINED,
     StrategyConfig,
@@ -97,7 +96,7 @@ def check_tensor_parallel(size: int, base: BaseDescription) -> list[str]:
     known = {what: count for what, count in counts.items() if isinstance(count, int)}
     fits = divisors(math.gcd(size, *known.values()), 2) if known else []
     return [
-        indivisible(
+        devices.indivisible(
             *("tensor_parallel_size", size, count, f"the {count} {what} of {base.name}", fits),
             "strategy=fsdp",
         )
@@ -139,7 +138,7 @@ def check_expert_parallel(size: int, base: BaseDescription) -> list[str]:
             f"{base.name} ({base.model_type}) has none; type strategy.expert_parallel_size=1"
         ]
     what = f"the {count} experts of {base.name}"
-    problem = indivisible("expert_parallel_size", size, count, what, divisors(count))
+    problem = devices.indivisible("expert_parallel_size", size, count, what, divisors(count))
     return [problem] * (count % size > 0)
 
 
@@ -181,7 +180,7 @@ def check_files(
         except UserError as error:
             problems = problems or error.problems  # those found before may have caused it
     problems += _check_templates(config)
-    if not has_data(config):
+    if not devices.has_data(config):
         return problems
     if config.objective.name == "distill" and (teacher := config.objective.teacher_path):
         problems += _check_teacher(teacher)
@@ -223,7 +222,7 @@ def _check_templates(config: TrainConfig | TunedConfig) -> list[str]:
     """
     model, found = config.model, list[str | None]()
     named = [("model.chat_template", model.chat_template)]
-    named += [("data.chat_template", config.data.chat_template)] if has_data(config) else []
+    named += [("data.chat_template", config.data.chat_template)] if devices.has_data(config) else []
     for key, name in named:
         if name is None or name in TEMPLATE_NAMES:
             continue
@@ -234,7 +233,7 @@ def _check_templates(config: TrainConfig | TunedConfig) -> list[str]:
                 f"{key}={name}: expected {' or '.join(TEMPLATE_NAMES)}, or a .jinja file "
                 f"(no such file in {current_folder()}){nearest(name, TEMPLATE_NAMES)}"
             )
-    if has_data(config) and config.data.datasets and config.data.chat_template is None:
+    if devices.has_data(config) and config.data.datasets and config.data.chat_template is None:
         folder, text = Path(model.tokenizer_path or model.path or ""), None
         if (file := folder / "chat_template.jinja").is_file():
             text = read_text(file, "json_mib")[0]
@@ -250,7 +249,7 @@ def _check_model(
     """Add to `problems` those of the base, and of the adapters for it."""
     base, found = inspect_base(config.model) if needs_weights else inspect_tokenizer(config.model)
     problems += found
-    sequence_len = config.data.sequence_len if has_data(config) else None
+    sequence_len = config.data.sequence_len if devices.has_data(config) else None
     if sequence_len is not None:
         problems += check_sequence_len(sequence_len, base, config.model.context_len)
     problems += [
@@ -263,12 +262,12 @@ def _check_model(
         problems.append(f"{base.name}: {reason}")
     stored = base.config.get("quantization_config")
     if stored and isinstance(stored, dict):
-        trains_base = is_training(config) and saves_whole_model(config.adapter)
+        trains_base = devices.is_training(config) and saves_whole_model(config.adapter)
         problem = find_quantization_conflict(
             stored, config.quantization, base.name, trains_base=trains_base
         )
         problems += [problem] if problem else []
-    if is_training(config):
+    if devices.is_training(config):
         problems += _check_training(config, base)
         is_kept = resumes and config.adapter != resumed_adapter(
             config.adapter, Path(config.output.dir or "")
@@ -276,11 +275,11 @@ def _check_model(
         if needs_weights and not is_kept and (path := continued_from(config.adapter)):
             problems += check_same_settings(config.adapter, Path(path))
             problems += check_saved_adapter("adapter.path", Path(path), base, config.model)
-    elif is_on_tuned(config) and (tuned := config.tuned_path) is not None:
+    elif (tuned := config.tuned_path) is not None:
         key = "run" if config.adapter_path is None else "adapter_path"
         if key == "adapter_path" or is_adapter(Path(tuned)):
             problems += check_saved_adapter(key, Path(tuned), base, config.model)
-        for index, adapter in enumerate(config.merge.adapters if is_merge(config) else ()):
+        for index, adapter in enumerate(config.merge.adapters if devices.is_merge(config) else ()):
             key = f"merge.adapters[{index}].path"
             problems += check_saved_adapter(key, Path(adapter.path), base, config.model)
 
@@ -295,7 +294,7 @@ def _check_training(config: TrainConfig, base: BaseDescription) -> list[str]:
         problems.append(compile_error(base.config) or "")
     problems += check_recompute(config.recompute, base)
     problems += check_split(config.strategy, base)
-    size = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
+    size = tensor_parallel_size(config.strategy, devices.requested_devices(config).ranks_per_node)
     problems += check_tensor_parallel(size, base) if size > 1 else []
     return [problem for problem in problems if problem]
 
@@ -409,19 +408,17 @@ def check_same_settings(adapter: AdapterConfig, folder: Path) -> list[str]:
                 f"adapter.{name}={typed}, but the adapter in {folder} keeps its own value; leave "
                 f"adapter.{name} out"
             )
-        elif not _same(typed, saved := settings.get(_IN_PEFT[name])):
+            continue
+        saved = settings.get(_IN_PEFT[name])
+        is_same = typed == saved or not (typed or saved)
+        if isinstance(typed, list) and isinstance(saved, list):
+            is_same = sorted(typed) == sorted(saved)
+        if not is_same:
             problems.append(
                 f"adapter.{name}={typed}, but the adapter in {folder} has {name}={saved}; "
                 f"leave adapter.{name} out"
             )
     return problems
-
-
-def _same(typed: Any, saved: Any) -> bool:
-    """Return whether a setting equals peft's; the order of a list does not matter."""
-    if isinstance(typed, list) and isinstance(saved, list):
-        return sorted(typed) == sorted(saved)
-    return bool(typed == saved) or (not typed and not saved)
 
 
 def _check_base(
@@ -467,8 +464,13 @@ def _check_tokens(what: str, folder: Path, model: ModelConfig) -> list[str]:
     theirs = folder / "tokenizer.json"
     if not ours.exists() or not theirs.exists():
         return []
+    content = read_json_object(ours)[0]
     try:
-        known = _tokens_in(ours) | set(model.added_tokens)
+        # A mapping of tokens, or for a unigram model a list of (token, score).
+        vocab = content.get("model", {}).get("vocab", {})
+        known = set(vocab) if isinstance(vocab, dict) else {token for token, _ in vocab}
+        known |= {entry["content"] for entry in content.get("added_tokens", [])}
+        known |= set(model.added_tokens)
     except (AttributeError, TypeError, ValueError, KeyError):
         return []  # an invalid tokenizer is reported when it is loaded
     with reading(theirs, "remove it, or save the adapter again"):
@@ -481,14 +483,6 @@ def _check_tokens(what: str, folder: Path, model: ModelConfig) -> list[str]:
         f"{what} was trained with tokens that the tokenizer in {ours.parent} lacks: "
         f"{', '.join(missing)}; type 'model.added_tokens=[{typed}]'"
     ]
-
-
-def _tokens_in(file: Path) -> set[str]:
-    content = read_json_object(file)[0]
-    # A mapping of tokens, or for a unigram model a list of (token, score).
-    vocab = content.get("model", {}).get("vocab", {})
-    tokens = set(vocab) if isinstance(vocab, dict) else {token for token, _ in vocab}
-    return tokens | {entry["content"] for entry in content.get("added_tokens", [])}
 
 
 def _at(base: Mapping[str, Any]) -> str:

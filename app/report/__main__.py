@@ -11,15 +11,7 @@ from pathlib import Path
 from app.config import changed_settings, load_run_config
 from app.config.dispatch import run_plain_verb
 from app.process.environment import run_program
-from app.report.run_page import (
-    PAGE_FILE,
-    ChangedSetting,
-    read_run_files,
-    refuse_damaged,
-    render_comparison,
-    title_of,
-    write_page,
-)
+from app.report import run_page
 from app.run import find_run
 from app.run.folder import (
     CONFIG_FILE,
@@ -54,25 +46,27 @@ def report_runs(config: ReportConfig) -> Path:
             raise UserError(
                 "output.dir: the page of a single run is written into its own folder; leave it out"
             )
-        refuse_damaged(read_run_files(folders[0]))
-        if write_page(folders[0], settings_in(folders[0])) is None:
+        run_page.refuse_damaged(run_page.read_run_files(folders[0]))
+        if run_page.write_page(folders[0], settings_in(folders[0])) is None:
             raise UserError(f"run={folders[0]}: its page could not be written")
         folder = folders[0]
     else:
-        names = [title_of(folder) for folder in folders]
+        names = [run_page.title_of(folder) for folder in folders]
         if len(set(names)) < len(names):
             names = [str(folder) for folder in folders]
         if len(set(names)) < len(names):
             raise UserError(f"run={names[0]}: the same run is given twice")
-        runs = {name: read_run_files(run) for name, run in zip(names, folders, strict=True)}
+        runs = {
+            name: run_page.read_run_files(run) for name, run in zip(names, folders, strict=True)
+        }
         for run in runs.values():
-            refuse_damaged(run)
+            run_page.refuse_damaged(run)
         settings = {name: settings_in(run) for name, run in zip(names, folders, strict=True)}
         folder = decide_run_dir(OutputConfig(name="report", dir=config.output_dir))
-        write_atomically(folder / PAGE_FILE, render_comparison(runs, settings))
-    print(f"{printable(str(folder / PAGE_FILE))}: open it in a browser")
+        write_atomically(folder / run_page.PAGE_FILE, run_page.render_comparison(runs, settings))
+    print(f"{printable(str(folder / run_page.PAGE_FILE))}: open it in a browser")
     print(f"run: {printable(str(folder))}")
-    return folder / PAGE_FILE
+    return folder / run_page.PAGE_FILE
 
 
 def _existing_run(path: str) -> Path:
@@ -89,7 +83,7 @@ def _existing_run(path: str) -> Path:
     return folder
 
 
-def settings_in(folder: Path) -> list[ChangedSetting]:
+def settings_in(folder: Path) -> list[run_page.ChangedSetting]:
     """Return the settings of a training run that differ from their defaults, if readable."""
     if not (folder / CONFIG_FILE).is_file() or not is_training_run(folder / CONFIG_FILE):
         return []

@@ -390,8 +390,6 @@ class Passage:
 
 
 class TokenRenderer:
-    """Render token ids as text, token by token."""
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items()

@@ -22,24 +22,9 @@ from typing import TYPE_CHECKING, Any
 from app.process.launch import is_first_rank
 from app.report import render_template
 from app.report.chart import COLORS, Chart, Series, draw_png, draw_svg, format_number, frame_of
+from app.training import run_documents as documents
 from app.training.checkpoint.documents import differences
 from app.training.machine import LOST
-from app.training.run_documents import (
-    AGAIN,
-    CSV_FILE,
-    MEASURES,
-    METRICS,
-    MIXTURE,
-    OBJECT,
-    OTHER,
-    SHOWN_CONFIG,
-    SHOWN_MANIFEST,
-    VERDICT,
-    find_problem,
-    measure_of,
-    read_curves,
-    read_lines,
-)
 from common.errors import UserError
 from common.files import write_atomically
 from common.redaction import redact
@@ -160,7 +145,7 @@ def read_run_files(folder: Path, metrics: Mapping[str, Any] | None = None) -> Ru
     problems: list[str] = []
     curves: dict[str, list[tuple[float, float]]] = {}
     try:
-        for step, row in read_curves(folder / CSV_FILE):
+        for step, row in documents.read_curves(folder / documents.CSV_FILE):
             for name, value in row.items():
                 if not any(part in name for part in _NOT_DRAWN):
                     curves.setdefault(name, []).append((step, value))
@@ -170,25 +155,25 @@ def read_run_files(folder: Path, metrics: Mapping[str, Any] | None = None) -> Ru
     def read(name: str, shape: Any) -> Any:
         if not (folder / name).is_file():
             return {}
-        content, problem = find_problem(folder / name, shape)
+        content, problem = documents.find_problem(folder / name, shape)
         if problem is not None:
-            problems.append(f"{problem}; {AGAIN}")
+            problems.append(f"{problem}; {documents.AGAIN}")
         return {} if problem is not None else content
 
     return RunFiles(
         folder=folder,
         config=_read_config(folder / "config.yaml"),
-        manifest=read("manifest.json", SHOWN_MANIFEST),
+        manifest=read("manifest.json", documents.SHOWN_MANIFEST),
         metrics={
             name: value
-            for name, value in (metrics or read("metrics.json", METRICS)).items()
+            for name, value in (metrics or read("metrics.json", documents.METRICS)).items()
             if value is not None and math.isfinite(value)
         },
         curves=curves,
-        predictions=_choose_predictions(read_lines(folder / "predictions.jsonl")),
-        verdict=read("verdict.json", VERDICT),
-        mixture=read("mixture.json", MIXTURE) or [],
-        audit=read("audit.json", OBJECT),
+        predictions=_choose_predictions(documents.read_lines(folder / "predictions.jsonl")),
+        verdict=read("verdict.json", documents.VERDICT),
+        mixture=read("mixture.json", documents.MIXTURE) or [],
+        audit=read("audit.json", documents.OBJECT),
         error=_read_text(folder / "error.txt"),
         problems=problems,
     )
@@ -233,7 +218,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         config = _parse_yaml(file.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    return config if next(differences(config, SHOWN_CONFIG, ""), None) is None else {}
+    return config if next(differences(config, documents.SHOWN_CONFIG, ""), None) is None else {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,6 +301,8 @@ def write_page(
 def render_run(
     run: RunFiles, settings: Sequence[ChangedSetting] = (), refresh_seconds: int | None = None
 ) -> str:
+    notes = [*_listed(run.audit, "problems"), *_listed(run.audit, "warnings")]
+    notes = [*(f"warning: {note}" for note in notes), *map(str, _listed(run.audit, "unread"))]
     sections = [
         PageSection(
             title="Predictions",
@@ -330,7 +317,9 @@ def render_run(
             charts=_charts({"": run}, of_machine=True),
         ),
         PageSection(
-            title="Data", lines=_data_notes(run), tables=[_mixture_cells(run), _audit_cells(run)]
+            title="Data",
+            lines=[_without_folders(printable(note)) for note in notes],
+            tables=[_mixture_cells(run), _audit_cells(run)],
         ),
         PageSection(
             title="Settings",
@@ -349,6 +338,9 @@ def render_comparison(
     runs: Mapping[str, RunFiles], settings: Mapping[str, Sequence[ChangedSetting]]
 ) -> str:
     """Return the page that compares several runs; `runs` and `settings` are by shown name."""
+    by_run = [{key: value for key, value, _ in settings.get(name, ())} for name in runs]
+    keys = dict.fromkeys(key for values in by_run for key in values)
+    rows = [[key, *(values.get(key, "-") for values in by_run)] for key in keys]
     sections = [
         PageSection(title="Metrics", tables=[_metrics_cells(runs)]),
         PageSection(title="Curves", charts=_charts(runs)),
@@ -356,7 +348,7 @@ def render_comparison(
         PageSection(
             title="Settings",
             description="Settings that differ between the runs; - is the default.",
-            tables=[_differing_cells(runs, settings)],
+            tables=[[["setting", *runs], *(row for row in rows if len(set(row[1:])) > 1)]],
         ),
     ]
     facts = [f"{name}: {'; '.join(_run_facts(run))}" for name, run in runs.items()]
@@ -431,8 +423,8 @@ def _run_facts(run: RunFiles) -> list[str]:
 
 
 def _is_share(name: str) -> bool:
-    measure, _ = measure_of(re.sub("^(base|tuned|change)/", "", name))
-    is_percent = MEASURES.get(measure, OTHER).number_format.endswith("%")
+    measure, _ = documents.measure_of(re.sub("^(base|tuned|change)/", "", name))
+    is_percent = documents.MEASURES.get(measure, documents.OTHER).number_format.endswith("%")
     return is_percent or name in SHARES or name.startswith(LOST)
 
 
@@ -491,10 +483,10 @@ def _title_of_column(name: str) -> str:
     """Return the title of a column of metrics.csv: `loss/alpaca` is `loss: alpaca`."""
     if name in _TITLES:
         return _TITLES[name]
-    measure, dataset = measure_of(name)
+    measure, dataset = documents.measure_of(name)
     if measure == name:
         measure, _, dataset = name.partition("/")
-    heading = MEASURES[measure].heading if measure in MEASURES else measure
+    heading = documents.MEASURES[measure].heading if measure in documents.MEASURES else measure
     return f"{heading}: {dataset}" if dataset else heading
 
 
@@ -597,12 +589,6 @@ def _listed(values: Mapping[str, Any], key: str) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def _data_notes(run: RunFiles) -> list[str]:
-    notes = [*_listed(run.audit, "problems"), *_listed(run.audit, "warnings")]
-    lines = [*(f"warning: {note}" for note in notes), *map(str, _listed(run.audit, "unread"))]
-    return [_without_folders(printable(line)) for line in lines]
-
-
 def _without_folders(text: str) -> str:
     return _FOLDERS.sub("", text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", ""))
 
@@ -677,12 +663,3 @@ def _metrics_cells(runs: Mapping[str, RunFiles]) -> _Cells:
         for name in names
     ]
     return cells
-
-
-def _differing_cells(
-    runs: Mapping[str, RunFiles], settings: Mapping[str, Sequence[ChangedSetting]]
-) -> _Cells:
-    by_run = [{key: value for key, value, _ in settings.get(name, ())} for name in runs]
-    keys = list(dict.fromkeys(key for values in by_run for key in values))
-    rows = [[key, *(values.get(key, "-") for values in by_run)] for key in keys]
-    return [["setting", *runs], *(row for row in rows if len(set(row[1:])) > 1)]

@@ -64,7 +64,8 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
     if resume not in (AUTO, _MUST):
         return _typed_run(resume, folder)
     if folder is not None:
-        found = _run_in(fetched_folder("output.dir", folder, resumes=True))
+        run = fetched_folder("output.dir", folder, resumes=True)
+        found = run if (run / CONFIG_FILE).exists() else None
         where = folder
     else:
         found = _newest_unfinished(name)
@@ -77,6 +78,8 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
         )
     if found is not None:
         refuse_special_entries(found)
+        if not is_training_run(found / CONFIG_FILE):
+            raise UserError(f"output.dir={found} holds an evaluation; type another folder")
     return found
 
 
@@ -135,15 +138,6 @@ def _typed_run(resume: str, folder: str | None) -> Path:
         )
     here = Path.cwd()
     return run.relative_to(here) if run.is_relative_to(here) else run
-
-
-def _run_in(folder: Path) -> Path | None:
-    if not (folder / CONFIG_FILE).exists():
-        return None
-    refuse_special_entries(folder)
-    if not is_training_run(folder / CONFIG_FILE):
-        raise UserError(f"output.dir={folder} holds an evaluation; type another folder")
-    return folder
 
 
 def _newest_unfinished(name: str | None) -> Path | None:

@@ -118,7 +118,10 @@ def _check_folder(typed: str, *, resumes: bool) -> list[str]:
             return []
         if not folder.is_dir():
             return [f"output.dir={typed}: this is a file; type a folder's name"]
-        names = sorted({entry.name for entry in folder.iterdir()} - _of_killed(folder))
+        found, written_again = {entry.name for entry in folder.iterdir()}, _moved(folder)
+        if (folder / "partial").is_dir() and not is_training_run(folder / CONFIG_FILE):
+            written_again |= set(filter(_WRITTEN_WHILE_EVALUATED.fullmatch, found))
+        names = sorted(found - written_again)
         others = [] if CONFIG_FILE in names else _foreign_entries(folder, names)
         if not others and (special := _check_entries(folder)):
             return special
@@ -160,16 +163,8 @@ def _foreign_entries(folder: Path, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _of_killed(folder: Path) -> set[str]:
-    """Return what an evaluation or a merge had written when it was killed: it is written again."""
-    found = _moved(folder)
-    if (folder / "partial").is_dir() and not is_training_run(folder / CONFIG_FILE):
-        names = {entry.name for entry in folder.iterdir()}
-        found |= set(filter(_WRITTEN_WHILE_EVALUATED.fullmatch, names))
-    return found
-
-
 def _moved(folder: Path) -> set[str]:
+    """Return what a merge had moved here when it was killed."""
     moved, _ = read_json_object(folder / UNFINISHED / _MOVED_FILE)
     return {entry.name for entry in folder.iterdir()} & moved.keys()
 

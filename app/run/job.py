@@ -50,8 +50,6 @@ _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A run on a cluster."""
-
     name: str
     folder: str
     """the run's folder, as the machines of the cluster see it, or its URL"""

@@ -85,13 +85,22 @@ _STREAMED = ("trainer.micro_batch_size", "data.num_workers")
 
 def save_manifest(folder: Path, **facts: Any) -> None:
     """Write manifest.json: `facts`, and the command, versions, machine and git state."""
+    machine = read_machine()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = ", ".join(f"{gpu.name} ({gpu.memory_gib:.1f} GiB)" for gpu in machine.gpus)
     manifest = {
         "command": [sys.executable, *typed_words()],
         "started": STARTED,
         "versions": installed_versions(),
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "hardware": _describe_hardware(),
+        "hardware": {
+            "gpus": gpus or None,
+            "driver": machine.driver,
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_gib": round(memory / 2**30, 1),
+            "system": platform.platform(),
+        },
         "git": git_state(),
     } | facts
     write_atomically(folder / MANIFEST_FILE, json.dumps(redacted(manifest), indent=2) + "\n")
@@ -114,18 +123,6 @@ def record_result(folder: Path, result: Mapping[str, Any]) -> None:
     """Add to a run's manifest whose weights are its result, and at which step it ended."""
     manifest = read_run_manifest(folder) | {"result": dict(result)}
     write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
-
-
-def _describe_hardware() -> dict[str, Any]:
-    machine = read_machine()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "gpus": ", ".join(f"{gpu.name} ({gpu.memory_gib:.1f} GiB)" for gpu in machine.gpus) or None,
-        "driver": machine.driver,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory / 2**30, 1),
-        "system": platform.platform(),
-    }
 
 
 @functools.cache

@@ -150,7 +150,6 @@ class ObjectStore:
         os.replace(unfinished, file)
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
         self.files.rm_file(f"{self.root}/{name}")
 
 
@@ -244,7 +243,9 @@ def fetch_run(url: str, folder: Path, *, resumes: bool) -> None:
     """
     with open_store(url) as store:
         names = store.sizes()
-        steps = sorted(_steps(names), reverse=True)
+        places = (PurePosixPath(name) for name in names)
+        marked = (STEP_FOLDER.fullmatch(one.parent.name) for one in places if one.name == MARKER)
+        steps = sorted({int(match[1]) for match in marked if match}, reverse=True)
         here = CheckpointStore(folder / CHECKPOINTS)
         newest_here, newest = here.newest_step() or 0, max(steps, default=0)
         _check_same_run(store, names, folder)
@@ -306,9 +307,3 @@ def fetch_checkpoint(store: ObjectStore, names: dict[str, int], folder: Path, st
         return False
     os.replace(unfinished, target)
     return True
-
-
-def _steps(names: dict[str, int]) -> set[int]:
-    places = (PurePosixPath(name) for name in names)
-    marked = (place.parent.name for place in places if place.name == MARKER)
-    return {int(match[1]) for each in marked if (match := STEP_FOLDER.fullmatch(each))}

@@ -13,14 +13,7 @@ from app.model.adapter import resumed_adapter
 from app.preflight import describe_base, requested_devices
 from app.process.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
 from app.process.status import begin_status
-from app.run.find import (
-    AUTO,
-    NEVER,
-    checkpoint_of_step,
-    checkpoints_of,
-    has_checkpoints,
-    typed_step,
-)
+from app.run import find
 from app.run.folder import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -142,7 +135,7 @@ class Run:
         """
         if self.checkpoint is None or not self.rewinds:
             return set()
-        existing = checkpoints_of(self.folder).checkpoints()
+        existing = find.checkpoints_of(self.folder).checkpoints()
         newer = [checkpoint.folder for checkpoint in existing if checkpoint.step > self.step]
         return {(folder, (folder / MARKER).stat().st_mtime_ns) for folder in newer}
 
@@ -150,7 +143,7 @@ class Run:
         """Remove metrics.json and the superseded checkpoints, on the first rank before training."""
         (self.folder / METRICS_FILE).unlink(missing_ok=True)
         if self.checkpoint is not None and self.rewinds:
-            for step in checkpoints_of(self.folder).drop_newer(self.step):
+            for step in find.checkpoints_of(self.folder).drop_newer(self.step):
                 log.warning(
                     "RESUME: step-%d is removed: the run goes back to step %d", step, self.step
                 )
@@ -175,15 +168,15 @@ def compare_existing(
     None for a new run, and in a rank, whose launcher has compared them. `read_config` reads the
     config.yaml in a run's folder. Needs no torch.
     """
-    if config.resume == NEVER or config.output.dir is None or is_child():
+    if config.resume == find.NEVER or config.output.dir is None or is_child():
         return None
     folder = Path(config.output.dir)
     if not (folder / CONFIG_FILE).is_file():  # `find` has refused evaluations
         return None
     has_finished = (folder / METRICS_FILE).exists()
-    if not has_checkpoints(folder) and not has_finished:  # nothing to resume from
+    if not find.has_checkpoints(folder) and not has_finished:  # nothing to resume from
         missing = f"resume={config.resume}: {folder} has no checkpoint; type resume=auto to start"
-        return ExistingRun(problems=[] if config.resume == AUTO else [f"{missing} it anew"])
+        return ExistingRun(problems=[] if config.resume == find.AUTO else [f"{missing} it anew"])
     manifest = read_run_manifest(folder)
     for _ in read_curves(folder / CSV_FILE):
         pass  # every row is one, before anything is loaded
@@ -197,18 +190,18 @@ def compare_existing(
         if config.data.streaming and not refused:
             refused = check_stream(changes, before, batch)
         problems, notes = problems + refused, notes + noted
-    rewinds = typed_step(config.resume) is not None
+    rewinds = find.typed_step(config.resume) is not None
     lengthens = any(change.rule in _LENGTHENS for change in changes)
     if any(is_more_patient(change) for change in changes):
         lengthens |= _ended_before(folder, manifest["total_steps"]) is not None
     is_done = has_finished and not rewinds and not lengthens
-    if not is_done and not has_checkpoints(folder):
+    if not is_done and not find.has_checkpoints(folder):
         problems.append(f"{folder} has finished and has no checkpoint to resume from")
     return ExistingRun(manifest=manifest, problems=problems, notes=notes, is_done=is_done)
 
 
 def _ended_before(folder: Path, planned: int) -> int | None:
-    steps = [checkpoint.step for checkpoint in checkpoints_of(folder).checkpoints()]
+    steps = [checkpoint.step for checkpoint in find.checkpoints_of(folder).checkpoints()]
     return max(steps) if steps and max(steps) < planned else None
 
 
@@ -220,7 +213,7 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
     """
     if is_child():
         return _open_as_rank(config)
-    folder = make_run_dir(config.output, resumes=config.resume != NEVER)
+    folder = make_run_dir(config.output, resumes=config.resume != find.NEVER)
     compared = existing or ExistingRun()
     if compared.problems:
         raise UserError(compared.problems)
@@ -239,7 +232,7 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
         for note in [*([] if note_of_id is None else [note_of_id]), *compared.notes]:
             log.info("RESUME: %s", note)
         log.info("RESUME: from %s", run.checkpoint.folder)
-    elif config.resume != NEVER:
+    elif config.resume != find.NEVER:
         log.info("RESUME: fresh start, no checkpoint in %s", folder)
     share_with_ranks(folder)
     if is_first_rank():
@@ -251,7 +244,7 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
 def _open_as_rank(config: TrainConfig) -> Run:
     folder = Path(config.output.dir or run_dir() or "")
     step = int(os.environ.get(STEP_VARIABLE, 0))
-    checkpoint = checkpoint_of_step(folder, step) if step else None
+    checkpoint = find.checkpoint_of_step(folder, step) if step else None
     if step and checkpoint is None:
         raise UserError(
             f"the first rank resumes from step {step}, but this rank finds no such checkpoint in "
@@ -275,12 +268,12 @@ def _run_from(
         checkpoint=checkpoint,
         manifest=manifest,
         resume_allow=config.resume_allow,
-        rewinds=typed_step(config.resume) is not None,
+        rewinds=find.typed_step(config.resume) is not None,
     )
 
 
 def _choose_checkpoint(config: TrainConfig, folder: Path) -> Checkpoint | None:
-    if (step := typed_step(config.resume)) is not None:
+    if (step := find.typed_step(config.resume)) is not None:
         try:
             return load_checkpoint(Path(config.resume).expanduser(), step)
         except DamageError as error:
@@ -300,7 +293,7 @@ def find_newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
     None if there is none at all; raises UserError if all are damaged.
     """
-    good, damaged = checkpoints_of(folder).newest_good()
+    good, damaged = find.checkpoints_of(folder).newest_good()
     if good is None and damaged:
         raise UserError(
             [f"{folder}: {sentence}" for sentence in damaged]

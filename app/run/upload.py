@@ -23,15 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from app.process import launch
 from app.process.collectives import run_on_rank0, run_on_ranks
 from app.process.heartbeat import refresh_liveness, waiting_for_thread
-from app.process.launch import (
-    child_environment,
-    exit_with_parent,
-    is_first_on_machine,
-    is_first_rank,
-    read_launch,
-)
 from app.process.signals import HANDLED
 from app.process.status import STATUS_FILE
 from app.run.folder import LOCK_FILE, METRICS_FILE, UNFINISHED
@@ -62,7 +56,7 @@ _LAST = (METRICS_FILE, STATUS_FILE)
 def share_checkpoint(folder: Path, step: int) -> None:
     """Bring a checkpoint that the first machine has to all machines of a run; all ranks call it."""
     url = url_of(folder)
-    if url is None or read_launch().num_nodes == 1:
+    if url is None or launch.read_launch().num_nodes == 1:
         return
 
     def upload() -> None:
@@ -76,7 +70,7 @@ def share_checkpoint(folder: Path, step: int) -> None:
                     raise UserError(f"{url}: step-{step} is damaged: resume the run")
 
     run_on_rank0(upload)
-    run_on_ranks(download, runs=is_first_on_machine())
+    run_on_ranks(download, runs=launch.is_first_on_machine())
 
 
 @contextlib.contextmanager
@@ -86,7 +80,7 @@ def uploading(folder: Path) -> Iterator[None]:
     OSError if the copy is not complete in the end.
     """
     url = url_of(folder)
-    if url is None or not is_first_rank():
+    if url is None or not launch.is_first_rank():
         yield
         return
     process = _UploadProcess(folder)
@@ -111,7 +105,7 @@ class _UploadProcess:
         """when it said something"""
         self._process = subprocess.Popen(
             [*child_command("app.run.upload"), str(folder)],
-            env=child_environment(),
+            env=launch.child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -290,7 +284,6 @@ class _Messages(logging.Handler):
     """Sends what is logged to the training process."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a message."""
         _send(level=record.levelno, text=self.format(record))
 
 
@@ -304,7 +297,7 @@ def _ended(seconds: float = 0.0) -> bool:
 
 def main(folder: Path) -> None:
     """Upload the run in `folder` until the process that trains says that it has ended."""
-    exit_with_parent()
+    launch.exit_with_parent()
     sys.stdout = sys.stderr  # for what libraries print: the other process reads messages only
     for signum in HANDLED:  # the process that trains decides what they mean
         signal.signal(signum, signal.SIG_IGN)

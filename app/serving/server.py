@@ -38,17 +38,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from app.evaluation.conversation import ConversationConfig, Reply, Responder
 from app.process.launch import is_loopback
 from app.process.signals import exit_after_grace, signal_received
-from app.serving.api import (
-    INTERNAL_ERROR,
-    CompletionRequest,
-    RequestError,
-    ServeConfig,
-    check_no_control_tokens,
-    parse_body,
-    parse_chat_request,
-    parse_text_request,
-    print_error,
-)
+from app.serving import api
 from common.errors import DataError, UserError
 from common.text import printable
 
@@ -77,7 +67,7 @@ PAGE = Path(__file__).with_name("chat.html")
 
 def build_app(
     responder: Responder,
-    config: ServeConfig,
+    config: api.ServeConfig,
     defaults: ConversationConfig,
     model: str,
     key: str | None = None,
@@ -101,25 +91,29 @@ def build_app(
 
     async def one_model(request: Request) -> Response:
         if request.path_params["name"] != model:
-            raise RequestError(f"this server has the model {model}", "model", status=404)
+            raise api.RequestError(f"this server has the model {model}", "model", status=404)
         return JSONResponse(model_card)
 
     async def complete(request: Request) -> ASGIApp:
         arrived = time.monotonic()
-        parse = parse_chat_request if "chat" in request.url.path else parse_text_request
+        parse = api.parse_chat_request if "chat" in request.url.path else api.parse_text_request
         try:
-            found = parse(parse_body(await _read_body(request)), model, defaults)
+            found = parse(api.parse_body(await _read_body(request)), model, defaults)
         except RecursionError as error:
-            raise RequestError("the body is nested too deeply") from error
-        check_no_control_tokens(found.turns, responder.control_texts)
+            raise api.RequestError("the body is nested too deeply") from error
+        api.check_no_control_tokens(found.turns, responder.control_texts)
         return completions.response(found, arrived)
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             route = f"{request.method} {printable(request.url.path)[:80]}"
-            error = RequestError(f"{route} is not available; {_ROUTES}", status=error.status_code)
-        if not isinstance(error, RequestError):
-            error = RequestError(INTERNAL_ERROR, status=500)  # `_AccessMiddleware` prints the cause
+            error = api.RequestError(
+                f"{route} is not available; {_ROUTES}", status=error.status_code
+            )
+        if not isinstance(error, api.RequestError):
+            error = api.RequestError(
+                api.INTERNAL_ERROR, status=500
+            )  # `_AccessMiddleware` prints the cause
         return JSONResponse(error.body, error.status, error.headers)
 
     app = Starlette(
@@ -131,7 +125,7 @@ def build_app(
             Route("/v1/chat/completions", complete, methods=["POST"]),
             Route("/v1/completions", complete, methods=["POST"]),
         ],
-        exception_handlers={RequestError: refuse, HTTPException: refuse, Exception: refuse},
+        exception_handlers={api.RequestError: refuse, HTTPException: refuse, Exception: refuse},
     )
     app.router.redirect_slashes = False
     return _AccessMiddleware(app, config.host, key)
@@ -152,8 +146,8 @@ def _page_policy(page: str) -> str:
 async def _read_body(request: Request) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        raise RequestError("Content-Type: expected application/json", status=415)
-    too_long = RequestError(f"the body is longer than {MAX_BODY:,} bytes", status=413)
+        raise api.RequestError("Content-Type: expected application/json", status=415)
+    too_long = api.RequestError(f"the body is longer than {MAX_BODY:,} bytes", status=413)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > _MAX_DISCARDED:
         raise too_long
@@ -167,7 +161,7 @@ async def _read_body(request: Request) -> bytes:
                 if size <= MAX_BODY:
                     body += part
     except TimeoutError:
-        raise RequestError(
+        raise api.RequestError(
             f"the body was not received within {BODY_SECONDS:g} seconds", status=408
         ) from None
     if size > MAX_BODY:
@@ -188,7 +182,7 @@ class Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is None or self.cycle.response_complete:
-            body = json.dumps(RequestError(msg).body).encode()
+            body = json.dumps(api.RequestError(msg).body).encode()
             self.transport.write(
                 b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
                 b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
@@ -254,25 +248,25 @@ class _AccessMiddleware:
         try:
             self._check(scope)
             await self._app(scope, receive, send_with_headers)
-        except RequestError as error:
+        except api.RequestError as error:
             refusal = JSONResponse(error.body, error.status, error.headers)
             await refusal(scope, receive, send_with_headers)
         except ClientDisconnect:
             pass
         except Exception as error:  # noqa: BLE001  the response was sent; keep serving
-            print_error(error)
+            api.print_error(error)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_own(hosts[0]):
-            raise RequestError(
+            raise api.RequestError(
                 f"Host: {printable(', '.join(hosts))[:80]} is not an address of this server",
                 status=403,
             )
         origin = headers.get("origin")
         if origin is not None and origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
-            raise RequestError("Origin: requests from other sites are refused", status=403)
+            raise api.RequestError("Origin: requests from other sites are refused", status=403)
         if self._key is None or not scope["path"].startswith("/v1"):
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -282,7 +276,7 @@ class _AccessMiddleware:
             for key in (given.strip(), self._key)
         ]
         if scheme.lower() != "bearer" or not hmac.compare_digest(*digests):
-            raise RequestError(
+            raise api.RequestError(
                 "Authorization: expected Bearer KEY, with the key this server was started with",
                 status=401,
                 code="invalid_api_key",
@@ -313,12 +307,12 @@ class _AccessMiddleware:
 class _CompletionQueue:
     """Answer one request at a time; refuse further requests if too many are waiting."""
 
-    def __init__(self, responder: Responder, config: ServeConfig, model: str) -> None:
+    def __init__(self, responder: Responder, config: api.ServeConfig, model: str) -> None:
         self._responder, self._config, self._model = responder, config, model
         self._lock = asyncio.Lock()
         self._num_waiting = 0
 
-    def response(self, request: CompletionRequest, arrived: float) -> ASGIApp:
+    def response(self, request: api.CompletionRequest, arrived: float) -> ASGIApp:
         """Return the ASGI response to a request; it stops generating if the client disconnects.
 
         `arrived` is the time of arrival by `time.monotonic`.
@@ -336,7 +330,7 @@ class _CompletionQueue:
                 stream = _EventStream(send)
                 try:
                     body = await self._answer_in_time(request, arrived, stream)
-                except RequestError as error:
+                except api.RequestError as error:
                     if not stream.is_open:
                         await JSONResponse(error.body, error.status, error.headers)(
                             scope, receive, send
@@ -353,27 +347,27 @@ class _CompletionQueue:
         return respond
 
     async def _answer_in_time(
-        self, request: CompletionRequest, arrived: float, stream: _EventStream
+        self, request: api.CompletionRequest, arrived: float, stream: _EventStream
     ) -> dict[str, Any]:
         left = self._config.timeout_seconds - (time.monotonic() - arrived)
         try:
             with anyio.fail_after(max(left, 0)):
                 async with self._wait_for_turn():
                     return await self._answer(request, stream)
-        except RequestError:
+        except api.RequestError:
             raise
         except TimeoutError:
             seconds = f"{self._config.timeout_seconds:g}"
             message = f"answer not complete within {seconds} seconds (serve.timeout_seconds)"
-            raise RequestError(message, status=503, code="timeout") from None
+            raise api.RequestError(message, status=503, code="timeout") from None
         except Exception as error:
-            print_error(error)
-            raise RequestError(INTERNAL_ERROR, status=500) from error
+            api.print_error(error)
+            raise api.RequestError(api.INTERNAL_ERROR, status=500) from error
 
     @contextlib.asynccontextmanager
     async def _wait_for_turn(self) -> AsyncIterator[None]:
         if self._lock.locked() and self._num_waiting >= self._config.max_waiting:
-            raise RequestError(
+            raise api.RequestError(
                 f"the server is busy and {self._num_waiting} requests are waiting; retry later",
                 status=503,
                 code="overloaded",
@@ -388,7 +382,7 @@ class _CompletionQueue:
         finally:
             self._lock.release()
 
-    async def _answer(self, request: CompletionRequest, stream: _EventStream) -> dict[str, Any]:
+    async def _answer(self, request: api.CompletionRequest, stream: _EventStream) -> dict[str, Any]:
         """Generate an answer, stream it if requested, and return the full response body."""
         started = time.monotonic()
         try:
@@ -398,9 +392,9 @@ class _CompletionQueue:
         except UserError as error:
             code = "context_length_exceeded"
             name = "messages" if request.is_chat else "prompt"
-            raise RequestError(str(error), name, code=code) from error
+            raise api.RequestError(str(error), name, code=code) from error
         except DataError as error:
-            raise RequestError(f"messages: {error}", "messages") from error
+            raise api.RequestError(f"messages: {error}", "messages") from error
         reply = Reply(ids)
         pieces = self._responder.answer(
             reply, request.sampling, stop_texts=request.stop_texts, seed=request.seed

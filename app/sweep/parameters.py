@@ -214,12 +214,10 @@ def _interval(text: str, key: str, override: Override) -> Parameter:
 
 
 def format_overrides(values: Mapping[str, str]) -> list[str]:
-    """Return `key=value` for each key."""
     return [f"{key}={value}" for key, value in values.items()]
 
 
 def varied(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """Return the parameters that differ between trials."""
     return [parameter for parameter in parameters if parameter.varies]
 
 
@@ -253,20 +251,15 @@ def load_words(overrides: Sequence[str]) -> Words:
         raise UserError(
             f"resume={value}: expected the folder of a sweep, with {SWEEP_FILE}; {_NO_OVERRIDES}"
         )
-    saved = _read_words(file)
-    typed = parse_parameters(item for item in overrides if RESUME.fullmatch(item) is None)
-    parameters = _take_typed(parse_parameters(saved), typed, value)
-    keys = frozenset(parameter.key for parameter in typed)
-    return Words(parameters=parameters, folder=folder, typed=keys)
-
-
-def _read_words(file: Path) -> list[str]:
     saved = read_conf_file(file, package="", loader=PlainLoader).values.get("words")
     if not (isinstance(saved, list) and saved and all(isinstance(item, str) for item in saved)):
         raise UserError(
             f"{file}: words: expected a list of overrides; copy the sweep's folder again"
         )
-    return saved
+    typed = parse_parameters(item for item in overrides if RESUME.fullmatch(item) is None)
+    parameters = _take_typed(parse_parameters(saved), typed, value)
+    keys = frozenset(parameter.key for parameter in typed)
+    return Words(parameters=parameters, folder=folder, typed=keys)
 
 
 def _take_typed(

@@ -91,7 +91,8 @@ def run_sweep(overrides: list[str]) -> int:
     lock_run(folder)
     separate_files(folder)
     finished = load_results(folder)
-    metric = _metric_of(config, parameters)
+    groups = [parameter.key.partition(".")[0] for parameter in varied(parameters)]
+    metric = config.objective.compared_by if "objective" in groups else DEFAULT_MONITOR
     numbers = [trial.number for trial in finished]
     search: Search = Grid(parameters, numbers)
     if config.sweep.search == "optuna":
@@ -109,7 +110,9 @@ def run_sweep(overrides: list[str]) -> int:
     launcher: LocalLauncher | SlurmLauncher = LocalLauncher(slots)
     if config.launcher.name == "slurm":
         launcher = SlurmLauncher(config, folder)
-    resume = quote_words(f"resume={folder}", *_typed_again(granting, parameters))
+    values = {each.key: ",".join(redacted(each.values)) for each in parameters}
+    again = {each.key: f"{each.key}={values.get(each.key, each.value)}" for each in granting}
+    resume = quote_words(f"resume={folder}", *again.values())
     runner = _TrialRunner(search, shared, folder, launcher, finished, metric, resume=resume)
     code = runner.run()
     print_results(runner.finished, parameters, shared)
@@ -136,8 +139,13 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
     config, found = _check_trial(first)
     problems += found
     search = first.get("sweep.search", "grid") if config is None else config.sweep.search
-    if problem := _too_many_trials(search, parameters):
-        raise UserError([*problems, problem])
+    num_trials = math.prod(len(parameter.values) for parameter in parameters)
+    if search == "grid" and num_trials > _MAX_GRID_TRIALS:
+        problems.append(
+            f"this grid has {num_trials:,} trials, more than {_MAX_GRID_TRIALS:,}; use "
+            "sweep.search=optuna sweep.trials=20, or list fewer values"
+        )
+        raise UserError(problems)
     trials = [] if config is None else [config]
     for values in _further_trials(first, parameters):
         other, found = _check_trial(values)
@@ -165,12 +173,6 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
     return config, shared, granting
 
 
-def _metric_of(config: TrainConfig, parameters: Sequence[Parameter]) -> str:
-    """Return the metric by which trials are ranked: the loss, unless it is another in each."""
-    keys = [parameter.key.partition(".")[0] for parameter in varied(parameters)]
-    return config.objective.compared_by if "objective" in keys else DEFAULT_MONITOR
-
-
 def _unlike_objectives(trials: Sequence[TrainConfig]) -> list[str]:
     measures = {trial.objective.name: trial.objective.compared_by for trial in trials}
     if len(set(measures.values())) < 2:
@@ -180,12 +182,6 @@ def _unlike_objectives(trials: Sequence[TrainConfig]) -> list[str]:
         f"objective={','.join(measures)}: their runs are not compared by one metric ({compared}); "
         f"type a sweep for each, as objective={next(iter(measures))}"
     ]
-
-
-def _typed_again(granting: Sequence[Granting], parameters: Sequence[Parameter]) -> list[str]:
-    values = {each.key: ",".join(redacted(each.values)) for each in parameters}
-    found = {each.key: each.value for each in granting}
-    return [f"{key}={values.get(key, value)}" for key, value in found.items()]
 
 
 def _check_trial(values: Mapping[str, str]) -> tuple[TrainConfig | None, list[str]]:
@@ -214,16 +210,6 @@ def _further_trials(
     else:
         for parameter in varying:
             yield from ({**first, parameter.key: value} for value in parameter.values[1:])
-
-
-def _too_many_trials(search: str, parameters: Sequence[Parameter]) -> str | None:
-    num_trials = math.prod(len(parameter.values) for parameter in parameters)
-    if search != "grid" or num_trials <= _MAX_GRID_TRIALS:
-        return None
-    return (
-        f"this grid has {num_trials:,} trials, more than {_MAX_GRID_TRIALS:,}; use "
-        "sweep.search=optuna sweep.trials=20, or list fewer values"
-    )
 
 
 def _check_search(search: str, parameters: Sequence[Parameter]) -> list[str]:

@@ -49,15 +49,7 @@ from app.run.job import (
 )
 from app.run.job import Job as JobFile
 from app.sweep.parameters import Parameter, format_overrides, varied
-from app.training.run_documents import (
-    CSV_FILE,
-    METRICS,
-    STATUS,
-    TRIALS,
-    is_lower_better,
-    read_curves,
-    read_document,
-)
+from app.training import run_documents as documents
 from app.training.trainer import DEFAULT_MONITOR
 from common.errors import DONE, ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED, UserError
 from common.files import open_no_follow, write_atomically
@@ -113,7 +105,7 @@ class Trial:
         """Key that sorts by objective, trials without a finite one last."""
         known = self.objective is not None and math.isfinite(self.objective)
         value = self.objective if known and self.objective is not None else 0.0
-        return not known, value if is_lower_better(self.metric) else -value, self.number
+        return not known, value if documents.is_lower_better(self.metric) else -value, self.number
 
     @property
     def has_failed(self) -> bool:
@@ -214,7 +206,7 @@ class RunningTrial:
             # Later steps are ignored: how many there are depends on the speed of the machine.
             curve = read_curve(self.folder, self.metric)
             until_pruned = [value for step, value in curve.items() if step <= self.stopped_at]
-            best = min if is_lower_better(self.metric) else max
+            best = min if documents.is_lower_better(self.metric) else max
             objective, error, code = best(until_pruned, default=None), None, TERMINATED
         else:
             objective = read_final(self.folder, self.metric) if code == DONE else None
@@ -235,7 +227,7 @@ class RunningTrial:
 
 def read_curve(folder: Path, metric: str) -> dict[int, float]:
     """Return a metric of a run's validations by step, without step 0."""
-    rows = read_curves(folder / CSV_FILE)
+    rows = documents.read_curves(folder / documents.CSV_FILE)
     return {step: row[metric] for step, row in rows if metric in row and step > 0}
 
 
@@ -244,7 +236,7 @@ def read_final(folder: Path, metric: str) -> float | None:
     file = folder / METRICS_FILE
     if not file.exists():
         return None
-    value: float | None = read_document(file, METRICS).get(metric)
+    value: float | None = documents.read_document(file, documents.METRICS).get(metric)
     return value
 
 
@@ -300,7 +292,7 @@ class SlurmJob:
         file = self._folder / STATUS_FILE
         if not file.exists():
             return None
-        status = read_document(file, STATUS)
+        status = documents.read_document(file, documents.STATUS)
         code: int | None = status.get("exit_code")
         return code if status["written"] > self._file.stat().st_mtime else None
 
@@ -418,7 +410,6 @@ def _release(number: str) -> None:
 
 
 def describe_outcome(trial: Trial) -> str:
-    """Return the result of a trial in words."""
     if trial.error is not None:
         return f"{trial.error[:200]} (exit {trial.exit_code}; {trial.number}.log)"
     value = "not measured" if trial.objective is None else f"{trial.objective:.4f}"
@@ -437,7 +428,10 @@ def write_sweep_page(
         values, objective = _values_of(trial), trial.objective
         shown = [printable(values[key]) for key in keys]
         shown.append("-" if objective is None else f"{objective:.4f}")
-        cells.append([_link_of(trial, folder), *shown, printable(redact(describe_outcome(trial)))])
+        link, page = str(trial.number), Path(trial.folder) / PAGE_FILE
+        if page.is_file():
+            link = Markup('<a href="{}">{}</a>').format(quote(os.path.relpath(page, folder)), link)
+        cells.append([link, *shown, printable(redact(describe_outcome(trial)))])
         curve = sorted(read_curve(Path(trial.folder), trial.metric).items())
         curve = [point for point in curve if math.isfinite(point[1])]
         if curve and len(lines) < len(COLORS):
@@ -456,16 +450,9 @@ def write_sweep_page(
         found = f"Trial {best.number}, with {metric} {best.objective:.4f}. To train like it, type:"
         command = printable(_full_run(best, parameters))
         sections.insert(0, PageSection(title="Best trial", description=found, command=command))
-    kind = "lowest" if is_lower_better(metric) else "highest"
+    kind = "lowest" if documents.is_lower_better(metric) else "highest"
     facts = [f"{counted(len(trials), 'trial')}, the {kind} {metric} first"]
     write_atomically(folder / SWEEP_PAGE, render_sections(str(folder), facts, sections))
-
-
-def _link_of(trial: Trial, folder: Path) -> str:
-    page = Path(trial.folder) / PAGE_FILE
-    if not page.is_file():
-        return str(trial.number)
-    return Markup('<a href="{}">{}</a>').format(quote(os.path.relpath(page, folder)), trial.number)
 
 
 def save_results(trials: Sequence[Trial], folder: Path) -> None:
@@ -486,7 +473,7 @@ def load_results(folder: Path) -> list[Trial]:
     file = folder / RESULTS_FILE
     if not file.exists():
         return []
-    trials = [Trial(**row) for row in read_document(file, TRIALS)]
+    trials = [Trial(**row) for row in documents.read_document(file, documents.TRIALS)]
     return sorted(trials, key=lambda trial: trial.number)
 
 
@@ -533,7 +520,7 @@ def _explain_best(
     """
     best = completed[0]
     num_pruned = sum(trial.stopped_at is not None for trial in trials)
-    kind = "lowest" if is_lower_better(best.metric) else "highest"
+    kind = "lowest" if documents.is_lower_better(best.metric) else "highest"
     reason = f"{kind} {best.metric} ({best.objective:.4f}) of {len(completed)} completed trials"
     if num_pruned:
         reason += f"; {num_pruned} pruned, because others were better at the same step"

@@ -43,9 +43,8 @@ def test_an_optimizer_a_strategy_and_a_format_are_added_in_the_files_that_it_nam
         "    if isinstance(config, ToyConfig):\n        import torch\n\n"
         "        return torch.optim.SGD(groups)\n",
     )
-    verbs = app / "config/verbs.py"
-    put(verbs, "    MuonConfig,\n    OptimizerConfig", "    ToyConfig,\n")
-    put(verbs, '        "muon": MuonConfig,', '        "toy": ToyConfig,\n')
+    muon = '        "muon": optimizers.MuonConfig,'
+    put(app / "config/verbs.py", muon, '        "toy": optimizers.ToyConfig,\n')
     put(optimizers, '"paged_adamw8bit": 0}', '"toy": 0, ')
     (conf / "optimizer/toy.yaml").write_text("name: toy\n")
 

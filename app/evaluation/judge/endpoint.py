@@ -169,7 +169,10 @@ class Endpoint:
     def _raise_for_status(self, error: urllib.error.HTTPError) -> NoReturn:
         text = ""
         with contextlib.suppress(OSError, http.client.HTTPException, _TemporaryFailure), error:
-            text = _error_text(_read_response(error))
+            text = _read_response(error).decode("utf-8", "replace")
+        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+            text = str(json.loads(text)["error"]["message"])
+        text = _without_surrogates(text.strip()[:200])
         problem = f"status {error.code}{': ' * bool(text)}{text}"
         if error.code in (401, 403):
             raise UserError(
@@ -235,13 +238,6 @@ def _parse_reply(data: bytes) -> JudgeReply:
 def _without_surrogates(text: str) -> str:
     """Replace halves of surrogate pairs, which no file can hold, by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _error_text(data: bytes) -> str:
-    text = data.decode("utf-8", "replace")
-    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
-        text = str(json.loads(data)["error"]["message"])
-    return _without_surrogates(text.strip()[:200])
 
 
 def _retry_after(value: str | None) -> float | None:

@@ -11,21 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from app.preflight.couplings import settings, strategy
-from app.preflight.couplings.devices import (
-    check_devices,
-    check_global_batch,
-    check_gpus,
-    check_layout,
-    count_gpus,
-    find_conflicts,
-    find_unused,
-    has_data,
-    is_merge,
-    is_on_tuned,
-    is_training,
-    requested_devices,
-)
+from app.preflight.couplings import devices, settings, strategy
 from common.facts import check_values
 
 if TYPE_CHECKING:
@@ -46,19 +32,19 @@ def check_compatibility(
     """
     if problems := check_values(config, skip=("data",)):  # check_datasets checks those of the data
         return problems
-    devices = requested_devices(config, num_gpus if on_this_machine else num_gpus or 0)
+    asked = devices.requested_devices(config, num_gpus if on_this_machine else num_gpus or 0)
     problems = [
         text
-        for row, text in find_conflicts(GROUPS, config, devices)
+        for row, text in devices.find_conflicts(GROUPS, config, asked)
         if on_this_machine or not row.is_of_machine
     ]
-    problems += find_unused(config)
-    if is_training(config):
+    problems += devices.find_unused(config)
+    if devices.is_training(config):
         trainer = config.trainer
         if on_this_machine:
-            problems += check_devices(trainer, devices.num_gpus if devices.on_gpu else None)
+            problems += devices.check_devices(trainer, asked.num_gpus if asked.on_gpu else None)
         # A preview may be for another machine, whose number of GPUs is unknown.
         if on_this_machine or isinstance(trainer.devices, int):
-            problems += check_layout(config.strategy, trainer, devices.ranks_per_node)
-        problems += check_global_batch(trainer, devices.num_ranks, devices.num_data_ranks)
+            problems += devices.check_layout(config.strategy, trainer, asked.ranks_per_node)
+        problems += devices.check_global_batch(trainer, asked.num_ranks, asked.num_data_ranks)
     return problems

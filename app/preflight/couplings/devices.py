@@ -32,6 +32,8 @@ from common.facts import as_typed, default_of
 from common.text import counted
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
     from app.config.verbs import EvaluateConfig, MergeConfig, TrainConfig, TunedConfig
     from app.training.trainer import TrainerConfig
 
@@ -82,14 +84,9 @@ def splits_matrices(config: Any, devices: Devices) -> bool:
 # The classes of the settings belong to app.config, which imports this package.
 
 
-def is_training(config: TrainConfig | TunedConfig) -> TypeGuard[TrainConfig]:
+def is_training(config: TrainConfig | TunedConfig) -> TypeIs[TrainConfig]:
     """Return whether these are the settings of a training run, its preview or its plan."""
     return "optimizer" in config.__dataclass_fields__
-
-
-def is_on_tuned(config: TrainConfig | TunedConfig) -> TypeGuard[TunedConfig]:
-    """Return whether these are the settings of a verb that uses a trained model."""
-    return not is_training(config)
 
 
 def has_data(config: TrainConfig | TunedConfig) -> TypeGuard[TrainConfig | EvaluateConfig]:
