@@ -90,32 +90,17 @@ class Case:
 
 def words_of(method: str) -> list[str]:
     """Return the overrides of a method: 8,192 tokens a micro-batch, full tuning in bf16 4,096."""
-    common = [
-        "model=llama8b",
-        f"data.sequence_len={SEQUENCE_LEN}",
-        "trainer.max_steps=1",
-        "trainer.gradient_accumulation_steps=1",
-    ]
-    return (
-        common
-        + {
-            "lora": ["trainer.precision=bf16", "trainer.micro_batch_size=2", "adapter.dropout=0"],
-            "qlora": [
-                "trainer.precision=bf16",
-                "trainer.micro_batch_size=2",
-                "adapter.dropout=0",
-                "quantization=nf4",
-            ],
-            "lora fp8": [
-                "trainer.precision=bf16",
-                "trainer.micro_batch_size=2",
-                "adapter.dropout=0",
-                "quantization=fp8",
-            ],
-            "full": ["adapter=full", "trainer.precision=bf16-pure", "trainer.micro_batch_size=1"],
-            "full fp8": ["adapter=full", "trainer.precision=fp8"],
-        }[method]
-    )
+    words = ["model=llama8b", f"data.sequence_len={SEQUENCE_LEN}", "trainer.max_steps=1"]
+    words.append("trainer.gradient_accumulation_steps=1")
+    lora = ["trainer.precision=bf16", "trainer.micro_batch_size=2", "adapter.dropout=0"]
+    of_methods = {
+        "lora": lora,
+        "qlora": [*lora, "quantization=nf4"],
+        "lora fp8": [*lora, "quantization=fp8"],
+        "full": ["adapter=full", "trainer.precision=bf16-pure", "trainer.micro_batch_size=1"],
+        "full fp8": ["adapter=full", "trainer.precision=fp8"],
+    }
+    return words + of_methods[method]
 
 
 CASES = [

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planning.tracked import BASES, on_a_cpu
+from benchmarks.planning.tracked import BASES, Compared, on_a_cpu
 from benchmarks.strategies import import_all, on_ranks
-from common.text import percent
 
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
 LENGTH = 512
@@ -141,24 +140,9 @@ def measure(words: list[str]) -> tuple[float, float]:
     return on_a_cpu(replace(run, fuses_norm_and_gate=False), lengths), float(live.peak)
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Planned and measured bytes of a case."""
-
-    case: Case
-    said: float
-    found: float
-
-    @property
-    def error(self) -> float:
-        """The relative error; below 0 the plan promised too much room."""
-        return self.said / self.found - 1
-
-
-def compare(only: str = "") -> list[Compared]:
-    """Return every case whose name contains `only`; each is printed when it ends."""
+def compare(only: str = "") -> None:
+    """Print every case whose name contains `only`, when it ends."""
     import_all()
-    compared = []
     with tempfile.TemporaryDirectory() as parent:
         for number, case in enumerate(cases()):
             if not all(word in str(case).split() for word in only.split()):
@@ -166,12 +150,7 @@ def compare(only: str = "") -> list[Compared]:
             words = words_of(case, Path(parent) / str(number))
             with contextlib.redirect_stderr(io.StringIO()):
                 found = on_ranks(measure, words)
-            said, peak = max(found, key=lambda one: one[1])
-            each = Compared(case, said, peak)
-            compared.append(each)
-            sizes = f"{said / 2**20:7.1f} said {peak / 2**20:7.1f} MiB found"
-            print(f"{percent(each.error, sign='+'):>8} {sizes}  {case}", flush=True)
-    return compared
+            Compared(case, *max(found, key=lambda one: one[1])).show()
 
 
 if __name__ == "__main__":

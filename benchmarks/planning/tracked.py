@@ -230,7 +230,7 @@ def measure(case: Case) -> int:
 class Compared:
     """Planned and measured bytes of a case."""
 
-    case: Case
+    case: object
     said: float
     found: float
 
@@ -239,6 +239,10 @@ class Compared:
         """The relative error; below 0 the plan promised too much room."""
         return self.said / self.found - 1
 
+    def show(self) -> None:
+        sizes = f"{self.said / 2**20:7.1f} said {self.found / 2**20:7.1f} MiB found"
+        print(f"{percent(self.error, sign='+'):>8} {sizes}  {self.case}", flush=True)
+
 
 def compare() -> list[Compared]:
     """Return every case; each is printed when it ends."""
@@ -246,8 +250,7 @@ def compare() -> list[Compared]:
     for case in cases():
         each = Compared(case, predict(case), measure(case))
         compared.append(each)
-        sizes = f"{each.said / 2**20:7.1f} said {each.found / 2**20:7.1f} MiB found"
-        print(f"{percent(each.error, sign='+'):>8} {sizes}  {case}", flush=True)
+        each.show()
     return compared
 
 
