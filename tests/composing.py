@@ -57,6 +57,11 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
     checked: dict[str, list[str]] = {}
     parsed: dict[tuple[str, str], Any] = {}
 
+    def copied(kept: dict[Any, bytes], key: Any, make: Callable[[], Any]) -> Any:
+        if key not in kept:
+            kept[key] = pickle.dumps(make())
+        return pickle.loads(kept[key])  # noqa: S301
+
     def find_once(repo: Any, overrides_list: Sequence[Override], **rest: Any) -> Any:
         values = [one for one in overrides_list if not repo.group_exists(one.key_or_group)]
         chosen = [one.input_line for one in overrides_list if one not in values]
@@ -80,9 +85,7 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
         typed = f"experiment/{EXPERIMENT_NODE}"
         end = paths.index(typed) if typed in paths else len(paths)
         key = (*map(repr, defaults[:end]),)
-        if key not in merged:
-            merged[key] = pickle.dumps(merge_files(loader, defaults=defaults[:end], repo=repo))
-        shipped = pickle.loads(merged[key])  # noqa: S301
+        shipped = copied(merged, key, lambda: merge_files(loader, defaults[:end], repo))
         try:
             if end < len(paths):
                 shipped.merge_with(merge_files(loader, defaults=defaults[end:], repo=repo))
@@ -94,9 +97,7 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
         is_alone = isinstance(schema, type) and parent is None and flags is None
         if not is_alone or not schema.__module__.startswith(("app.", "data_modules.")):
             return make_node(schema, parent, flags)
-        if schema not in nodes:
-            nodes[schema] = pickle.dumps(make_node(schema))
-        node = pickle.loads(nodes[schema])  # noqa: S301
+        node = copied(nodes, schema, lambda: make_node(schema))
         if "data" in node and "cache_dir" in node.data:  # the default that the environment changes
             node.data.cache_dir = DataConfig().cache_dir
         return node
@@ -109,9 +110,7 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
     def load_once(repo: Any, config_path: str) -> Any:
         if _files(repo) is None or config_path == f"experiment/{EXPERIMENT_NODE}":
             return load(repo, config_path)
-        if config_path not in loaded:
-            loaded[config_path] = pickle.dumps(load(repo, config_path))
-        return pickle.loads(loaded[config_path])  # noqa: S301
+        return copied(loaded, config_path, lambda: load(repo, config_path))
 
     def check_rows_once(dataset: DatasetConfig, data: DataConfig, budget: Budget) -> list[str]:
         if not dataset.path.startswith(f"{SAMPLES}/"):

@@ -30,43 +30,19 @@ SCREEN = "screen.txt"
 """file next to a run's folder: the output of the command"""
 
 LONGEST_FILES = (
-    "launch/test_slurm_cluster.py",
-    "training/test_dpo.py",
-    "training/checkpoint/test_resume.py",
-    "end_to_end/test_two_hosts.py",
-    "parity/strategies/test_resume.py",
-    "run/test_remote.py",
-    "strategy/test_pipeline.py",
-    "strategy/test_disk_states.py",
-    "planning/test_choose.py",
-    "process/test_peers.py",
-    "end_to_end/test_docs.py",
-    "end_to_end/test_signals.py",
-    "strategy/test_sharded.py",
-    "parity/strategies/test_splits.py",
-    "planning/test_plan.py",
-    "parity/strategies/test_slow_links.py",
-    "training/test_classify.py",
-    "reliability/test_chaos.py",
-    "launch/test_launch.py",
-    "end_to_end/test_merge_and_chat.py",
-    "data_modules/test_remote.py",
-    "end_to_end/test_learning.py",
-    "training/test_kto.py",
-    "process/test_supervisor.py",
-    "parity/strategies/test_steps.py",
-    "doctor/test_bandwidth.py",
-    "strategy/test_expert_parallel.py",
-    "process/test_signals.py",
-    "training/test_distill.py",
-    "strategy/test_context_parallel.py",
-    "sweep/test_slurm.py",
-    "model/test_streaming.py",
-    "parity/test_trl.py",
-    "training/checkpoint/test_store_killed.py",
-    "tools/test_simulate.py",
-    "parity/test_every_family.py",
-    "benchmarks/test_gpu_ops.py",
+    *("launch/test_slurm_cluster.py", "training/test_dpo.py", "training/checkpoint/test_resume.py"),
+    *("end_to_end/test_two_hosts.py", "parity/strategies/test_resume.py", "run/test_remote.py"),
+    *("strategy/test_pipeline.py", "strategy/test_disk_states.py", "planning/test_choose.py"),
+    *("process/test_peers.py", "end_to_end/test_docs.py", "end_to_end/test_signals.py"),
+    *("strategy/test_sharded.py", "parity/strategies/test_splits.py", "planning/test_plan.py"),
+    *("parity/strategies/test_slow_links.py", "training/test_classify.py"),
+    *("reliability/test_chaos.py", "launch/test_launch.py", "end_to_end/test_merge_and_chat.py"),
+    *("data_modules/test_remote.py", "end_to_end/test_learning.py", "training/test_kto.py"),
+    *("process/test_supervisor.py", "parity/strategies/test_steps.py", "doctor/test_bandwidth.py"),
+    *("strategy/test_expert_parallel.py", "process/test_signals.py", "training/test_distill.py"),
+    *("strategy/test_context_parallel.py", "sweep/test_slurm.py", "model/test_streaming.py"),
+    *("parity/test_trl.py", "training/checkpoint/test_store_killed.py", "tools/test_simulate.py"),
+    *("parity/test_every_family.py", "benchmarks/test_gpu_ops.py"),
 )
 """files whose tests take half a minute or more in total: longest first, but those that mostly wait
 (for lost hosts, cut links, runs that stop) between others, so that these use the processors"""
@@ -212,13 +188,11 @@ def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def train_run(tmp_path: Path) -> TrainRun:
     """Return a function that runs `app.train` in this process and returns the run's folder."""
-    from app.config import load_config
-    from app.train import train
+    from tests.in_process import run_into
 
     def run(*words: str) -> Path:
-        os.environ.pop("LOFT_RUN_DIR", None)
         folder = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
-        train(load_config("train", [*words, f"output.dir={folder}", "logger=csv"]))
+        run_into("train", folder, *words, "logger=csv")
         return folder
 
     return run

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from tests.tiny import randomize
+
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -108,11 +110,7 @@ def tiny_family(name: str, **numbers: Any) -> Any:
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     torch.manual_seed(0)
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.15)
-        else:
-            weight.data += 0.1 * torch.randn_like(weight)
+    randomize(model)
     return model
 
 

@@ -1,12 +1,11 @@
 """Two simulated hosts on this machine: network namespaces with a host name, address and link each.
 
-The link can be slowed down, cut and restored, and counts bytes. Names of namespaces contain the
-process id, so that tests can run in parallel.
+The link can be slowed down, cut and restored. Names of namespaces contain the process id, so that
+tests can run in parallel.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -21,8 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.processes import user_environment
+from tests.processes import run, start
 
 INTERFACE = "eth0"
 PORT = 29500
@@ -51,14 +49,8 @@ class Host:
         self, *words: str, environment: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
         """Start a command on this host, in a new session."""
-        return subprocess.Popen(
-            self.command(*words),
-            cwd=ROOT,
-            env=user_environment() | dict(environment or {}),
-            text=True,
-            start_new_session=True,
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options},
-        )
+        merged = {"stderr": subprocess.STDOUT, **options}
+        return start(*self.command(*words), environment=environment, **merged)
 
     def torchrun(
         self,
@@ -94,18 +86,6 @@ class Host:
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
-    def sent_bytes(self) -> int:
-        """Return the bytes that this host has sent over the link, including headers."""
-        return self._counted("tx")
-
-    def received_bytes(self) -> int:
-        """Return the bytes that this host has received over the link, including headers."""
-        return self._counted("rx")
-
-    def _counted(self, direction: str) -> int:
-        shown = _ip("-n", self.namespace, "-s", "-j", "link", "show", "dev", INTERFACE)
-        return int(json.loads(shown)[0]["stats64"][direction]["bytes"])
-
     def shape(self, rate: str) -> None:
         """Limit the sending rate of this host to `rate`, in the format of tc: 100mbit."""
         limit = ("root", "tbf", "rate", rate, "burst", BURST, "latency", "200ms")
@@ -120,37 +100,34 @@ class Host:
         _ip("-n", self.namespace, "link", "set", INTERFACE, "up")
 
 
-def hosts_error() -> str | None:
-    """Return why this machine cannot simulate two hosts, None if it can."""
+def _hosts_error() -> str | None:
     if sys.platform != "linux":
         return "network namespaces are of Linux"
     missing = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
     if missing:
         return f"{' and '.join(missing)} not found (packages iproute2 and util-linux)"
     probe = f"loft{os.getpid()}-probe"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    made = run("ip", "netns", "add", probe)
     if made.returncode != 0:
         return f"no network namespace may be made: {made.stderr.strip()}"
     try:
-        run = subprocess.run(
-            ["ip", "netns", "exec", probe, "unshare", "--uts", "true"],
-            capture_output=True,
-            text=True,
-        )
+        inside = run("ip", "netns", "exec", probe, "unshare", "--uts", "true")
     finally:
         _ip("netns", "del", probe)
-    return None if run.returncode == 0 else f"no command runs in one: {run.stderr.strip()}"
+    return None if inside.returncode == 0 else f"no command runs in one: {inside.stderr.strip()}"
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Create `node1` and `node2` with a link; their processes are killed at the end."""
+    """Create `node1` and `node2` with a link; their processes are killed at the end.
+
+    Skips the test if this machine cannot simulate them.
+    """
+    if (reason := _hosts_error()) is not None:
+        pytest.skip(reason)
+    own = f"loft{os.getpid()}"
     first, second = (
-        Host(
-            name=f"node{number}",
-            address=f"10.77.0.{number}",
-            namespace=f"loft{os.getpid()}-{number}",
-        )
+        Host(name=f"node{number}", address=f"10.77.0.{number}", namespace=f"{own}-{number}")
         for number in (1, 2)
     )
     names = "127.0.0.1 localhost\n" + "".join(f"{h.address} {h.name}\n" for h in (first, second))
@@ -171,15 +148,6 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         yield first, second
 
 
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts with a link; skips the test if this machine cannot simulate them."""
-    if (reason := hosts_error()) is not None:
-        pytest.skip(reason)
-    with two_hosts() as pair:
-        yield pair
-
-
 def _remove(host: Host) -> None:
     until = time.monotonic() + 10
     while host.processes() and time.monotonic() < until:
@@ -194,6 +162,6 @@ def _ip(*words: str) -> str:
 
 
 def _run(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = run(*words)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
     return done.stdout

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from app.config import run_verb
+from app.config import load_config, run_verb
 from app.process.launch import RANK_VARIABLES, read_launch
 from app.process.reporting import TRACEBACK_VARIABLE
 
@@ -64,6 +65,26 @@ def run_command(
         code = run_verb(verb, record, sweep=sweep, words=list(words))
     read_launch.cache_clear()
     return CommandResult(code, stderr.getvalue(), stdout.getvalue(), *(received or (None, None)))
+
+
+@contextlib.contextmanager
+def as_new_process() -> Iterator[None]:
+    """Forget the run that this process has opened, before and after."""
+    opened = ("LOFT_RUN_DIR", "LOFT_RESUME_STEP")
+    for name in opened:
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        for name in opened:
+            os.environ.pop(name, None)
+
+
+def run_into(verb: str, folder: Path, *words: str) -> Any:
+    """Run a verb with the output folder `folder`, as a new process would; return its result."""
+    run = getattr(importlib.import_module(f"app.{verb}"), verb)
+    with as_new_process():
+        return run(load_config(verb, [*words, f"output.dir={folder}"]))
 
 
 def refused(*words: str, **options: Any) -> str:

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from tests.parity.every_family import SMALL, tiny_config
-from tests.tiny import TINY_BASE, save_with_tokenizer
+from tests.tiny import TINY_BASE, randomize, save_with_tokenizer
 
 VISION = {
     "hidden_size": 32,
@@ -44,11 +44,7 @@ def tiny_multimodal(family: str) -> Any:
         text.vocab_size_per_layer_input = 768
     torch.manual_seed(0)
     model = whole_class(config)(config)
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.15)
-        else:
-            weight.data = weight.nan_to_num() + 0.1 * torch.randn_like(weight)
+    randomize(model)
     model.set_attn_implementation("eager")
     return model.eval()
 

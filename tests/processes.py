@@ -54,25 +54,36 @@ def user_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
 
 
-def start_train(
-    *words: str,
-    environment: Mapping[str, str | None] | None = None,
-    python: str = sys.executable,
-    **options: Any,
+def run(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; `options` as for `subprocess.run`."""
+    plain: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    return subprocess.run(words, **{"cwd": ROOT, "timeout": LONGEST, **plain, **options})
+
+
+def start(
+    *command: str, environment: Mapping[str, str | None] | None = None, **options: Any
 ) -> subprocess.Popen[str]:
-    """Start `python -m app.train`; None removes a variable from the environment."""
+    """Start a program in a new session; None removes a variable from the environment.
+
+    `options` as for `subprocess.Popen`.
+    """
     with_stacks = {"PYTHONFAULTHANDLER": "1"}  # stacks of a process that takes too long
     changed = user_environment() | with_stacks | dict(environment or {})
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
-        [python, "-m", "app.train", *words],
-        cwd=ROOT,
+        command,
         env={name: value for name, value in changed.items() if value is not None},
         text=True,
         start_new_session=True,
         # As in a terminal: background jobs of a shell ignore SIGINT, as would the run.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        **{"cwd": ROOT, **pipes, **options},
     )
+
+
+def start_train(*words: str, python: str = sys.executable, **options: Any) -> subprocess.Popen[str]:
+    """Start `python -m app.train`; `options` as for `start`."""
+    return start(python, "-m", "app.train", *words, **options)
 
 
 def type_train(
@@ -125,15 +136,9 @@ def wait_until_gone(folder: Path, seconds: float = GONE_WITHIN) -> float:
 @contextmanager
 def started(python: str, verb: str, *words: str, until: str, **variables: str) -> Iterator[Started]:
     """Start a verb and wait for a line that contains `until`; kill it at the end."""
-    process = subprocess.Popen(
-        [python, "-m", f"app.{verb}", *words],
-        cwd=ROOT,
-        env=user_environment() | {"PYTHONUNBUFFERED": "1"} | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    environment = {"PYTHONUNBUFFERED": "1", **variables}
+    command = (python, "-m", f"app.{verb}", *words)
+    process = start(*command, environment=environment, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     try:
         lines = []
@@ -151,15 +156,6 @@ def started(python: str, verb: str, *words: str, until: str, **variables: str) -
 def run_verb(verb: str, *words: str, lines: str = "", python: str = sys.executable) -> str:
     """Run a verb with `lines` as its standard input; return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "LOFT_RUN_DIR"}
-    done = subprocess.run(
-        [python, "-m", f"app.{verb}", *words],
-        cwd=ROOT,
-        env=environment,
-        input=lines,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-        check=False,
-    )
+    done = run(python, "-m", f"app.{verb}", *words, env=environment, input=lines)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

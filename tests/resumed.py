@@ -18,6 +18,7 @@ from app.run.manifest import save_manifest
 from app.train import train
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING, random_state_name
 from app.training.checkpoint.store import CheckpointStore
+from tests.in_process import as_new_process
 
 RANDOM_STATE = {
     "python": [3, list(random.Random(0).getstate()[1]), None],
@@ -37,22 +38,14 @@ def open_typed(*typed: str) -> Run:
 
 def start(*typed: str) -> Run:
     """Open the run as if in a new process."""
-    try:
+    with as_new_process():
         return open_typed(*typed)
-    finally:
-        for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
-            os.environ.pop(name, None)
 
 
 def go_on(run: Path, *typed: str) -> Path:
     """Resume a run in this process, and train it to its end."""
-    os.environ.pop("LOFT_RUN_DIR", None)
-    os.environ.pop("LOFT_RESUME_STEP", None)
-    try:
+    with as_new_process():
         train(load_config("train", [f"resume={run}", *typed]))
-    finally:
-        os.environ.pop("LOFT_RUN_DIR", None)
-        os.environ.pop("LOFT_RESUME_STEP", None)
     return run
 
 

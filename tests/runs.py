@@ -6,8 +6,11 @@ import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
 
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import read_column
@@ -30,12 +33,19 @@ def losses_of(run: Path) -> list[float]:
     return [float(row["train/loss"]) for row in rows_of(run) if row["train/loss"]]
 
 
+def metrics_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "metrics.json").read_text())
+
+
+def adapter_of(run: Path) -> dict[str, Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
 def figures_of(run: Path) -> dict[str, float]:
     """Return metrics.json without time, memory, and perplexities, which follow from losses."""
-    figures = json.loads((run / "metrics.json").read_text())
     return {
         key: value
-        for key, value in figures.items()
+        for key, value in metrics_of(run).items()
         if not key.startswith(MEASURED) and "/perplexity" not in key
     }
 

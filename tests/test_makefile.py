@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from common.installation import ROOT
 from tests.conftest import LONGEST_FILES
-from tests.processes import LONGEST
+from tests.processes import run
 
 PYTHON = f"""#!/bin/sh
 echo "$*" >> calls.txt
@@ -48,15 +47,8 @@ def make(clone: Path, *words: str) -> list[str]:
         for name, value in os.environ.items()
         if name not in typed and not name.startswith(("MAKE", "MFLAGS"))
     }
-    command = ["make", f"PYTHON={clone / 'python'}", *words]
-    subprocess.run(
-        command,
-        cwd=clone,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        check=True,
-        capture_output=True,
-        timeout=LONGEST,
-    )
+    environment["PYTHONPATH"] = str(ROOT)
+    run("make", f"PYTHON={clone / 'python'}", *words, cwd=clone, env=environment, check=True)
     return (clone / "calls.txt").read_text().splitlines()
 
 
@@ -69,9 +61,8 @@ def test_an_interrupted_install_is_repaired(clone: Path) -> None:
     assert calls[0] == "-m venv --clear .venv"
     assert sum("pip install" in call for call in calls) == 2
     assert make(clone, "install") == []
-    (
-        clone / ".venv" / ".complete"
-    ).unlink()  # as after an interrupted pip: installed packages are kept
+    # As after an interrupted pip: installed packages are kept.
+    (clone / ".venv" / ".complete").unlink()
     assert not any("venv" in call for call in make(clone, "install"))
 
 

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from tests.conftest import ROOT
+from tests.in_process import run_into
 
 SAMPLES = ROOT / "data_modules" / "samples"
 TINY_BASE = SAMPLES / "tiny_base"
@@ -66,12 +67,7 @@ def small_run(*words: str) -> list[str]:
 
 def train_into(folder: Path, *words: str) -> Path:
     """Run `app.train` in this process, for fixtures that several tests share."""
-    from app.config import load_config
-    from app.train import train
-
-    os.environ.pop("LOFT_RUN_DIR", None)
-    train(load_config("train", [*small_run(*words), f"output.dir={folder}"]))
-    os.environ.pop("LOFT_RUN_DIR", None)
+    run_into("train", folder, *small_run(*words))
     return folder
 
 
@@ -174,6 +170,15 @@ def move(model: torch.nn.Module, *, scale: float = 0.1, seed: int = 7) -> None:
                 parameter += scale * torch.randn_like(parameter)
 
 
+def randomize(model: Any) -> None:
+    """Draw weights that all affect the logits."""
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.15)
+        else:
+            weight.data = weight.nan_to_num() + 0.1 * torch.randn_like(weight)
+
+
 def random_ids(rows: int = 1, tokens: int = 16) -> torch.Tensor:
     """Return token ids [rows, tokens] of `tiny_llama`, the same in every call."""
     return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
@@ -216,9 +221,7 @@ TINY: dict[str, Callable[..., Any]] = {
 MODELS: dict[str, Callable[[], Any]] = {
     "tied": tiny_llama,
     "untied": lambda: tiny_llama(tie_word_embeddings=False),
-    "gpt2": tiny_gpt2,
-    "t5": tiny_t5,
-    "bart": tiny_bart,
+    **{name: TINY[name] for name in ("gpt2", "t5", "bart")},
 }
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
 from tests.benchmarks.on_fake_device import FEWER, METHODS
+from tests.processes import run
 from tools.simulate.device import find_obstacle
 
 pytestmark = [pytest.mark.versions, pytest.mark.slow]
@@ -30,12 +30,7 @@ def found() -> Any:
     """What `on_fake_device` prints; one process, for it believes in a GPU to its end."""
     if obstacle := find_obstacle():
         pytest.skip(obstacle)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.on_fake_device"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(sys.executable, "-m", "tests.benchmarks.on_fake_device", timeout=None)
     if done.returncode == 3:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr[-3000:]

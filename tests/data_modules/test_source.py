@@ -125,14 +125,16 @@ def write(file: Path, num_rows: int, first: int = 0) -> Path:
     return file
 
 
+def good_rows(path: Path | str, **settings: Any) -> list[Row]:
+    rows = [row for chunk in read_chunks(str(path), **settings) for row in chunk.rows()]
+    good = [row for row in rows if isinstance(row, Row)]
+    assert good == rows
+    return good
+
+
 def numbers(path: Path | str, split: str = "train", **settings: Any) -> list[int]:
-    rows = [
-        row for chunk in read_chunks(str(path), split=split, **settings) for row in chunk.rows()
-    ]
-    assert not any(isinstance(row, BadRow) for row in rows)
-    return [
-        int(row.values.get("a", row.values.get("text"))) for row in rows if isinstance(row, Row)
-    ]
+    rows = good_rows(path, split=split, **settings)
+    return [int(row.values.get("a", row.values.get("text"))) for row in rows]
 
 
 FORMATS = ("json", "jsonl", "csv", "parquet", "arrow", "txt")
@@ -236,18 +238,14 @@ def test_splits_of_a_folder_are_joined_and_one_file_is_train(tmp_path: Path) -> 
 def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
     import datasets
 
-    data = {
-        name: datasets.Dataset.from_dict({"a": list(range(size))})
-        for name, size in (("train", 5), ("test", 2))
-    }
+    data = {"train": counted(5), "test": counted(2)}
     datasets.DatasetDict(data).save_to_disk(tmp_path / "both")
     data["train"].save_to_disk(tmp_path / "one", num_shards=2)
     assert numbers(tmp_path / "both") == [0, 1, 2, 3, 4]
     assert numbers(tmp_path / "both", "test") == [0, 1]
     assert numbers(tmp_path / "one") == [0, 1, 2, 3, 4]
-    with pytest.raises(
-        DataError, match=r"no data file for split 'validation'.*found .*test, train"
-    ):
+    missing = r"no data file for split 'validation'.*found .*test, train"
+    with pytest.raises(DataError, match=missing):
         numbers(tmp_path / "both", "validation")
 
 
@@ -273,8 +271,7 @@ def test_json_columns_and_structs_of_datasets_come_back(
     Hub(monkeypatch, saved)
     for path in (tmp_path / "saved", tmp_path / "d.parquet", "owner/name"):
         assert [row.values for row in read_rows(str(path))] == MIXED, path
-    (chunk,) = read_chunks("owner/name", streaming=True)
-    assert [row.values for row in chunk.rows() if isinstance(row, Row)] == MIXED
+    assert [row.values for row in good_rows("owner/name", streaming=True)] == MIXED
 
 
 def test_file_that_changes_behind_a_slice_is_reported(
@@ -407,9 +404,7 @@ class Hub:
     def dataset_info(self, path: str, *, revision: str | None, timeout: float) -> Any:
         return SimpleNamespace(sha=self.commit)
 
-    def load_dataset_builder(
-        self, path: str, name: str | None = None, *, revision: str | None
-    ) -> Any:
+    def load_dataset_builder(self, path: str, name: Any = None, *, revision: Any) -> Any:
         self.options.append((path, revision))
         name = name or next((each for each in self.configs if self.configs[each]), None)
         if name is None:
@@ -439,15 +434,6 @@ def counted(num_rows: int) -> Any:
     return datasets.Dataset.from_dict({"a": list(range(num_rows))})
 
 
-def origins(path: str, **settings: Any) -> list[str]:
-    return [
-        str(row.origin)
-        for chunk in read_chunks(path, **settings)
-        for row in chunk.rows()
-        if isinstance(row, Row)
-    ]
-
-
 @pytest.mark.parametrize(("streaming", "num_shards"), [(False, 1), (True, 1), (True, 4)])
 def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, streaming: bool, num_shards: int) -> None:
     hub = Hub(monkeypatch, counted(2500), num_shards)
@@ -455,24 +441,20 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, streaming: bool, num_shar
     assert numbers("owner/name", **settings) == list(range(2500))
     assert hub.options == [("owner/name", "v1")]
     assert numbers("owner/name", "train[2400:]", **settings) == list(range(2400, 2500))
-    assert origins("owner/name", split="train[5:7]+test[:1]", **settings) == [
-        "owner/name (train):6",
-        "owner/name (train):7",
-        "owner/name (test):1",
-    ]
+    cut = good_rows("owner/name", split="train[5:7]+test[:1]", **settings)
+    places = [str(row.origin).removeprefix("owner/name ") for row in cut]
+    assert places == ["(train):6", "(train):7", "(test):1"]
     held_out = numbers("owner/name", rows=(0, 100), **settings)
     for split, rows in (("train", (0, None)), ("train[:100]", (0, None)), ("train", (100, None))):
-        shards = [
-            numbers("owner/name", split, rows=rows, shard=(i, 4), **settings) for i in range(4)
-        ]
+        how = settings | {"rows": rows}
+        shards = [numbers("owner/name", split, shard=(i, 4), **how) for i in range(4)]
         expected = held_out if split != "train" else list(range(rows[0], 2500))
         assert sorted(row for shard in shards for row in shard) == expected
         assert {len(shard) for shard in shards} == {len(expected) // 4}
-    found = [origins("owner/name", shard=(i, 2), **settings) for i in range(2)]
-    assert len({place for places in found for place in places}) == 2500
-    with pytest.raises(
-        DataError, match=r"split 'dev', revision 'v1'\): Unknown split \"dev\"[^\n]*$"
-    ):
+    halves = [good_rows("owner/name", shard=(i, 2), **settings) for i in range(2)]
+    assert len({str(row.origin) for half in halves for row in half}) == 2500
+    unknown = r"split 'dev', revision 'v1'\): Unknown split \"dev\"[^\n]*$"
+    with pytest.raises(DataError, match=unknown):
         numbers("owner/name", "dev", **settings)
     if streaming:
         with pytest.raises(DataError, match="is unknown while it is streamed"):
@@ -555,11 +537,8 @@ def test_a_downloaded_copy_is_read_offline(
     from datasets.packaged_modules.json.json import Json
 
     files = [str(write(tmp_path / "rows.jsonl", 5))]
-    builder = Json(
-        dataset_name="name",
-        data_files={"train": files, "test": files},
-        cache_dir=str(tmp_path / "made"),
-    )
+    data_files = {"train": files, "test": files}
+    builder = Json(dataset_name="name", data_files=data_files, cache_dir=str(tmp_path / "made"))
     # Where `datasets` keeps what it has fetched from the hub.
     cache = tmp_path / "cache"
     builder.download_and_prepare(str(cache / "owner___name" / "default" / "0.0.0" / COMMIT))

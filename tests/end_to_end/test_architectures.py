@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from app.config import load_config
-from app.evaluate import evaluate
 from app.model.adapter import load_adapter, probe_logits
+from tests.in_process import run_into
+from tests.runs import metrics_of
 from tests.tiny import (
     probe_of,
     save_with_tokenizer,
@@ -66,9 +66,9 @@ def test_a_reopened_model_has_the_measured_losses(name: str, adapter: str, tmp_p
         "trainer.gradient_accumulation_steps=1",
         *ADAPTERS[adapter],
     )
-    trained = json.loads((run / "metrics.json").read_text())
-    evaluate(load_config("evaluate", [f"run={run}", f"output.dir={tmp_path / 'evaluation'}"]))
-    again = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
+    trained = metrics_of(run)
+    run_into("evaluate", tmp_path / "evaluation", f"run={run}")
+    again = metrics_of(tmp_path / "evaluation")
     assert "base/val/loss" in again and "tuned/val/loss" in again
     for figure, value in again.items():
         assert value == pytest.approx(trained[figure], rel=2e-5), figure

@@ -28,8 +28,9 @@ from app.config.verbs import VERBS
 from app.process import launch
 from common.errors import UserError
 from tests.conftest import ROOT
-from tests.processes import LONGEST, user_environment
+from tests.processes import LONGEST, start
 from tests.reliability.shell import Shell
+from tests.runs import metrics_of
 
 README = ROOT / "README.md"
 PAGES = {page: page.read_text() for page in (README, *sorted((ROOT / "docs").rglob("*.md")))}
@@ -207,16 +208,9 @@ class Folder(NamedTuple):
     def start(self, text: str) -> subprocess.Popen[str]:
         """Run a block in a shell whose working directory is the folder."""
         others = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return subprocess.Popen(
-            ["bash", "-e", "-c", text],
-            cwd=self.path,
-            env=user_environment() | {"PATH": f"{self.python.parent}:{others}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        path = {"PATH": f"{self.python.parent}:{others}"}
+        command, merged = ("bash", "-e", "-c", text), {"stderr": subprocess.STDOUT}
+        return start(*command, environment=path, cwd=self.path, **merged)
 
     def paste(self, text: str) -> str:
         process = self.start(text)
@@ -252,7 +246,7 @@ def test_the_first_hour(
     output += stopped.stdout.read()
     assert stopped.wait(LONGEST) == 130 and "to resume: " in output, output
     assert "step 40/40" in folder.paste(resume)
-    figures = json.loads((tmp_path / "outputs/mine/metrics.json").read_text())
+    figures = metrics_of(tmp_path / "outputs/mine")
     assert figures["base/exact_match/mine"] == 0 and figures["tuned/exact_match/mine"] > 0.8
     for text in runnable:
         if text not in (mine, resume):

@@ -11,7 +11,7 @@ from common.errors import UserError
 from tests.conftest import SHARED, TrainRun
 from tests.processes import TWO_RANKS
 from tests.reliability.shell import Shell
-from tests.runs import check_close, losses_of
+from tests.runs import check_close, losses_of, metrics_of
 from tests.tiny import TINY_BASE, save_with_tokenizer, small_run, tiny_bart, tiny_t5
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def test_one_made_from_its_numbers_learns_six_rows_by_heart(
         "optimizer.lr=3e-3",
         "evaluation.exact_match=true",
     )
-    assert json.loads((folder / "metrics.json").read_text())["tuned/exact_match/asked"] == 1.0
+    assert metrics_of(folder)["tuned/exact_match/asked"] == 1.0
 
 
 def test_a_base_without_decoder_start_token_is_refused(train_run: TrainRun, tmp_path: Path) -> None:
@@ -99,5 +99,5 @@ def test_the_t5_tokenizer_ends_sources_and_targets(train_run: TrainRun, tmp_path
             "evaluation.max_new_tokens=4",
         )
     )
-    metrics = json.loads((folder / "metrics.json").read_text())
+    metrics = metrics_of(folder)
     assert metrics["tuned/val/loss"] < metrics["base/val/loss"]

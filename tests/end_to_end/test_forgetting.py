@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from pathlib import Path
 
 import pytest
 
-from app.config import load_config
-from app.evaluate import evaluate
 from common.errors import TrainingFault
+from tests.in_process import run_into
+from tests.runs import metrics_of
 from tests.tiny import SAMPLES, TINY_BASE, train_into
 from tools.tiny_base.corpus import read_corpus
 from tools.tiny_base.write import write_json_lines
@@ -32,15 +30,10 @@ def test_forgetting_is_reported_and_ends_with_exit_code_4(
     write_json_lines(pretrained, itertools.islice(read_corpus("list_corpus"), 60))
     text = f"{{path: {pretrained}, name: text, format: completion}}"
     words = [f"run={run}", f"data.datasets=[{LISTS}, {text}]", "data.val_set_size=12"]
-    config = load_config(
-        "evaluate", [*words, "evaluation.max_regression=0.1", f"output.dir={tmp_path / 'gate'}"]
-    )
-    os.environ.pop("LOFT_RUN_DIR", None)
     with pytest.raises(TrainingFault, match=r"text: loss .* worse by at least"):
-        evaluate(config)
-    os.environ.pop("LOFT_RUN_DIR", None)
+        run_into("evaluate", tmp_path / "gate", *words, "evaluation.max_regression=0.1")
     printed = capsys.readouterr().out
     assert "verdict: better on lists (loss); forgot text (loss), not trained on\n" in printed
-    metrics = json.loads((tmp_path / "gate" / "metrics.json").read_text())
+    metrics = metrics_of(tmp_path / "gate")
     assert metrics["change/val/loss/text/low"] > 0.1
     assert metrics["change/val/loss/lists/high"] < 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from app.assembly.base import open_reward_model
-from app.config import load_config
-from app.evaluate import evaluate
 from app.evaluation.judge import endpoint, grading
 from app.evaluation.judge.endpoint import JudgeError
-from app.merge import merge
 from common.errors import UserError
+from tests.in_process import run_into
+from tests.runs import metrics_of
 from tests.tiny import SAMPLES, small_base, train_into
 from tools.sample_judge import MODEL, Handler, serving
 
@@ -31,16 +29,18 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_into(tmp_path_factory.mktemp("judged") / "run") / "adapter"
 
 
+def judge_answers(adapter: Path, folder: Path, *words: str) -> dict[str, float]:
+    return run_into(
+        *("evaluate", folder, f"model.path={small_base()}", f"adapter_path={adapter}"),
+        *("evaluation=mt_bench", "evaluation.judge.max_new_tokens=8"),
+        *(f"data.cache_dir={adapter.parent / 'cache'}", *words),
+    )
+
+
 def judged(url: str, adapter: Path, folder: Path) -> dict[str, float]:
-    os.environ.pop("LOFT_RUN_DIR", None)
-    words = [f"model.path={small_base()}", f"adapter_path={adapter}", "evaluation=mt_bench"]
-    words += [f"evaluation.judge.url={url}", f"evaluation.judge.model={MODEL}"]
-    words += ["evaluation.judge.max_questions=3", "evaluation.judge.max_new_tokens=8"]
-    words += ["evaluation.judge.max_retries=0", f"data.cache_dir={adapter.parent / 'cache'}"]
-    try:
-        return evaluate(load_config("evaluate", [*words, f"output.dir={folder}"]))
-    finally:
-        os.environ.pop("LOFT_RUN_DIR", None)
+    words = [f"evaluation.judge.url={url}", f"evaluation.judge.model={MODEL}"]
+    words += ["evaluation.judge.max_questions=3", "evaluation.judge.max_retries=0"]
+    return judge_answers(adapter, folder, *words)
 
 
 def test_answers_are_saved_if_the_judge_fails(
@@ -71,7 +71,7 @@ def test_answers_are_saved_if_the_judge_fails(
         metrics = judged(url, adapter, tmp_path / "second")
     assert metrics["tuned/judge"] >= 1 and metrics["base/judge/writing"] >= 1
     assert 0 <= metrics["tuned/judge_wins"] <= 1 and "change/judge/mt_bench/low" in metrics
-    assert metrics == json.loads((tmp_path / "second" / "metrics.json").read_text())
+    assert metrics == metrics_of(tmp_path / "second")
     verdicts = (tmp_path / "second" / "verdicts.jsonl").read_text().splitlines()
     assert len(verdicts) == 3 * 2 * 4
 
@@ -86,19 +86,15 @@ def reward_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_reward_model_rates_what_transformers_does(
     reward_run: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    os.environ.pop("LOFT_RUN_DIR", None)
-    merge(load_config("merge", [f"run={reward_run}", f"output.dir={tmp_path / 'merged'}"]))
-    words = [f"model.path={small_base()}", f"adapter_path={adapter}", "evaluation=mt_bench"]
-    words += ["evaluation.judge.max_questions=2", "evaluation.judge.max_new_tokens=8"]
-    words += ["evaluation.judge.best_of=3", f"data.cache_dir={adapter.parent / 'cache'}"]
-    found = []
-    for judge in (reward_run, tmp_path / "merged"):
-        os.environ.pop("LOFT_RUN_DIR", None)
-        folder = tmp_path / f"by-{judge.name}"
-        judge_words = [f"evaluation.judge.reward_model={judge}", f"output.dir={folder}"]
-        found.append(evaluate(load_config("evaluate", [*words, *judge_words])))
-    os.environ.pop("LOFT_RUN_DIR", None)
-    by_run, by_merged = found
+    run_into("merge", tmp_path / "merged", f"run={reward_run}")
+    words = ("evaluation.judge.max_questions=2", "evaluation.judge.best_of=3")
+    by_run, by_merged = (
+        judge_answers(
+            *(adapter, tmp_path / f"by-{judge.name}"),
+            *(*words, f"evaluation.judge.reward_model={judge}"),
+        )
+        for judge in (reward_run, tmp_path / "merged")
+    )
     assert by_run.keys() == by_merged.keys()
     for name in (name for name in by_run if "reward" in name):
         assert by_run[name] == pytest.approx(by_merged[name], rel=1e-3), name

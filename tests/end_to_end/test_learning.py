@@ -5,20 +5,19 @@ parity/test_qlora.py and model/test_fp8.py: a step is that of the dequantized we
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from app.config import run_verb
 from app.evaluate import evaluate
 from tests.multimodal import llava_of_the_tiny_base
 from tests.reliability.shell import Shell
+from tests.runs import adapter_of, metrics_of
 from tests.tiny import SAMPLES, TINY_BASE, save_with_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -97,16 +96,15 @@ def test_other_kinds_of_bases_learn_the_lists(
         typed = [f"run={run}", *words, f"output.dir={tmp_path / name}"]
         typed += ["evaluation.exact_match=true", "evaluation.max_rows=30"]
         assert run_verb("evaluate", evaluate, words=typed) == 0
-        return json.loads((tmp_path / name / "metrics.json").read_text())
+        return metrics_of(tmp_path / name)
 
     # Evaluate reopens the saved model.
-    measured, trained = measure("reopened"), json.loads((run / "metrics.json").read_text())
+    measured, trained = measure("reopened"), metrics_of(run)
     assert measured["base/exact_match/lists"] < 0.10
     assert measured["tuned/exact_match/lists"] > 0.90
     for name in ("base/val/loss", "tuned/val/loss"):
         assert measured[name] == pytest.approx(trained[name], rel=1e-5), name
-    weights = load_file(run / "adapter" / "adapter_model.safetensors")
-    assert any(case.adapts in name and weight.any() for name, weight in weights.items())
+    assert any(case.adapts in name and one.any() for name, one in adapter_of(run).items())
     printed += "".join(capfd.readouterr())
     assert not any(word in printed for word in NOISE)
     if kind == "quantized":

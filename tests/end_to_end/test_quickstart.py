@@ -12,6 +12,7 @@ from app.process.logs import LOG_FILE
 from common.text import percent
 from tests.conftest import SCREEN
 from tests.reliability.shell import Shell
+from tests.runs import metrics_of
 from tests.terminal import CTRL_C, type_in_terminal
 
 pytestmark = pytest.mark.slow
@@ -39,7 +40,7 @@ def check_end(lines: list[str], folder: Path) -> None:
 def test_the_quickstart_learns_all_three_tasks(default_run: Path) -> None:
     """Exact match improves from under 10 % to over 80 % on each; printed through a pipe."""
     folder, screen = default_run, (default_run.parent / SCREEN).read_text()
-    metrics = json.loads((folder / "metrics.json").read_text())
+    metrics = metrics_of(folder)
     for task in TASKS:
         assert metrics[f"base/exact_match/{task}"] < 0.10
         assert metrics[f"tuned/exact_match/{task}"] > 0.80
@@ -61,9 +62,7 @@ def test_evaluate_repeats_the_closing_table(
     words = (f"run={default_run}", "evaluation.max_rows=10")
     screen = shell.train_into(folder, *words, module="app.evaluate")
     assert screen.splitlines()[-1] == f"run: {folder}"
-    again, at_training = (
-        json.loads((run / "metrics.json").read_text()) for run in (folder, default_run)
-    )
+    again, at_training = map(metrics_of, (folder, default_run))
     answered = {f"{who}/exact_match/{task}" for who in ("base", "tuned") for task in TASKS}
     assert answered <= set(again)
     # Intervals refer to the answered rows, here a quarter.

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from tests.conftest import read_column
@@ -19,7 +18,7 @@ from tests.families import tiny_family
 from tests.multimodal import tiny_multimodal
 from tests.processes import LONGEST
 from tests.reliability.shell import Shell
-from tests.runs import figures_of
+from tests.runs import adapter_of, figures_of
 from tests.tiny import save_with_tokenizer, small_run
 
 RUN = (
@@ -34,9 +33,7 @@ TWO_RANKS = ("trainer.devices=2", "trainer.gradient_accumulation_steps=1")
 
 
 def check_same_end(run: Path, of_one_rank: Path) -> None:
-    ours, theirs = (
-        load_file(of / "adapter" / "adapter_model.safetensors") for of in (run, of_one_rank)
-    )
+    ours, theirs = map(adapter_of, (run, of_one_rank))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import SHARED, TrainRun
+from tests.runs import metrics_of
 
 pytestmark = pytest.mark.slow
 
@@ -49,5 +49,5 @@ def test_all_data_sets_are_trained_on(stories: Path, train_run: TrainRun) -> Non
     )
     audit = (folder / "audit.txt").read_text()
     assert all(Path(file).stem in audit for file in SETS)
-    metrics = json.loads((folder / "metrics.json").read_text())
+    metrics = metrics_of(folder)
     assert metrics["tuned/val/loss"] < metrics["base/val/loss"] < 30

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import read_column
 from tests.reliability.shell import Shell
+from tests.runs import metrics_of
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +29,9 @@ def test_a_run_with_a_validation_file(shell: Shell, tmp_path: Path) -> None:
     ]
     printed = shell.train_into(run, *words, "trainer.max_steps=4")
     assert "3 of 23 validation documents are also in the training data" in printed
-    with (run / "metrics.csv").open() as file:
-        curve = [float(row["val/loss/mine"]) for row in csv.DictReader(file) if row["val/loss"]]
-    assert curve[-1] < curve[0]
-    metrics = json.loads((run / "metrics.json").read_text())
+    first, *_, last = read_column(run, "val/loss/mine").values()
+    assert last < first
+    metrics = metrics_of(run)
     assert metrics["tuned/val/loss/mine"] < metrics["base/val/loss/mine"]
     shell.train_into(tmp_path / "evaluated", f"run={run}", module="app.evaluate")
     val.write_text(json.dumps(rows[36:]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.processes import LONGEST
+from tests.processes import run
 
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "app", "common", "conf", "data_modules")
 
@@ -33,16 +32,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
         else:
             shutil.copy(ROOT / name, source)
-    build = [
-        sys.executable,
-        "-c",
-        f"from setuptools.build_meta import *; build_sdist({str(work)!r})",
-    ]
-    subprocess.run(build, cwd=source, check=True, timeout=LONGEST, capture_output=True)
+    build = f"from setuptools.build_meta import *; build_sdist({str(work)!r})"
+    run(sys.executable, "-c", build, cwd=source, check=True)
     (sdist,) = work.glob("*.tar.gz")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--quiet"]
-    command += ["--no-build-isolation", "--wheel-dir", str(work), str(sdist)]
-    subprocess.run(command, check=True, timeout=LONGEST, capture_output=True)
+    command = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--quiet")
+    run(*command, "--no-build-isolation", "--wheel-dir", work, sdist, check=True)
     (built,) = work.glob("*.whl")
     return built
 
@@ -73,15 +67,15 @@ def test_the_changelog_has_the_version_once() -> None:
 
 @pytest.mark.slow
 def test_an_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
-    environment, run = tmp_path / "environment", tmp_path / "run"
+    environment, folder = tmp_path / "environment", tmp_path / "run"
     venv.create(environment, with_pip=False)
     python = environment / "bin" / "python"
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-    subprocess.run([*command, "--no-deps", "--no-index", str(wheel)], check=True, timeout=LONGEST)
+    command = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
+    run(*command, "--no-deps", "--no-index", wheel, check=True)
     (packages,) = environment.glob("lib/python*/site-packages")
     # Use our dependencies; adding their folder to the path does not add an editable install.
     (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    words = ["trainer.max_steps=1", "evaluation.exact_match=false", f"output.dir={run}"]
+    words = ["trainer.max_steps=1", "evaluation.exact_match=false", f"output.dir={folder}"]
 
     # The user's own packages of these names; the rank is started in the working folder.
     for name in ("app", "common", "conf", "data_modules", "tests"):
@@ -89,31 +83,15 @@ def test_an_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('code of the user')")
     (tmp_path / "conf" / "train.yaml").write_text("someone: [else")
     words += ["+experiment=quickstart", "supervise.max_restarts=1"]
-    ran = subprocess.run(
-        [environment / "bin" / "loft", "train", *words],
-        cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-        check=False,
-    )
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = run(environment / "bin" / "loft", "train", *words, cwd=tmp_path, env=variables)
     assert ran.returncode == 0, ran.stderr
-    assert f"path: {packages / 'data_modules'}" in (run / "config.yaml").read_text()
-    assert ran.stdout.splitlines()[-1] == f"run: {run}"
-    assert f"  environment/bin/loft evaluate run={run}\n" in ran.stdout
+    assert f"path: {packages / 'data_modules'}" in (folder / "config.yaml").read_text()
+    assert ran.stdout.splitlines()[-1] == f"run: {folder}"
+    assert f"  environment/bin/loft evaluate run={folder}\n" in ran.stdout
 
 
 def test_an_unknown_verb_is_refused_with_the_nearest() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "app", "trian"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (
-        2,
-        "error: loft has no verb trian; did you mean train?\n",
-    )
+    ran = run(sys.executable, "-m", "app", "trian")
+    said = "error: loft has no verb trian; did you mean train?\n"
+    assert (ran.returncode, ran.stderr) == (2, said)

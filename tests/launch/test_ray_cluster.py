@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from app.process.faults import NOTES_FILE
-from tests.hosts import Host, hosts_error, two_hosts
+from tests.hosts import Host, two_hosts
 from tests.processes import LONGEST, RUN, TWO_RANKS, type_train
 from tests.runs import check_same_run, losses_of
 from tests.tiny import TINY_BASE, small_run
@@ -64,8 +64,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Ray on two hosts; skips the test where Ray or simulated hosts are missing."""
     if shutil.which("ray") is None:
         pytest.skip("ray not found (pip install 'ray[default,train]')")
-    if (reason := hosts_error()) is not None:
-        pytest.skip(reason)
     with two_hosts() as pair:
         first, second = pair
         started = Cluster(pair)

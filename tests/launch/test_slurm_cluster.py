@@ -22,7 +22,7 @@ from app.process.faults import NOTES_FILE
 from app.process.status import STATUS_FILE
 from app.run.job import SIGNAL_SECONDS
 from app.training.checkpoint.store import CheckpointStore
-from tests.hosts import Host, hosts_error, two_hosts
+from tests.hosts import Host, two_hosts
 from tests.launch.test_launch import EXPERIMENTS, start
 from tests.processes import LONGEST, RUN
 from tests.reliability.shell import Shell
@@ -175,8 +175,6 @@ def cluster(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """SLURM on two hosts; skips the test where its daemons or simulated hosts are missing."""
     if missing := [name for name in ("slurmctld", "slurmd") if shutil.which(name) is None]:
         pytest.skip(f"{missing[0]} not found (packages slurmctld, slurmd and slurm-client)")
-    if (reason := hosts_error()) is not None:
-        pytest.skip(reason)
     with two_hosts() as pair:
         started = Cluster(pair, tmp_path_factory.mktemp("slurm"), shell.python)
         started.start()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from tests.conftest import ROOT
 
@@ -85,184 +86,10 @@ PER_LAYER = {
     "no_rope_layers",
 }
 NUM_LAYERS = {"n_layer", "n_layers", "num_hidden_layers", "num_layers"}
-_SMALL: list[tuple[Any, str]] = [
-    (0, "num_kv_shared_layers num_mtp_layers pad_token_id"),
-    (0.2, "initializer_range"),
-    (1, "n_group n_shared_experts topk_group first_k_dense_replace mamba_n_groups bos_token_id"),
-    (
-        2,
-        "decoder_layers encoder_layers linear_num_key_heads num_decoder_layers "
-        "num_encoder_layers num_experts_per_tok num_experts_per_token "
-        "num_global_key_value_heads num_key_value_heads num_kv_heads moe_topk moe_k "
-        "mamba_expand decoder_start_token_id eos_token_id type_vocab_size",
-    ),
-    (
-        4,
-        "rotary_dim attention_heads decoder_attention_heads encoder_attention_heads "
-        "index_n_heads linear_num_value_heads n_head n_heads n_routed_experts "
-        "num_attention_heads num_decoder_attention_heads num_encoder_attention_heads "
-        "num_experts num_filters num_heads num_local_experts moe_num_experts mamba_dt_rank "
-        "mamba_n_heads time_step_rank",
-    ),
-    (
-        8,
-        "d_kv head_dim global_head_dim hidden_size_per_layer_input laurel_rank "
-        "linear_key_head_dim linear_value_head_dim qk_nope_head_dim qk_rope_head_dim "
-        "query_pre_attn_scalar v_head_dim mamba_d_state state_size attention_window "
-        "attention_window_size sliding_window sliding_window_size",
-    ),
-    (14, "patch_size"),
-    (16, "index_head_dim kv_lora_rank q_lora_rank chunk_size mamba_chunk_size mamba_d_head"),
-    (
-        24,
-        "expert_ffn_hidden_size moe_intermediate_size moe_shared_expert_intermediate_size "
-        "shared_expert_intermediate_size shared_experts_intermediate_size "
-        "shared_intermediate_size",
-    ),
-    (28, "image_size"),
-    (
-        32,
-        "d_model dim_model emb_dim embedding_size adapter_in_dim adapter_input_size "
-        "adapter_out_dim adapter_output_size hidden_size hidden_size_global n_embd "
-        "word_embed_proj_dim",
-    ),
-    (
-        48,
-        "d_ff d_inner decoder_ffn_dim dff dim_ff encoder_ffn_dim ffn_dim ffn_hidden_size "
-        "intermediate_size intermediate_size_mlp n_inner",
-    ),
-    (
-        64,
-        "mamba_d_ssm index_topk keep_window_size encoder_hash_byte_group_vocab vocab_size "
-        "vocab_size_per_layer_input",
-    ),
-    (
-        128,
-        "max_position_embeddings max_seq_len max_source_positions max_target_positions n_ctx "
-        "n_positions",
-    ),
-    (None, "activation_sparsity_pattern"),
-    (False, "add_cross_attention"),
-    (True, "is_decoder"),
-]
-SMALL = {name: value for value, names in _SMALL for name in names.split()}
+_TABLE = yaml.safe_load(Path(__file__).with_name("tiny_families.yaml").read_text())
+SMALL = {name: value for value, names in _TABLE["small"] for name in names.split()}
 """keys of config.json that make a model small, applied to every config that has them"""
-LATENT = {"num_key_value_heads": 4}
-WIDER_LAYER = LATENT | {
-    "per_layer_config": {
-        "1": {
-            "head_dim": 32,
-            "kv_lora_rank": 24,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "q_lora_rank": 24,
-            "qk_nope_head_dim": 24,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-        }
-    }
-}
-DELTA = LATENT | {"linear_head_dim": 8, "linear_num_heads": 4, "num_expert_group": 1}
-BERT = {
-    "model_type": "bert",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 64,
-}
-DECODER = {"is_decoder": True, "add_cross_attention": True}
-QSA = {
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 8,
-    "indexer_budget": 64,
-    "indexer_compress_ratio": 4,
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        (
-            *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
-            *("glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu"),
-        ),
-        LATENT,
-    ),
-    "longcat_flash": LATENT | {"zero_expert_num": 4},
-    "bailing_hybrid": DELTA | {"layer_group_size": 2},
-    "kimi_linear": DELTA,
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "zaya": {"num_experts_per_tok": 1},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
-    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "jamba": {"use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "dots3_note": {"text_config": WIDER_LAYER},
-    "dots3_note_text": WIDER_LAYER,
-    "encoder-decoder": {"encoder": BERT, "decoder": BERT | DECODER},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
-        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4},
-    },
-    "pegasus_x": {"block_size": 16, "num_global_tokens": 4},
-    "phi4_multimodal": {
-        "audio_config": {
-            "depthwise_separable_out_channel": 32,
-            "ext_pw_out_channel": 32,
-            "nemo_conv_channels": 32,
-            "num_blocks": 2,
-        }
-    },
-    "prophetnet": {"add_cross_attention": True},
-    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
-    "xmod": {"default_language": "en_XX"},
-    "qwen4_exp": {"text_config": QSA},
-    "qwen4_exp_text": QSA,
-    "cohere_compass_text": {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        }
-    },
-    "zamba": {
-        "num_hidden_layers": 4,
-        "layer_types": ["mamba", "hybrid", "mamba", "hybrid"],
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "num_key_value_heads": 4,
-        "use_mamba_kernels": False,
-    },
-    "reformer": {
-        "attn_layers": ["local", "lsh"],
-        "attention_head_size": 8,
-        "axial_pos_embds": False,
-        "feed_forward_size": 48,
-        "local_attn_chunk_length": 64,
-        "lsh_attn_chunk_length": 64,
-        "num_buckets": 2,
-        "hash_seed": 0,
-    },
-    "emu3": {
-        "vocabulary_map": {"<|extra_200|>": 60, "<image>": 61},
-        "vq_config": {"base_channels": 32, "codebook_size": 64},
-    },
-    "nemo_speechlm": {
-        "text_config": {
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 8,
-            "ssm_state_size": 8,
-            "n_groups": 1,
-        },
-        "word_timestamp_config": {"blank_token_id": 0},
-        "audio_config": {
-            "diarization_config": {
-                "model_type": "nemotron3_diarization",
-                "audio_config": {"hidden_size": 32, "num_hidden_layers": 2},
-                "head_config": {"audio_hidden_size": 32},
-            }
-        },
-    },
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16},
-}
+SHAPES: dict[str, dict[str, Any]] = _TABLE["families"]
 """keys that single families need in addition"""
 
 
@@ -271,6 +98,7 @@ def outcome(family: str, folder: Path) -> str:
 
     AssertionError if its numbers differ, or if the advice of a refusal does not work.
     """
+    from app.model.attention import packing_error
     from common.errors import UserError
     from tests.parity import first_step
 
@@ -299,7 +127,7 @@ def outcome(family: str, folder: Path) -> str:
             _try_advice(found[packing], folder, plain, packing)
     if found["multipack"] == "equal":
         first_step.check_two_steps(folder)
-        reason = _packing_error(folder)
+        reason = packing_error(json.loads((folder / "config.json").read_text()))
         return "equal" if reason is None else f"equal, in padded rows: {reason}"
     if found["none"] == "equal":
         return f"equal with packing=none; else refused: {found['multipack']}"
@@ -335,25 +163,16 @@ def save_tiny(family: str, folder: Path) -> None:
     import torch
 
     from app.model.architecture import model_class
+    from tests.tiny import randomize
 
     torch.manual_seed(0)
     config = tiny_config(family)
     model = model_class(config).from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.15)
-        else:
-            weight.data = weight.nan_to_num() + 0.1 * torch.randn_like(weight)
+    randomize(model)
     model.save_pretrained(folder)
     config.save_pretrained(folder)  # the family's config, if the class saves that of a part
-
-
-def _packing_error(folder: Path) -> str | None:
-    from app.model.attention import packing_error
-
-    return packing_error(json.loads((folder / "config.json").read_text()))
 
 
 def _try_advice(message: str, folder: Path, plain: Any, packing: str) -> None:

@@ -8,21 +8,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoTokenizer
 
-from data_modules import (
-    Batch,
-    BatchSpec,
-    DataConfig,
-    DatasetConfig,
-    DataSpec,
-    FinetuneDataModule,
-    ModelSpec,
-    PackingConfig,
-)
+from data_modules import Batch, DataConfig, DatasetConfig, PackingConfig
+from tests.batches import open_data
 from tests.tiny import SAMPLES
 
 LISTS = SAMPLES / "lists.json"
+ALPACA_LISTS = DatasetConfig(path=str(LISTS), format="alpaca")
 STEPS, ACCUMULATION, WARMUP, DECAY = 6, 2, 3, 0.1
 LR = {"lora": 2e-4, "full": 2e-5}  # the defaults; at larger rates rounding errors exceed 1e-6
 
@@ -51,22 +43,15 @@ def global_steps(
     base: Path, packing: str, sequence_len: int, micro: int, decoder_start: int | None = None
 ) -> list[list[Batch]]:
     """Return the micro-batches of every global step, as the data module yields them."""
-    datamodule = FinetuneDataModule(
-        DataSpec(
-            config=DataConfig(
-                datasets=[DatasetConfig(path=str(LISTS), format="alpaca")],
-                sequence_len=sequence_len,
-            ),
-            packing=PackingConfig(method=packing),
-            tokenizer=AutoTokenizer.from_pretrained(base),
-            model=ModelSpec(context_len=None, decoder_start_token_id=decoder_start),
-            batching=BatchSpec(
-                micro_batch_size=micro, accumulation_steps=ACCUMULATION, max_steps=STEPS
-            ),
-            seed=42,
-        )
+    datamodule = open_data(
+        DataConfig(datasets=[ALPACA_LISTS], sequence_len=sequence_len),
+        base,
+        packing=PackingConfig(method=packing),
+        decoder_start=decoder_start,
+        micro_batch_size=micro,
+        accumulation_steps=ACCUMULATION,
+        max_steps=STEPS,
     )
-    datamodule.setup("fit")
     return list(datamodule.train_dataloader())
 
 

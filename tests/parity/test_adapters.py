@@ -11,15 +11,10 @@ import pytest
 import torch
 
 from app.model.adapter import Ia3Config, LoraConfig, apply_adapter, probe_logits
-from tests.tiny import probe_of, tiny_gpt2, tiny_llama, tiny_t5
+from tests.tiny import TINY, probe_of
 
 R, ALPHA = 4, 6.0
-TINY: dict[str, Callable[[], Any]] = {"llama": tiny_llama, "gpt2": tiny_gpt2, "t5": tiny_t5}
-ATTENTION = {
-    "llama": ["k_proj", "v_proj"],
-    "gpt2": ["attn.c_attn"],
-    "t5": ["k", "v"],
-}
+ATTENTION = {"llama": ["k_proj", "v_proj"], "gpt2": ["attn.c_attn"], "t5": ["k", "v"]}
 FEED_FORWARD = {"llama": ["down_proj"], "gpt2": ["mlp.c_proj"], "t5": ["wo"]}
 
 

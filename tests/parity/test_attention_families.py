@@ -21,37 +21,18 @@ from app.model.attention.inputs import attention_inputs
 from app.model.attention.probes import check_against_eager, check_isolation
 from app.model.families import family_of
 from common.errors import UserError
-from data_modules import (
-    BatchSpec,
-    DataConfig,
-    DatasetConfig,
-    DataSpec,
-    FinetuneDataModule,
-    ModelSpec,
-    PackingConfig,
-)
+from data_modules import DataConfig
+from tests import families
+from tests.batches import open_data
 from tests.model.test_attention_flex import flex_substitute
 from tests.model.test_attention_varlen import varlen_2_13
-from tests.parity.plain import LISTS
+from tests.multimodal import VISION
+from tests.parity.plain import ALPACA_LISTS
 from tests.tiny import TINY_BASE
 
 PACKED, PADDED = [[13, 7, 17], [21, 9]], [[33], [21]]
 TOKENS, WINDOW, CHUNK = 40, 4, 5
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "attention_dropout": 0.0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SHAPE = families.SHAPE | {"initializer_range": 0.2, "attention_dropout": 0.0}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {
@@ -110,14 +91,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "smollm3": {"use_sliding_window": True} | KINDS,
     "starcoder2": {"sliding_window": WINDOW},
-}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "image_size": 28,
-    "patch_size": 14,
 }
 COMPOSITES = {"gemma3": "gemma3_text"}
 """multimodal models, whose windows are in their text config"""
@@ -292,20 +265,8 @@ def test_padding_keeps_gradients_of_gemma_3n_finite(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(FAMILIES, "gemma3n_text", GEMMA_3N)
     model = build("gemma3n_text", "sdpa")
     assert not model.get_input_embeddings().weight[tokenizer.pad_token_id].any()
-    datamodule = FinetuneDataModule(
-        DataSpec(
-            config=DataConfig(
-                datasets=[DatasetConfig(path=str(LISTS), format="alpaca")], sequence_len=256
-            ),
-            packing=PackingConfig(),
-            tokenizer=tokenizer,
-            model=ModelSpec(context_len=None),
-            batching=BatchSpec(max_steps=1, pad_packs=True),
-            seed=0,
-        )
-    )
-    datamodule.setup("fit")
-    ((batch,),) = datamodule.train_dataloader()
+    data = DataConfig(datasets=[ALPACA_LISTS], sequence_len=256)
+    ((batch,),) = open_data(data, max_steps=1, pad_packs=True).train_dataloader()
     assert sum(batch.document_lengths[0]) < batch.input_ids.shape[1]
     ids = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
     inputs = attention_inputs(model, "sdpa", batch.document_lengths, batch.input_ids)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import csv
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.in_process import run_command
 from tests.resumed import go_on
+from tests.runs import adapter_of, rows_of
 from tests.tiny import NAMES, train_into
 
 pytestmark = pytest.mark.slow
@@ -50,9 +49,8 @@ def data(folder: Path) -> str:
 
 def losses(run: Path) -> list[tuple[str, ...]]:
     """Return the training losses of each step as written in metrics.csv."""
-    with (run / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
-    return [(row["train/loss"], *(row[f"train/loss/{name}"] for name in NAMES)) for row in rows]
+    columns = ("train/loss", *(f"train/loss/{name}" for name in NAMES))
+    return [tuple(row[name] for name in columns) for row in rows_of(run) if row["train/loss"]]
 
 
 def test_two_plus_two_steps_equal_four(tmp_path: Path) -> None:
@@ -63,9 +61,7 @@ def test_two_plus_two_steps_equal_four(tmp_path: Path) -> None:
     rest = train_into(tmp_path / "rest", *settings, *going_on, "trainer.checkpoint.every_steps=1")
     assert len(set(losses(whole))) == 4
     assert losses(half) + losses(rest) == losses(whole)
-    expected, found = (
-        load_file(run / "adapter" / "adapter_model.safetensors") for run in (whole, rest)
-    )
+    expected, found = map(adapter_of, (whole, rest))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
@@ -83,7 +79,7 @@ def test_two_plus_two_steps_equal_four(tmp_path: Path) -> None:
     shutil.rmtree(half / "adapter")  # a run keeps what it needs of it
     assert run_command(f"resume={rest}").code == 0
     go_on(rest)
-    resumed = load_file(rest / "adapter" / "adapter_model.safetensors")
+    resumed = adapter_of(rest)
     for name, tensor in expected.items():
         assert torch.equal(resumed[name], tensor), name
     assert json.loads((rest / "adapter" / "adapter_config.json").read_text()) == as_saved

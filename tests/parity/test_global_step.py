@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from app.config import load_config
-from app.evaluate import evaluate
 from app.model.attention import attention_implementation
 from app.training.objective.objective import DatasetSums, Sft, batch_loss
-from data_modules import (
-    Batch,
-    BatchSpec,
-    DataConfig,
-    DatasetConfig,
-    DataSpec,
-    FinetuneDataModule,
-    ModelSpec,
-    PackingConfig,
-)
+from data_modules import Batch, DataConfig, DatasetConfig
+from tests.batches import open_data
 from tests.conftest import TrainRun, read_column
+from tests.in_process import run_into
 from tests.reliability.shell import Shell
+from tests.runs import check_close, metrics_of
 from tests.tiny import SAMPLES, small_base, small_run
 
 pytestmark = pytest.mark.slow
@@ -62,9 +52,8 @@ def test_a_global_step_is_the_same_in_one_micro_batch_and_in_eight(train_run: Tr
     )
     assert first_gradient_norm(split) == pytest.approx(first_gradient_norm(whole), rel=1e-6)
     # The validation loss is a token-weighted mean, however it is split.
-    for column in ("train/loss", "train/loss/lists", "train/loss/orders", "val/loss"):
-        ours, expected = read_column(split, column), read_column(whole, column)
-        assert ours == pytest.approx(expected, rel=1e-6)
+    columns = ("train/loss", "train/loss/lists", "train/loss/orders", "val/loss")
+    check_close(split, whole, columns, rel=1e-6, abs=0)
 
 
 def test_ranks_of_a_stream_share_the_weight_of_a_step(shell: Shell, tmp_path: Path) -> None:
@@ -93,25 +82,10 @@ def test_ranks_of_a_stream_share_the_weight_of_a_step(shell: Shell, tmp_path: Pa
 
 def streamed(path: str, rank: int) -> list[Batch]:
     """Return the two micro-batches of the first step of `rank` (of two)."""
-    module = FinetuneDataModule(
-        DataSpec(
-            config=DataConfig(
-                datasets=[DatasetConfig(path=path)],
-                sequence_len=128,
-                streaming=True,
-                val_set_size=0,
-            ),
-            packing=PackingConfig(),
-            tokenizer=AutoTokenizer.from_pretrained(small_base()),
-            model=ModelSpec(context_len=1024),
-            batching=BatchSpec(micro_batch_size=2, accumulation_steps=2, num_ranks=2, max_steps=1),
-            seed=42,
-        )
-    )
-    module.trainer = SimpleNamespace(
-        world_size=2, distributed_sampler_kwargs={"num_replicas": 2, "rank": rank}
-    )
-    module.setup("fit")
+    datasets = [DatasetConfig(path=path)]
+    data = DataConfig(datasets=datasets, sequence_len=128, streaming=True, val_set_size=0)
+    batching = {"micro_batch_size": 2, "accumulation_steps": 2, "num_ranks": 2, "max_steps": 1}
+    module = open_data(data, small_base(), rank=rank, **batching)
     return list(itertools.islice(iter(module._stream()), 2))
 
 
@@ -119,7 +93,7 @@ def test_the_final_loss_of_two_ranks_is_that_of_all_rows(shell: Shell, tmp_path:
     """Rank 0 measures it after saving has rounded the weights."""
     folder = tmp_path / "full"
     shell.train_into(folder, *small_run(*OF_ALL_WEIGHTS, *TWO_RANKS))
-    evaluate(load_config("evaluate", [f"run={folder}", f"output.dir={tmp_path / 'again'}"]))
-    closing = json.loads((folder / "metrics.json").read_text())
-    for name, value in json.loads((tmp_path / "again" / "metrics.json").read_text()).items():
+    run_into("evaluate", tmp_path / "again", f"run={folder}")
+    closing = metrics_of(folder)
+    for name, value in metrics_of(tmp_path / "again").items():
         assert closing[name] == pytest.approx(value, rel=1e-5), name

@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 
 from app.model.adapter import AdapterConfig, Ia3Config, LoraConfig, apply_adapter
-from app.model.base import ModelConfig
-from app.model.build import build_model
-from app.model.quantization import QuantizationConfig, stored_quantization
-from app.model.recompute import RecomputeConfig
-from tests.tiny import random_ids, tiny_llama
+from app.model.quantization import stored_quantization
+from tests.tiny import built, random_ids, tiny_llama
 
 ADAPTERS = {
     "lora": LoraConfig(dropout=0.0),
@@ -47,9 +44,7 @@ def pair(folder: Path, method: str, adapter: AdapterConfig, precision: str) -> t
     """Return a quantized base and its dequantized copy, with the same trained adapter."""
     plain = tiny_llama(hidden_size=64, intermediate_size=128)
     plain.save_pretrained(folder)
-    config = ModelConfig(path=str(folder))
-    settings = QuantizationConfig(method=method)
-    model = build_model(config, settings, "sdpa", adapter, RecomputeConfig(), precision)
+    model = built(folder, method, precision, adapter)
     base = model.get_base_model()
     assert stored_quantization(base.config) is not None
     for name, module in base.named_modules():

@@ -104,12 +104,9 @@ def _first_rows(folder: Path, name: str, number: int) -> Path:
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
         text = source.read_text(encoding="utf-8")
-        rows = text.splitlines() if source.suffix == ".jsonl" else json.loads(text)
-        if source.suffix == ".jsonl":
-            text = "".join(f"{row}\n" for row in rows[:number])
-        else:
-            text = json.dumps(rows[:number])
-        file.write_text(text, encoding="utf-8")
+        lines = text.splitlines(keepends=True)[:number]
+        first = "".join(lines) if file.suffix == ".jsonl" else json.dumps(json.loads(text)[:number])
+        file.write_text(first, encoding="utf-8")
     return file
 
 

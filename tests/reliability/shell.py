@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from app.process.launch import PARENT_VARIABLE
-from tests.conftest import ROOT
-from tests.processes import GONE_WITHIN, LONGEST, user_environment
+from tests.processes import GONE_WITHIN, LONGEST, start
 from tests.reliability.python import RECORD_VARIABLE, SESSIONS, WARM_VARIABLE, start_warm
 
 LOG = "log.txt"
@@ -43,7 +41,7 @@ class Shell:
 
     def __init__(self, cache: Path) -> None:
         """Wait for the warm process; `cache` is the folder of tokenized data."""
-        self.environment = {"LOFT_DATA_CACHE": str(cache), "PYTHONFAULTHANDLER": "1"}
+        self.environment = {"LOFT_DATA_CACHE": str(cache)}
         self.python = warm_python()
         """an interpreter whose commands are forks of the warm process, also below torchrun"""
         # CUDA libraries start threads on import, which a fork would not have.
@@ -71,17 +69,9 @@ class Shell:
         python = self.python if is_warm and self._can_fork else sys.executable
         own = {RECORD_VARIABLE: str(folder), PARENT_VARIABLE: str(os.getpid())}
         with log.open("ab") as output, (folder / LINES).open() as typed:
-            process = subprocess.Popen(
-                [python, "-m", module, *words],
-                cwd=ROOT,
-                env=user_environment() | self.environment | dict(environment or {}) | own,
-                stdin=typed,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                # As in a terminal: background jobs of a shell ignore SIGINT, as would the run.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
+            variables = self.environment | dict(environment or {}) | own
+            streams = {"stdin": typed, "stdout": output, "stderr": output}
+            process = start(python, "-m", module, *words, environment=variables, **streams)
         with sessions.open("a") as file:  # to which the command adds its own
             file.write(f"{process.pid}\n")
         too_long = threading.Timer(LONGEST, end_command, (folder, signal.SIGABRT))

@@ -30,7 +30,7 @@ from app.training.checkpoint.store import CheckpointStore
 from common.errors import UserError
 from data_modules.source import read_chunks
 from tests.in_process import make_data
-from tests.processes import LONGEST
+from tests.processes import LONGEST, start_train
 from tests.reliability.shell import Shell
 from tests.resumed import contents, make_run
 from tests.tiny import small_run
@@ -394,22 +394,23 @@ def test_data_that_exist_only_here_are_uploaded_by_the_command_that_launch_names
 
 def start_training(
     python: str, folder: Path, *words: str, variables: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
+) -> subprocess.Popen[str]:
     """Start a run of eight steps that saves each of them, in `folder`, which may be new."""
     folder.mkdir(exist_ok=True)
     settings = small_run(
         "trainer.max_steps=8", "trainer.checkpoint.every_steps=1", "logger=csv", *words
     )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    environment.pop("LOFT_RUN_DIR", None)
-    environment |= variables or {}
-    return subprocess.Popen(
-        [python, "-m", "app.train", *settings],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    environment = {"PYTHONPATH": path, "LOFT_RUN_DIR": None, **(variables or {})}
+    how: dict[str, Any] = {"cwd": folder, "stderr": subprocess.STDOUT}
+    return start_train(*settings, python=python, environment=environment, **how)
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """Wait for a run to end well; return what it has printed."""
+    said, _ = process.communicate(timeout=LONGEST)
+    assert process.returncode == 0, said
+    return said
 
 
 def last_weights(folder: Path) -> bytes:
@@ -421,9 +422,7 @@ def test_a_run_killed_on_one_machine_ends_bit_equal_on_another(
     server: Server, shell: Shell, tmp_path: Path
 ) -> None:
     longer = ("trainer.max_steps=80", "trainer.checkpoint.every_steps=4")
-    whole = start_training(shell.python, tmp_path, *longer, f"output.dir={tmp_path / 'whole'}")
-    said, _ = whole.communicate(timeout=LONGEST)
-    assert (tmp_path / "whole/metrics.json").exists(), said
+    finished(start_training(shell.python, tmp_path, *longer, f"output.dir={tmp_path / 'whole'}"))
     words = (*longer, f"output.dir={URL}", "resume=auto")
     markers, tried, killed = list[str](), threading.Event(), threading.Event()
 
@@ -443,9 +442,7 @@ def test_a_run_killed_on_one_machine_ends_bit_equal_on_another(
     assert process.returncode == -signal.SIGKILL, said
     killed.set()
     server.fault = lambda request: None
-    process = start_training(shell.python, tmp_path / "last", *words)
-    said, _ = process.communicate(timeout=LONGEST)
-    assert process.returncode == 0 and b"RESUME: from " in said, said
+    assert "RESUME: from " in finished(start_training(shell.python, tmp_path / "last", *words))
     last = tmp_path / "last/outputs/s3:/bucket/team/run"
     assert last_weights(last) == last_weights(tmp_path / "whole")
     assert {"adapter/adapter_model.safetensors", "report.html", "metrics.json"} <= names()
@@ -454,7 +451,7 @@ def test_a_run_killed_on_one_machine_ends_bit_equal_on_another(
 
 def start_machines(
     python: str, folders: Sequence[Path], *words: str
-) -> list[subprocess.Popen[bytes]]:
+) -> list[subprocess.Popen[str]]:
     """Start a run on two machines of one rank each, as torchrun does; each sees its folder only."""
     port = str(free_port())
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -491,12 +488,10 @@ def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
     a large learning rate an early step is the best, which the second machine does not have.
     """
     words = (*f"strategy={strategy}".split(), "output.from=best")
-    whole = start_machines(
+    for process in start_machines(
         shell.python, [tmp_path / "a", tmp_path / "b"], *words, f"output.dir={tmp_path}/whole"
-    )
-    for process in whole:
-        said, _ = process.communicate(timeout=LONGEST)
-        assert process.returncode == 0, said
+    ):
+        finished(process)
     chance = random.Random(1)
     server.fault = lambda request: time.sleep(0.05)  # uploads take longer than steps
     folders = [tmp_path / "first-0", tmp_path / "second-0"]
@@ -518,8 +513,7 @@ def test_a_run_of_two_machines_without_a_shared_folder_ends_bit_equal(
         ]
     server.fault = lambda request: None
     for process in start_machines(shell.python, folders, *words, f"output.dir={URL}"):
-        said, _ = process.communicate(timeout=LONGEST)
-        assert process.returncode == 0, said
+        finished(process)
     first, second = (folder / "outputs/s3:/bucket/team/run" for folder in folders)
     assert last_weights(first) == last_weights(tmp_path / "whole")
     assert fetch_status(URL)["state"] == "finished"

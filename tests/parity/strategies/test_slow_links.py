@@ -13,7 +13,7 @@ from app.config import load_config
 from app.config.verbs import PlanConfig
 from app.planning.communication import REDUCE_SCATTER, list_collectives, sent_by_node
 from app.planning.planned import on_hardware, plan_run
-from tests.hosts import PORT, Host, hosts_error, two_hosts
+from tests.hosts import PORT, Host, two_hosts
 from tests.parity.strategies.counted import NOTES
 from tests.parity.strategies.layouts import SINGLE, Layout, Runs, check_same_steps
 from tests.planning.test_planned import STRATEGIES
@@ -152,8 +152,6 @@ class HostRuns:
 def host_runs(
     wide: Path, runs: Runs, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HostRuns]:
-    if (reason := hosts_error()) is not None:
-        pytest.skip(reason)
     with two_hosts() as pair:
         yield HostRuns(pair, runs, wide, tmp_path_factory.mktemp("host_runs"))
 

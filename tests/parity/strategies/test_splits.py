@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tests.parity.strategies.layouts import (
     rows_of,
     sliced,
 )
+from tests.runs import metrics_of
 from tests.tiny import SAMPLES
 from tests.training.test_kto import kto_file
 
@@ -46,10 +46,7 @@ def test_rounded_weights_are_measured_as_by_one_process(runs: Runs) -> None:
     words = (*ADAPTERS["full"], CLIPPED, "output.dtype=bf16", *runs.long_rows())
     run, whole = (runs.train(each, *words) for each in (sliced("fsdp", ranks=4), SINGLE))
     check_same_steps(run, whole)
-    found, expected = (
-        json.loads((folder / "metrics.json").read_text())["tuned/val/loss"]
-        for folder in (run, whole)
-    )
+    found, expected = (metrics_of(folder)["tuned/val/loss"] for folder in (run, whole))
     assert found == pytest.approx(expected, rel=1e-4)  # other last digits round otherwise
 
 
