@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +70,6 @@ class SavedBytes:
         self.saved.add(saved)
         return saved
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda saved: saved.tensor):
-            yield
-
     def bytes_by_layer(self) -> Counter[int]:
         gc.collect()
         seen, found = set(), Counter[int]()
@@ -86,6 +79,13 @@ class SavedBytes:
                 seen.add(storage.data_ptr())
                 found[saved.layer] += storage.nbytes()
         return found
+
+
+def forward(model: Any) -> tuple[SavedBytes, torch.Tensor]:
+    """Return what a forward pass saves, and its loss."""
+    watch = SavedBytes(model)
+    with torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda saved: saved.tensor):
+        return watch, model(**probe_of(model)).logits.square().mean()
 
 
 def build(
@@ -112,9 +112,7 @@ def test_nothing_is_saved_or_computed_below_the_lowest_adapter(
     kind: str, quantization: str, recompute: str, tmp_path: Path
 ) -> None:
     model = build(tmp_path, CONFIGS[kind]("top 1"), recompute, quantization)
-    watch = SavedBytes(model)
-    with watch.watching():
-        loss = model(**probe_of(model)).logits.square().mean()
+    watch, loss = forward(model)
     assert watch.enters == dict.fromkeys(range(NUM_LAYERS), False)
     saved = watch.bytes_by_layer()
     assert [saved[layer] for layer in range(NUM_LAYERS - 1)] == [0] * (NUM_LAYERS - 1)
@@ -131,9 +129,7 @@ def test_nothing_is_saved_or_computed_below_the_lowest_adapter(
 @pytest.mark.parametrize(("lowest", "recompute"), [(0, "full"), (2, "none")])
 def test_gradients_reach_the_lowest_adapter(lowest: int, recompute: str, tmp_path: Path) -> None:
     model = build(tmp_path, CONFIGS["lora"]([lowest]), recompute)
-    watch = SavedBytes(model)
-    with watch.watching():
-        loss = model(**probe_of(model)).logits.square().mean()
+    watch, loss = forward(model)
     assert watch.enters == {layer: layer > lowest for layer in range(NUM_LAYERS)}
     loss.backward()
     b = [p.grad for name, p in model.named_parameters() if "lora_B" in name]
@@ -143,9 +139,7 @@ def test_gradients_reach_the_lowest_adapter(lowest: int, recompute: str, tmp_pat
 def test_an_adapter_on_the_decoder_needs_no_encoder_backward() -> None:
     base = tiny_t5()
     model = apply_adapter(base, LoraConfig(r=4, layers="top 1"), half_precision=False).train()
-    watch = SavedBytes(model)
-    with watch.watching():
-        loss = model(**probe_of(model)).logits.square().mean()
+    watch, loss = forward(model)
     assert watch.enters == dict.fromkeys(range(4), False)
     saved = watch.bytes_by_layer()
     assert [saved[layer] for layer in range(3)] == [0, 0, 0]

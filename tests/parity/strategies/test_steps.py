@@ -6,6 +6,8 @@ Four steps of the same global batches. `make test` runs some of these tests, `ma
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.parity.strategies.layouts import (
@@ -17,7 +19,6 @@ from tests.parity.strategies.layouts import (
     TOPK,
     Layout,
     Runs,
-    check_same_results,
     check_same_steps,
 )
 from tests.tiny import SAMPLES
@@ -97,9 +98,9 @@ def test_nf4_base(strategy: str, runs: Runs) -> None:
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp", "tp"])
 def test_recompute(strategy: str, recompute: str, runs: Runs) -> None:
-    words = ADAPTERS["lora"]
-    run = runs.train(LAYOUTS[strategy], *words, f"recompute={recompute}")
-    check_same_results(run, runs.train(SINGLE, *words))
+    layout = LAYOUTS[strategy]
+    layout = replace(layout, words=(*layout.words, f"recompute={recompute}"))
+    runs.check_as_single(layout, *ADAPTERS["lora"])
 
 
 @strategies
@@ -135,9 +136,8 @@ def test_gradients_sent_in_16_bits(compression: str, runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_topk_with_share_1_sends_all_gradients(runs: Runs) -> None:
-    words = (*ADAPTERS["lora"], CLIPPED)
-    run = runs.train(TOPK, *words, "strategy.topk_share=1")
-    check_same_results(run, runs.train(SINGLE, *words))
+    layout = replace(TOPK, words=("strategy.compression=topk", "strategy.topk_share=1"))
+    runs.check_as_single(layout, *ADAPTERS["lora"], CLIPPED)
 
 
 @pytest.mark.parametrize(
