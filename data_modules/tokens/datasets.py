@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 _REFERENCE_FILE = "reference.npy"
 _VAL_KEY = "data.val_datasets"
+_NOTABLE_RATIO = 2
+"""validation rows beside what a share of the used rows would be, above which that is said"""
 Mask = npt.NDArray[np.bool_]
 PairValues = npt.NDArray[np.float64]
 """log-probabilities of a base for the answers of pairs [n, 2]"""
@@ -267,7 +269,14 @@ class PreparedData:
     def report(self) -> DataReport:
         reports = []
         for index, ready in enumerate(self.datasets):
-            rows, counts = ready.data.store.rows, ready.data.counts
+            rows, counts, split = ready.data.store.rows, ready.data.counts, ready.split
+            train_rows, validation_rows = (
+                len(np.unique(rows[side])) for side in (split.training, split.validation)
+            )
+            notes = [*ready.data.notes]
+            if ready.is_trained:
+                share = self._config.held_out
+                notes += _share_notes(ready.config.max_rows, share, train_rows, validation_rows)
             of_dataset = self.train_examples.datasets == index
             reports.append(
                 DatasetReport(
@@ -278,9 +287,9 @@ class PreparedData:
                     sha256=ready.data.sha256,
                     how=ready.data.how,
                     rows=counts.rows,
-                    train_rows=len(np.unique(rows[ready.split.training])),
-                    validation_rows=len(np.unique(rows[ready.split.validation])),
-                    repeated_rows=ready.split.repeated_rows,
+                    train_rows=train_rows,
+                    validation_rows=validation_rows,
+                    repeated_rows=split.repeated_rows,
                     tokens=int(self.train_examples.lengths[of_dataset].sum()),
                     trained_tokens=int(self.train_examples.trained[of_dataset].sum()),
                     rejected=counts.rejected,
@@ -289,7 +298,7 @@ class PreparedData:
                     wants_validation=ready.is_trained and self._config.held_out > 0,
                     key=ready.key,
                     is_trained=ready.is_trained,
-                    notes=ready.data.notes,
+                    notes=notes,
                 )
             )
         tests = zip(self._config.test_datasets, self._tests.items(), strict=True)
@@ -543,6 +552,21 @@ class ReferenceStore:
                 np.save(folder / _REFERENCE_FILE, whole)
 
             prepare.open_or_make(self._root, key, make)
+
+
+def _share_notes(
+    max_rows: int | None, share: float, train_rows: int, validation_rows: int
+) -> list[str]:
+    """Return a note if `max_rows` leaves many more validation rows than the share of all rows."""
+    if max_rows is None or not 0 < share < 1:
+        return []
+    if validation_rows <= _NOTABLE_RATIO * share * (train_rows + validation_rows):
+        return []
+    fewer = max(1, round(share * max_rows))
+    return [
+        f"data.val_set_size={share:g} is a share of all rows, not of max_rows={max_rows:,}: type "
+        f"data.val_set_size={fewer} for fewer"
+    ]
 
 
 def _key(ready: ReadyDataset, places: Indices, identity: str) -> Key:

@@ -335,6 +335,22 @@ def test_report_and_audit_count_capped_rows(files: list[DatasetConfig], tokenize
     assert module.audit.datasets[0].train == module.mixture_report()[0].rows == 7
 
 
+def test_a_share_that_holds_out_more_rows_than_the_used_ones_suggest_is_said(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    file = write_jsonl(tmp_path / "d.jsonl", numbers(100))
+    for size, max_rows, said in (
+        (0.2, 10, True),
+        (0.2, 90, False),
+        (0.2, None, False),
+        (9, 1, False),
+    ):
+        dataset = replace(file, max_rows=max_rows)
+        lines = build([dataset], tokenizer, data={"val_set_size": size}).summary()
+        note = "0.2 is a share of all rows, not of max_rows=10: type data.val_set_size=2 for fewer"
+        assert any(note in line for line in lines) == said
+
+
 def test_prompts_are_held_out_rows_at_any_position(tmp_path: Path, tokenizer: Any) -> None:
     # All rows on one line and a row that is dropped: neither line nor count names a row alone.
     rows = [{"instruction": f"q {i}", "output": "a " * (1 + 500 * (i == 3))} for i in range(20)]
