@@ -161,13 +161,14 @@ def save_with_tokenizer(model: Any, folder: Path) -> Path:
     return folder
 
 
-def move(model: torch.nn.Module, *, scale: float = 0.1, seed: int = 7) -> None:
-    """Change all trainable weights, as training would."""
+def move(model: Any, *, scale: float = 0.1, seed: int = 7) -> Any:
+    """Change all trainable weights, as training would; return the model."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += scale * torch.randn_like(parameter)
+    return model
 
 
 def randomize(model: Any) -> None:

@@ -59,8 +59,7 @@ def make(folder: Path, *, is_tied: bool, **settings: Any) -> torch.Tensor:
     """Save an adapter with peft; return its logits."""
     plain = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"}
     config = peft.LoraConfig(**plain | settings)
-    model = peft.get_peft_model(base(is_tied=is_tied), config).eval()
-    move(model)
+    model = move(peft.get_peft_model(base(is_tied=is_tied), config).eval())
     model.save_pretrained(folder)
     return model(IDS).logits
 

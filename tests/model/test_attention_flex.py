@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import Gemma2Config, Gemma2ForCausalLM
 from transformers.integrations import flex_attention
 
 from app.model.attention import attention_implementation
 from app.model.attention.inputs import FLEX_BLOCK, block_mask
+from tests.families import tiny_family
 from tests.model.test_attention_varlen import assert_same, mistral, run
 from tests.tiny import probe, tiny_llama
 
@@ -87,9 +87,7 @@ def test_blocks_contain_exactly_the_visible_keys(
 
 @pytest.mark.usefixtures("_use_substitute")
 def test_each_layer_type_gets_its_own_blocks() -> None:
-    shape = tiny_llama().config.to_dict() | {"head_dim": 8, "sliding_window": 8}
-    torch.manual_seed(0)
-    model = Gemma2ForCausalLM(Gemma2Config(**shape)).eval()
+    model = tiny_family("gemma2", sliding_window=8).eval()
     assert_same(run(model, "flex", CASES[0][0]), run(model, "eager", CASES[0][0]))
 
 

@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    BartForCausalLM,
-    BlenderbotForCausalLM,
-    RobertaConfig,
-    RobertaForCausalLM,
-)
+from transformers import AutoConfig, BartForCausalLM, BlenderbotForCausalLM
 
 from app.model.attention import attend, attention_implementation, inputs
 from app.model.attention.attend import MaskRule, build_mask_rule
 from app.model.attention.backends import ModelOnDevice, support_error
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.probes import check_against_eager, check_isolation
+from tests.families import tiny_family
 from tests.parity.test_attention_families import SHAPE, build
 from tests.tiny import save_with_tokenizer, tiny_bart, train_into
 
@@ -133,11 +128,8 @@ def test_a_decoder_that_computes_positions_is_never_packed(
 
 def test_models_compute_the_positions_of_single_documents() -> None:
     """RoBERTa's positions start after that of its pad token."""
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = RobertaConfig(**shape, vocab_size=64, initializer_range=0.2, is_decoder=True)
-    config._attn_implementation = attention_implementation("sdpa")
-    torch.manual_seed(0)
-    model = RobertaForCausalLM(config).eval()
+    model = tiny_family("roberta").eval()
+    model.set_attn_implementation(attention_implementation("sdpa"))
     check_against_eager(model, "sdpa", is_packed=False)
     with pytest.raises(ValueError, match="roberta models compute positions"):
         check_against_eager(model, "sdpa", is_packed=True)

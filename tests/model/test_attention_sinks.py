@@ -11,11 +11,9 @@ from torch.nn.attention import varlen as torch_varlen
 
 from app.model.adapter import FullConfig
 from app.model.base import ModelConfig
-from app.model.build import build_model
-from app.model.quantization import QuantizationConfig
-from app.model.recompute import RecomputeConfig
 from tests.model.test_attention_varlen import PACKED, PADDED, run, varlen_2_13
 from tests.model.test_experts import MIXTURES, SIZES
+from tests.tiny import built
 
 WINDOW = 8
 CPU = torch.device("cpu")
@@ -101,15 +99,8 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def model_of(
     recompute: str = "none", backend: str = "sdpa", numbers: dict[str, Any] = NUMBERS
 ) -> Any:
-    torch.manual_seed(0)
-    model = build_model(
-        ModelConfig(from_scratch=True, architecture=numbers),
-        QuantizationConfig(),
-        backend,
-        FullConfig(),
-        RecomputeConfig(mode=recompute),
-        "fp32",
-    )
+    config = ModelConfig(from_scratch=True, architecture=numbers)
+    model = built(config, adapter=FullConfig(), recompute=recompute, backend=backend)
     for name, weight in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(weight, std=2.0)

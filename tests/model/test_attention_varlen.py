@@ -22,6 +22,7 @@ from transformers.integrations import flash_attention
 
 from app.model.attention import attention_implementation, varlen
 from app.model.attention.inputs import attention_inputs
+from tests.families import tiny_family
 from tests.tiny import random_ids, tiny_llama
 
 PACKED = [[5, 9, 3, 30, 7, 20], [40, 1, 2]]
@@ -84,16 +85,12 @@ varlen_2_11 = release_without("is_causal", "enable_gqa")
 varlen_2_13 = release_without("is_causal")
 
 
-def mistral(**numbers: Any) -> transformers.MistralForCausalLM:
-    shape = tiny_llama().config.to_dict() | {"sliding_window": 8} | numbers
-    torch.manual_seed(0)
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**shape)).eval()
+def mistral(**numbers: Any) -> Any:
+    return tiny_family("mistral", **({"sliding_window": 8} | numbers)).eval()
 
 
-def granite() -> transformers.GraniteForCausalLM:
-    shape = tiny_llama().config.to_dict() | {"attention_multiplier": 0.7}
-    torch.manual_seed(0)
-    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**shape)).eval()
+def granite() -> Any:
+    return tiny_family("granite", attention_multiplier=0.7).eval()
 
 
 def latent() -> transformers.DeepseekV3ForCausalLM:

@@ -114,8 +114,7 @@ def test_after_saving_the_model_in_memory_is_the_saved_one_in_the_dtype_of_its_t
     tmp_path: Path,
 ) -> None:
     base = save_base(tmp_path / "base", BF16)
-    model = built(base, adapter=FullConfig(), precision="bf16")
-    move(model)
+    model = move(built(base, adapter=FullConfig(), precision="bf16"))
     exact = model.model.rotary_emb.inv_freq.clone()
     saved = save(model, FullConfig(), base, tmp_path)
     assert {parameter.dtype for parameter in model.parameters()} == {FP32}
@@ -127,8 +126,7 @@ def test_after_saving_the_model_in_memory_is_the_saved_one_in_the_dtype_of_its_t
 
 
 def test_an_adapter_is_saved_beside_no_base_and_found_again(base: Path, tmp_path: Path) -> None:
-    model = built(base)
-    move(model)
+    model = move(built(base))
     saved = save(model, LoraConfig(), base, tmp_path)
     assert saved == tmp_path / "adapter"
     assert not (tmp_path / "model").exists()
@@ -160,8 +158,7 @@ def test_files_that_do_not_read_back_are_a_training_fault(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = built(base, adapter=adapter)
-    move(model)
+    model = move(built(base, adapter=adapter))
     write = getattr(saving, function)
 
     def write_badly(model: Any, folder: Path, *rest: Any) -> None:

@@ -26,6 +26,7 @@ from common.errors import Origin, UserError
 from data_modules.collator import Batch, Collator
 from data_modules.types import Example
 from tests.conftest import read_column
+from tests.model.test_head import assert_near
 from tests.tiny import (
     move,
     save_with_tokenizer,
@@ -68,9 +69,7 @@ def build(kind: str = "llama", adapter: AdapterConfig | None = None, **recompute
     apply_recompute(base, RecomputeConfig(**recompute))
     torch.manual_seed(3)
     adapter = adapter or LoraConfig(r=4, dropout=0.0)
-    model = apply_adapter(base, adapter, half_precision=False).train()
-    move(model, scale=0.05)
-    return model
+    return move(apply_adapter(base, adapter, half_precision=False).train(), scale=0.05)
 
 
 def batch_of(*lengths: int, row_len: int | None = ROW) -> Batch:
@@ -122,20 +121,13 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        difference = torch.linalg.vector_norm(found[name] - gradient)
-        assert difference <= 1e-5 * torch.linalg.vector_norm(gradient), name
-
-
 @pytest.mark.versions
 @pytest.mark.parametrize(("kind", "adapter"), [("llama", None), ("gpt2", FullConfig())], ids=MAKERS)
 def test_ten_steps_of_real_kernels(kind: str, adapter: AdapterConfig | None) -> None:
     """Of a LoRA, and of a whole model."""
     plain, compiled = build(kind, adapter), build(kind, adapter)
     layers = CompiledLayers(compiled)
-    assert_close(gradients(compiled), gradients(plain))
+    assert_near(gradients(compiled), gradients(plain), 1e-5)
     assert train_steps(compiled, 10) == pytest.approx(train_steps(plain, 10), rel=1e-5)
     assert layers.failure is None
 
@@ -170,7 +162,7 @@ def test_recompute_around_compiled_layers(
     before = num_compiled_graphs()
     found = gradients(compiled)
     assert num_compiled_graphs() - before >= 4  # the parts of a layer between its attentions
-    assert_close(found, gradients(plain))
+    assert_near(found, gradients(plain), 1e-5)
 
 
 @pytest.mark.versions

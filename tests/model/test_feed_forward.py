@@ -13,7 +13,7 @@ from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
 from app.model.layers import repeated_layers
 from tests.strategy.context_training import LLAMA
-from tests.tiny import built
+from tests.tiny import built, move
 
 TOKENS, CHUNK = 256, 24
 GEMMA = LLAMA | {"model_type": "gemma3_text", "head_dim": 8, "layer_types": ["full_attention"] * 3}
@@ -26,12 +26,7 @@ MOE = LLAMA | {"model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_expe
 
 def build(numbers: dict[str, Any], adapter: AdapterConfig, mode: str = "full") -> Any:
     config = ModelConfig(from_scratch=True, architecture=numbers)
-    model = built(config, adapter=adapter, recompute=mode)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                weight.normal_(std=0.02)
-    return model
+    return move(built(config, adapter=adapter, recompute=mode), scale=0.02)
 
 
 def step(model: Any, *, half: bool = False) -> tuple[dict[str, Tensor], int]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,32 +24,19 @@ from app.model.head import (
     linear_log_probs,
     token_losses,
 )
+from tests.families import tiny_family
 from tests.operators import Operators
 from tests.tiny import random_ids, tiny_gpt2, tiny_llama, tiny_t5
-
-SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "initializer_range": 0.5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-
-
-def causal(kind: str, **numbers: Any) -> Any:
-    """Build a tiny random model of this type."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SMALL, **numbers)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
 
 MODELS = {
     "tied": lambda: tiny_llama(),
     "untied": lambda: tiny_llama(tie_word_embeddings=False),
     "gpt2": lambda: tiny_gpt2(),
-    "softcap": lambda: causal("gemma2", head_dim=8, final_logit_softcapping=2.0),
-    "softcap of another name": lambda: causal("recurrent_gemma", logits_soft_cap=2.0),
-    "divided": lambda: causal("granite", logits_scaling=3.0),
-    "multiplied": lambda: causal("cohere", logit_scale=0.3),
-    "bias": lambda: causal("phi"),
+    "softcap": lambda: tiny_family("gemma2", final_logit_softcapping=2.0),
+    "softcap of another name": lambda: tiny_family("recurrent_gemma", logits_soft_cap=2.0),
+    "divided": lambda: tiny_family("granite", logits_scaling=3.0),
+    "multiplied": lambda: tiny_family("cohere", logit_scale=0.3),
+    "bias": lambda: tiny_family("phi"),
 }
 
 

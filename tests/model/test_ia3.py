@@ -18,7 +18,7 @@ from app.model.base import ModelConfig, load_base
 from app.model.description import describe_model
 from app.model.quantization import QuantizationConfig
 from tests.families import on_meta
-from tests.tiny import TINY, probe_of, tiny_gpt2, tiny_llama
+from tests.tiny import TINY, move, probe_of, tiny_gpt2, tiny_llama
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -34,13 +34,6 @@ def vectors(model: Any) -> dict[str, torch.nn.Parameter]:
         for name, parameter in model.named_parameters()
         if ".ia3_l." in name
     }
-
-
-def disturb(model: Any) -> None:
-    torch.manual_seed(9)
-    with torch.no_grad():
-        for vector in vectors(model).values():
-            vector += 0.3 * torch.randn_like(vector)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +72,7 @@ def test_only_vectors_other_than_ones_change_logits(kind: str) -> None:
     assert len(trained) == len(vectors(model))
     assert all(bool((vector == 1).all()) for vector in vectors(model).values())
     assert torch.equal(probe_logits(model, row), plain)
-    disturb(model)
+    move(model, scale=0.3)
     moved = probe_logits(model, row)
     assert not torch.allclose(moved, plain, atol=1e-2)
     merged = model.merge_and_unload().eval()
@@ -88,8 +81,7 @@ def test_only_vectors_other_than_ones_change_logits(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TINY)
 def test_saved_vectors_are_loaded_onto_the_same_modules(kind: str, tmp_path: Path) -> None:
-    model = adapt(TINY[kind](), layers="top 1")
-    disturb(model)
+    model = move(adapt(TINY[kind](), layers="top 1"), scale=0.3)
     save_adapter(model, tmp_path)
     row = probe_of(model)
     by_peft = peft.PeftModel.from_pretrained(TINY[kind](), str(tmp_path)).eval()

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -23,7 +22,7 @@ from app.model.adapter import LoraConfig, apply_adapter
 from app.model.head import fuse_head, run_probe
 from app.model.recompute import RecomputeConfig, apply_recompute
 from tests.families import tiny_family
-from tests.model.test_head import assert_near, causal, gradients_of, losses_of
+from tests.model.test_head import assert_near, gradients_of, losses_of
 from tests.model.test_head import by_torch as cross_entropy_by_torch
 from tests.operators import Operators
 from tests.tiny import move, random_ids, tiny_llama
@@ -183,7 +182,7 @@ def packed_losses(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
 def test_rope_is_replaced_by_one_kernel(
     references: None, kind: str, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = causal(kind, head_dim=8)
+    model = tiny_family(kind)
     apply_recompute(model.train(), RecomputeConfig(mode=mode))
     loss, grads = packed_losses(model)
     own = vars(sys.modules[type(model).__module__])[kernels.ROPE]
@@ -230,13 +229,13 @@ def test_a_rope_that_differs_is_not_replaced_and_logged(
 
 
 def test_each_norm_gets_its_variant(references: None) -> None:
-    model = causal("gemma2", head_dim=8)
+    model = tiny_family("gemma2")
     for name, weight in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(weight)
     kernels.fuse_layers(model)
     assert model.model.norm.forward.offset == 1.0
-    exact = causal("gemma2", head_dim=8, hidden_activation="gelu")  # not by tanh, as Liger's
+    exact = tiny_family("gemma2", hidden_activation="gelu")  # not by tanh, as Liger's
     kernels.fuse_layers(exact)
     assert fused_of(exact) and not any("mlp" in name for name in fused_of(exact))
 
@@ -363,8 +362,7 @@ def test_a_broken_package_is_logged_once_and_not_used(
     [("llama", torch.float32), ("gemma2", torch.float32), ("qwen3", torch.bfloat16)],
 )
 def test_norms_are_fused_on_a_cpu(kind: str, dtype: torch.dtype) -> None:
-    settings = {} if kind == "llama" else {"head_dim": 8}
-    model = causal(kind, **settings).to(dtype)
+    model = tiny_family(kind).eval().to(dtype)
     for name, weight in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(weight)
@@ -382,7 +380,7 @@ def test_norms_are_fused_on_a_cpu(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("kind", "tokens"), [("llama", 16), ("qwen2", 64)])
 def test_trainable_linear_layers_are_fused_on_a_cpu(kind: str, tokens: int) -> None:
-    model = causal(kind).train()
+    model = tiny_family(kind).train()
     ids = torch.randint(0, 32, (1, tokens), generator=torch.Generator().manual_seed(0))
     _, own = trained(model, ids)
     kernels.fuse_layers(model)
@@ -459,12 +457,9 @@ def test_rope_is_equal_on_a_gpu(rotated: int) -> None:
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_liger_kernels_are_used_and_equal_in_training(dtype: torch.dtype, adapter: str) -> None:
     pytest.importorskip("liger_kernel")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, initializer_range=0.05,
-    )  # fmt: skip
-    model: Any = transformers.LlamaForCausalLM(config).to("cuda", dtype)
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 688}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model: Any = tiny_llama(**sizes, initializer_range=0.05).to("cuda", dtype)
     if adapter == "lora":
         model = apply_adapter(model, LoraConfig(r=4, dropout=0.0), half_precision=True)
     ids = random_ids(2, 64).cuda()

@@ -102,8 +102,7 @@ def test_stock_peft_loads_a_saved_adapter_onto_the_same_modules(
     kind: str, layers: str, tmp_path: Path
 ) -> None:
     settings = {"rank_pattern": {r".*\.1\..*": 2}, "use_rslora": True, "layers": layers}
-    model = adapt(TINY[kind](), **settings)
-    move(model)
+    model = move(adapt(TINY[kind](), **settings))
     save_adapter(model, tmp_path)
     read = peft.PeftModel.from_pretrained(TINY[kind](), str(tmp_path)).eval()
     assert adapted_names(read) == adapted_names(model)
@@ -251,8 +250,7 @@ def test_modules_to_save_match_exactly_and_get_no_matrices() -> None:
 
 
 def test_a_continued_adapter_trains_the_saved_weights_in_fp32(tmp_path: Path) -> None:
-    model = adapt(tiny_llama(), layers="top 1", token_ids=())
-    move(model)
+    model = move(adapt(tiny_llama(), layers="top 1", token_ids=()))
     save_adapter(model, tmp_path)
     base = tiny_llama().to(BF16)
     apply_recompute(base, RecomputeConfig(mode="full"))
@@ -267,8 +265,7 @@ def test_a_continued_adapter_trains_the_saved_weights_in_fp32(tmp_path: Path) ->
 
 def test_continuing_with_new_tokens_needs_an_adapter_with_their_rows(tmp_path: Path) -> None:
     for name, ids in (("without", []), ("with", [5, 63])):
-        model = adapt(tiny_llama(), token_ids=ids)
-        move(model)
+        model = move(adapt(tiny_llama(), token_ids=ids))
         save_adapter(model, tmp_path / name)
     with pytest.raises(ValueError, match=r"does not train the rows of tokens \[5\]"):
         adapt(tiny_llama(), path=str(tmp_path / "without"), token_ids=[5])

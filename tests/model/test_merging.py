@@ -14,13 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    MixtralConfig,
-)
-from transformers import MixtralForCausalLM as Mixtral
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 from app.model.adapter import saved
 from app.model.adapter.apply import apply_adapter, save_converted
@@ -54,8 +48,7 @@ def make_adapter(
     base: Path, folder: Path, adapter: AdapterConfig, *, seed: int = 7, **how: Any
 ) -> Model:
     """Save an adapter with nonzero weights; return base + adapter."""
-    adapted = apply_adapter(read_base(base), adapter, half_precision=False, **how)
-    move(adapted, seed=seed)
+    adapted = move(apply_adapter(read_base(base), adapter, half_precision=False, **how), seed=seed)
     saved.save_adapter(adapted, folder)
     return adapted.eval()
 
@@ -67,8 +60,7 @@ def by_peft(
     import peft
 
     config = peft.LoraConfig(r=4, target_modules=targets, target_parameters=experts)
-    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    move(adapted)
+    adapted = move(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config))
     adapted.save_pretrained(folder, **how)
     return adapted
 
@@ -200,10 +192,7 @@ def test_a_shared_weight_with_different_changes_is_refused(tmp_path: Path) -> No
 
 def test_experts_saved_by_stock_peft_are_merged_into_files_per_expert(tmp_path: Path) -> None:
     base = tmp_path / "base"
-    torch.manual_seed(0)
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-    Mixtral(MixtralConfig(**shape, **heads, num_local_experts=4)).eval().save_pretrained(base)
+    tiny_mixture("mixtral").save_pretrained(base)
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapted = by_peft(base, tmp_path / "adapter", ["q_proj"], experts)
     expected = saved.probe_logits(adapted.eval(), probe_of(adapted.get_base_model()))
@@ -272,8 +261,7 @@ def test_the_part_that_pissa_removed_from_the_base_is_restored(tmp_path: Path) -
     base = tmp_path / "base"
     tiny_gpt2().save_pretrained(base)
     pissa = LoraConfig(r=4, init="pissa")
-    adapted = apply_adapter(read_base(base), pissa, half_precision=False)
-    move(adapted)
+    adapted = move(apply_adapter(read_base(base), pissa, half_precision=False))
     save_converted(adapted, tmp_path / "adapter")
     read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged")
     check_within(difference(adapted.eval(), read))
@@ -371,8 +359,7 @@ def test_memory_grows_by_less_than_the_largest_file(tmp_path: Path) -> None:
     model.save_pretrained(base, max_shard_size="60MB")
     sizes = [file.stat().st_size for file in base.glob("*.safetensors")]
     assert len(sizes) == 3 and sum(sizes) >= 150e6
-    adapted = apply_adapter(model, LoraConfig(r=8), half_precision=False)
-    move(adapted, scale=0.01)
+    adapted = move(apply_adapter(model, LoraConfig(r=8), half_precision=False), scale=0.01)
     saved.save_adapter(adapted, adapter)
     done = subprocess.run(
         [sys.executable, "-c", MERGE, str(base), str(adapter), str(folder)],

@@ -78,8 +78,7 @@ def test_only_the_language_model_is_loaded(family: str, base: Path) -> None:
     ],
 )
 def test_an_adapter_fits_the_whole_model(config: AdapterConfig, base: Path, tmp_path: Path) -> None:
-    model = apply_adapter(opened(base), config, half_precision=False)
-    move(model)
+    model = move(apply_adapter(opened(base), config, half_precision=False))
     save_adapter(model, tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert saved and all(is_of_language_model(name) for name in saved)
@@ -94,8 +93,7 @@ def test_an_adapter_fits_the_whole_model(config: AdapterConfig, base: Path, tmp_
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_whole_model_is_saved_with_its_towers(family: str, base: Path, tmp_path: Path) -> None:
     (base / "preprocessor_config.json").write_text('{"do_resize": true}')
-    model = apply_adapter(opened(base), FullConfig(), half_precision=False)
-    move(model)
+    model = move(apply_adapter(opened(base), FullConfig(), half_precision=False))
     write_model(model, tmp_path, torch.float32)
     stock, loading = type(whole_model(family)).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))

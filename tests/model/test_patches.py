@@ -16,6 +16,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 
 from app.model.quantization import QuantizationConfig, quantization_settings
 from tests.conftest import ROOT
+from tests.model.test_experts import tiny_mixture
 from tests.tiny import tiny_t5
 
 OWN = ("app", "common", "data_modules")
@@ -75,14 +76,7 @@ def test_every_patch_is_listed_with_its_test() -> None:
 
 
 def test_peft_rewrites_the_targets_of_mixtures() -> None:
-    config = transformers.DeepseekV3Config(
-        vocab_size=64, hidden_size=16, intermediate_size=16, moe_intermediate_size=16,
-        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4,
-        n_group=1, topk_group=1, num_experts_per_tok=2, q_lora_rank=8, kv_lora_rank=8,
-        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.DeepseekV3ForCausalLM(config)
+    model = tiny_mixture("deepseek_v3")
     settings = peft.LoraConfig(target_modules=["gate_proj", "up_proj", "q_a_proj"])
     convert_peft_config_for_transformers(settings, model=model, conversions=None)
     assert "gate_proj" not in settings.target_modules

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from app.model.quantization import (
 )
 from common.errors import UserError
 from tests.in_process import make_data, run_command
-from tests.tiny import built, move, probe, random_ids, tiny_llama
+from tests.tiny import build_random, built, move, probe, random_ids, tiny_gpt2, tiny_llama, tiny_t5
 
 METHODS = {"nf4": bnb.nn.Linear4bit, "int8": bnb.nn.Linear8bitLt}
 PACKED = tuple(METHODS.values())
@@ -105,18 +107,13 @@ def test_double_quantization_saves_bits(tmp_path: Path) -> None:
     assert twice < once
 
 
-def other_models() -> dict[str, transformers.PreTrainedConfig]:
-    t5 = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4}
-    t5 |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    return {
-        "gpt2": transformers.GPT2Config(
-            vocab_size=64, n_embd=64, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2
-        ),
-        "flan-t5": transformers.T5Config(**t5, decoder_start_token_id=0),
-        "falcon": transformers.FalconConfig(
-            vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
-        ),
-    }
+FLAN = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+FALCON = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "gpt2": partial(tiny_gpt2, n_embd=64, n_layer=1, n_inner=256),
+    "flan-t5": partial(tiny_t5, d_model=64, d_kv=16, d_ff=128, num_layers=1, **FLAN),
+    "falcon": partial(build_random, transformers.FalconForCausalLM, 0, FALCON, {}),
+}
 
 
 @pytest.mark.parametrize(
@@ -126,15 +123,12 @@ def other_models() -> dict[str, transformers.PreTrainedConfig]:
 def test_other_architectures_are_quantized_and_train(
     tmp_path: Path, name: str, method: str
 ) -> None:
-    shape, largest = other_models()[name], {"nf4": 0.5, "int8": 0.05}[method]
-    torch.manual_seed(0)
-    kind = "Seq2SeqLM" if shape.is_encoder_decoder else "CausalLM"
-    plain = getattr(transformers, f"AutoModelFor{kind}").from_config(shape)
+    plain, largest = OTHERS[name](), {"nf4": 0.5, "int8": 0.05}[method]
     plain.save_pretrained(tmp_path)
     model = built(ModelConfig(path=str(tmp_path)), method, backend="eager")
     ids = random_ids(2)
     with torch.no_grad():
-        expected = plain.eval()(input_ids=ids, labels=ids).logits
+        expected = plain(input_ids=ids, labels=ids).logits
         difference = model.eval()(input_ids=ids, labels=ids).logits - expected
     # GPT-2's matrices lie the other way round: one that is not turned would give other logits.
     assert difference.norm() < largest * expected.norm()
@@ -285,8 +279,7 @@ def test_an_adapter_of_a_quantized_base_is_saved_and_loaded_exactly(
     tmp_path: Path, kind: str, method: str, precision: str
 ) -> None:
     config = save_llama(tmp_path / "base")
-    model = built(config, method, precision, ADAPTERS[kind])
-    move(model)
+    model = move(built(config, method, precision, ADAPTERS[kind]))
     # As a run saves: inside one autocast, which keeps copies of the weights that it has cast.
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         expected = probe_logits(model, probe())

@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from operator import call as run_plainly
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import BloomConfig, BloomForCausalLM
 
 from app.model import activation_checkpointing as activations
 from app.model import cpu
@@ -28,17 +28,13 @@ from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.base import ModelConfig, load_base
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import MODES, RecomputeConfig, apply_recompute
+from tests.families import tiny_family
 from tests.model.test_experts import tiny_mixture
 from tests.operators import Operators
-from tests.tiny import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from tests.tiny import move, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 LENGTHS = [[7, 4, 5]]
 SHAPE = (1, 16)
-
-
-def tiny_bloom(**_: Any) -> BloomForCausalLM:
-    torch.manual_seed(0)
-    return BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
 
 
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -46,7 +42,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "gpt2": tiny_gpt2,
     "t5": tiny_t5,
     "bart": tiny_bart,
-    "bloom": tiny_bloom,
+    "bloom": partial(tiny_family, "bloom"),
 }
 
 
@@ -55,12 +51,7 @@ def prepared(base: Any, config: RecomputeConfig, adapter: AdapterConfig | None =
     apply_recompute(base, config)
     adapter = adapter or LoraConfig(r=4, dropout=0.2)
     torch.manual_seed(3)
-    model = apply_adapter(base, adapter, half_precision=False).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.05 * torch.randn_like(parameter)
-    return model
+    return move(apply_adapter(base, adapter, half_precision=False).train(), scale=0.05)
 
 
 def packed_inputs(model: Any) -> dict[str, Any]:

@@ -155,9 +155,7 @@ class Parts:
 
 def moved(config: AdapterConfig, make: Callable[[], Any] = tiny_llama, **more: Any) -> Any:
     """A model that was trained a little."""
-    model = apply_adapter(make(), config, half_precision=False, **more)
-    move(model)
-    return model
+    return move(apply_adapter(make(), config, half_precision=False, **more))
 
 
 def save(model: Any, config: AdapterConfig, folder: Path, parts: Parts, dtype: Any = FP32) -> Any:

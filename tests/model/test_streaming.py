@@ -21,6 +21,7 @@ from common.errors import UserError
 from tests.conftest import ROOT
 from tests.model.test_experts import tiny_mixture
 from tests.model.test_quantization import save_quantized
+from tests.model.test_recompute import assert_equal
 from tests.runs import check_same_run
 from tests.tiny import TINY_BASE, built, move, tiny_gpt2, tiny_llama, tiny_t5, train_into
 from tools.simulate.device import find_obstacle
@@ -79,12 +80,6 @@ def gradients(model: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
     return {"losses": torch.stack(losses), **trained}
 
 
-def check_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 @pytest.mark.parametrize(
     ("stream", "method", "recompute"),
     [
@@ -101,7 +96,7 @@ def test_gradients_are_bit_identical_and_each_pass_copies_each_layer_once(
 ) -> None:
     """A micro-batch copies every layer for each of its passes, but for two that are still there."""
     settings = {"method": method, "recompute": recompute}
-    check_same(
+    assert_equal(
         gradients(build(llama, stream, **settings)), gradients(build(llama, None, **settings))
     )
     made = streams[0]
@@ -116,7 +111,7 @@ def test_a_backward_pass_that_ends_early_copies_one_layer_below(
 ) -> None:
     adapter = LoraConfig(layers="top 2", dropout=0.0)
     own = gradients(build(llama, "host", adapter, recompute=recompute))
-    check_same(own, gradients(build(llama, None, adapter, recompute=recompute)))
+    assert_equal(own, gradients(build(llama, None, adapter, recompute=recompute)))
     layers = streams[0].num_copied / (streams[0].num_bytes / LAYERS)
     assert layers == STEPS * LAYERS + STEPS
 
@@ -125,7 +120,7 @@ def test_a_backward_pass_that_ends_early_copies_one_layer_below(
 def test_other_layers_and_encoder_decoders(tmp_path: Path, make: Any) -> None:
     make().save_pretrained(tmp_path)
     for adapter in (LoraConfig(dropout=0.0, use_dora=True), Ia3Config()):
-        check_same(
+        assert_equal(
             gradients(build(tmp_path, "host", adapter, precision="fp32")),
             gradients(build(tmp_path, None, adapter, precision="fp32")),
         )
@@ -134,14 +129,13 @@ def test_other_layers_and_encoder_decoders(tmp_path: Path, make: Any) -> None:
 def test_experts(tmp_path: Path) -> None:
     model = tiny_mixture("qwen3_moe", num_hidden_layers=3, head_dim=16)
     model.bfloat16().save_pretrained(tmp_path)
-    check_same(*(gradients(build(tmp_path, stream)) for stream in ("host", None)))
+    assert_equal(*(gradients(build(tmp_path, stream)) for stream in ("host", None)))
     with pytest.raises(UserError, match=r"type model\.stream=host"):  # fused from several tensors
         build(tmp_path, "disk")
 
 
 def test_a_trained_adapter_answers_as_on_the_device(llama: Path, tmp_path: Path) -> None:
-    trained = build(llama, None)
-    move(trained)
+    trained = move(build(llama, None))
     trained.save_pretrained(tmp_path)
     ids = torch.arange(3, 9).unsqueeze(0)
     answers, logits = [], []
@@ -163,8 +157,8 @@ def test_a_base_of_files_in_4_bits_is_streamed_in_its_packed_form(
     resident, from_host, from_disk = (
         gradients(build(base, stream)) for stream in (None, "host", "disk")
     )
-    check_same(from_host, resident)
-    check_same(from_disk, resident)
+    assert_equal(from_host, resident)
+    assert_equal(from_disk, resident)
     assert streams[0].num_bytes == LAYERS * LAYER_BYTES["nf4"]
 
 

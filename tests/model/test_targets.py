@@ -158,8 +158,7 @@ def test_the_bases_own_adapters_are_skipped() -> None:
 def test_a_saved_adapter_on_an_uncalled_module_is_not_continued(tmp_path: Path) -> None:
     family = "mamba"
     settings = peft.LoraConfig(r=2, target_modules=["x_proj", "dt_proj"])
-    model = peft.get_peft_model(tiny_family(family), settings)
-    move(model)
+    model = move(peft.get_peft_model(tiny_family(family), settings))
     model.save_pretrained(tmp_path)
     load_adapter(tiny_family(family), tmp_path)  # to be used, as stock peft does
     with pytest.raises(UserError, match=f"dt_proj of {family} models cannot take an adapter"):

@@ -21,7 +21,7 @@ from app.training.objective.settings import DistillConfig, build_objective
 from common.errors import UserError
 from data_modules import Batch
 from tests.conftest import read_column
-from tests.model.test_head import causal
+from tests.families import tiny_family
 from tests.reliability.shell import Shell
 from tests.runs import check_close
 from tests.tiny import (
@@ -45,14 +45,14 @@ def with_bias() -> Any:
 STUDENTS = {
     "tied": tiny_llama,
     "untied": lambda: tiny_llama(tie_word_embeddings=False),
-    "softcap": lambda: causal("gemma2", head_dim=8, final_logit_softcapping=2.0),
+    "softcap": lambda: tiny_family("gemma2", final_logit_softcapping=2.0),
     "bias": with_bias,
 }
 TEACHERS = {
     "as large": tiny_gpt2,
     "larger": lambda: tiny_llama(hidden_size=64, vocab_size=80),
     "smaller": lambda: tiny_llama(hidden_size=64, vocab_size=48),
-    "scaled": lambda: causal("granite", logits_scaling=3.0),
+    "scaled": lambda: tiny_family("granite", logits_scaling=3.0),
 }
 CONFIGS = [
     DistillConfig(teacher="larger"),
