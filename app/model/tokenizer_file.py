@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
+from common.files import write_atomically
 from common.text import shortened
 from common.untrusted import (
     LimitError,
@@ -169,7 +170,7 @@ def _name_as_in_v4(file: Path) -> None:
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False)
-    file.write_text(f"{text}\n", encoding="utf-8")
+    write_atomically(file, f"{text}\n")
 
 
 def _difference(
