@@ -111,6 +111,13 @@ def written_otherwise(key: str, folder: Path) -> Iterator[str]:
     yield f"+experiment={file}"
 
 
+def received_sweep(folder: Path, *words: str) -> Path:
+    """Write what is kept of a sweep of two ranks, as another user may have written it."""
+    folder.mkdir()
+    (folder / "sweep.yaml").write_text(f"words: {[*words, 'adapter.r=2,4']}\n")
+    return folder
+
+
 CODE = [key for key, each in GRANTING.items() if each.facts.grants == "code"]
 
 
@@ -119,10 +126,7 @@ def test_a_received_sweep_grants_nothing(
     key: str, words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number, word in enumerate(written_otherwise(key, tmp_path)):
-        folder = tmp_path / f"sweep-{number}"
-        folder.mkdir()
-        saved = [*words, "adapter.r=2,4", word]
-        (folder / "sweep.yaml").write_text(f"words: {saved}\n")
+        folder = received_sweep(tmp_path / f"sweep-{number}", *words, word)
         with short_trials() as commands:
             result = run_command("-m", f"resume={folder}", sweep=run_sweep)
             if key == "data.cache_dir":
@@ -141,15 +145,8 @@ def test_a_received_sweep_grants_nothing(
 def test_trust_that_is_typed_beside_a_sweep_holds_for_its_trials(
     words: list[str], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "sweep"
-    folder.mkdir()
-    saved = [
-        *words,
-        "adapter.r=2,4",
-        "evaluation.allow_code=true",
-        "evaluation.metric=FILE.py:score",
-    ]
-    (folder / "sweep.yaml").write_text(f"words: {saved}\n")
+    words += ["evaluation.allow_code=true", "evaluation.metric=FILE.py:score"]
+    folder = received_sweep(tmp_path / "sweep", *words)
     shutil.copy("FILE.py", "OTHER.py")  # what is typed must be what was saved
     asked = {
         "evaluation.allow_code=true evaluation.metric=FILE.py:score": 0,
@@ -179,10 +176,7 @@ def test_a_sweep_in_a_folder_with_links_is_refused(words: list[str], tmp_path: P
     victim = tmp_path / "victim.txt"
     victim.write_text("of somebody")
     for name in ("0.log", "sweep.csv", "run.lock", "0", "sweep.yaml"):
-        folder = tmp_path / f"with {name}"
-        folder.mkdir()
-        saved = [*words, "adapter.r=2,4"]
-        (folder / "sweep.yaml").write_text(f"words: {saved}\n")
+        folder = received_sweep(tmp_path / f"with {name}", *words)
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(victim)
         with short_trials() as commands:
@@ -196,10 +190,8 @@ def test_a_sweep_in_a_folder_with_links_is_refused(words: list[str], tmp_path: P
 def test_a_sweep_does_not_write_into_hard_links(
     name: str, words: list[str], tmp_path: Path
 ) -> None:
-    victim, folder = tmp_path / "victim.txt", tmp_path / "sweep"
+    victim, folder = tmp_path / "victim.txt", received_sweep(tmp_path / "sweep", *words)
     victim.write_text("[]")
-    folder.mkdir()
-    (folder / "sweep.yaml").write_text(f"words: {[*words, 'adapter.r=2,4']}\n")
     (folder / name).hardlink_to(victim)
     says = "import sys; print('to the log'); sys.exit(4)"
     with short_trials(says) as commands:

@@ -33,8 +33,10 @@ def commands() -> Iterator[list[list[str]]]:
         yield commands
 
 
-def sweep(*overrides: str) -> CommandResult:
-    return run_command(*overrides, sweep=run_sweep)
+def sweep(*overrides: str, code: int = 0) -> CommandResult:
+    result = run_command(*overrides, sweep=run_sweep)
+    assert result.code == code, result.stderr
+    return result
 
 
 def test_every_combination_runs_in_a_process_and_is_listed(
@@ -43,7 +45,6 @@ def test_every_combination_runs_in_a_process_and_is_listed(
     monkeypatch.setenv("NODE_RANK", "0")  # which trials do not inherit: `short_trials` checks it
     monkeypatch.setenv("MASTER_PORT", "1234")
     result = sweep(*overrides, "adapter.r=2,4", "optimizer.lr=1e-3,1e-2", "output.name=grid")
-    assert result.code == 0, result.stderr
     assert len(commands) == 4
     assert all("-m" not in command and "--multirun" not in command for command in commands)
     assert {(c[2], c[3]) for c in commands} == {
@@ -66,8 +67,7 @@ def test_every_combination_runs_in_a_process_and_is_listed(
 def test_a_failed_trial_does_not_stop_the_others(
     overrides: list[str], commands: list[list[str]]
 ) -> None:
-    result = sweep(*overrides, "adapter.r=8,4", f"output.dir={Path.cwd() / 'my sweep'}")
-    assert result.code == 4
+    result = sweep(*overrides, "adapter.r=8,4", f"output.dir={Path.cwd() / 'my sweep'}", code=4)
     assert len(commands) == 2
     first, second = json.loads(Path("my sweep/sweep.json").read_text())
     assert (first["number"], first["exit_code"], first["objective"]) == (1, 0, 0.25)
@@ -79,8 +79,9 @@ def test_a_failed_trial_does_not_stop_the_others(
 def test_invalid_overrides_are_refused_before_the_first_trial(
     overrides: list[str], commands: list[list[str]], tmp_path: Path
 ) -> None:
-    result = sweep(*overrides, "adapter.rr=4,8", "attention=sdpa,egaer", "optimizer.lr=1e-3,x")
-    assert result.code == 2
+    result = sweep(
+        *overrides, "adapter.rr=4,8", "attention=sdpa,egaer", "optimizer.lr=1e-3,x", code=2
+    )
     for fragment in ("adapter.rr=4", "did you mean eager?", "optimizer.lr=x: expected a number"):
         assert fragment in result.stderr
     assert commands == []
@@ -91,10 +92,7 @@ def test_group_options_can_be_swept(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = sweep(
-        "-m", "experiment=llama8b", "adapter.r=4", "adapter=lora", "attention=sdpa,eager"
-    )
-    assert result.code == 0, result.stderr
+    sweep("-m", "experiment=llama8b", "adapter.r=4", "adapter=lora", "attention=sdpa,eager")
     assert [command[1:4] for command in commands] == [
         ["adapter.r=4", "adapter=lora", "attention=sdpa"],
         ["adapter.r=4", "adapter=lora", "attention=eager"],
@@ -142,14 +140,12 @@ def test_settings_that_rescale_the_loss_are_ranked_by_accuracy(
     words = (*overrides, *PAIRS, "objective=dpo", "objective.beta=0.1,0.5,0.3")
     with short_trials(RATED):
         result = sweep(*words, f"output.dir={tmp_path / 's'}")
-    assert result.code == 0, result.stderr
     rows = json.loads((tmp_path / "s" / "sweep.json").read_text())
     assert [row["number"] for row in rows] == [1, 2, 0]
     assert {row["metric"] for row in rows} == {"val/accuracy"}
     assert rows[0]["objective"] == pytest.approx(0.5)
     assert "highest val/accuracy (0.5000) of 3 completed trials" in result.stdout
-    result = sweep(*overrides, *PAIRS, "objective=dpo,sft")
-    assert result.code == 2
+    result = sweep(*overrides, *PAIRS, "objective=dpo,sft", code=2)
     assert "(dpo by val/accuracy, sft by val/loss); type a sweep for each" in result.stderr
 
 
@@ -219,8 +215,7 @@ URL = "http://me:Zq7password@127.0.0.1:9/{}.jsonl?token=Zq7token0planted"
 def test_an_invalid_search_is_refused(
     overrides: list[str], commands: list[list[str]], typed: list[str], message: str
 ) -> None:
-    result = sweep(*overrides, *typed)
-    assert result.code == 2
+    result = sweep(*overrides, *typed, code=2)
     assert message in result.stderr
     assert commands == []
 
@@ -232,7 +227,6 @@ def test_secrets_are_not_written_to_the_sweep_folder(
     data = f"data.datasets=choice({','.join(lists)})"
     own = ["adapter.r=2,4", "output.dir=grid"]
     result = sweep(*overrides[:2], data, *own)
-    assert result.code == 0, result.stderr
     assert "Zq7" not in result.stdout
     assert "Zq7token" in " ".join(commands[0])
     for file in Path("grid").iterdir():
@@ -244,10 +238,9 @@ def test_secrets_are_not_written_to_the_sweep_folder(
         ([data.replace("alpaca", "chat")], "expected the value with which the sweep was started"),
         ([data, "seed=3"], "seed: a resumed sweep keeps its overrides"),
     ):
-        result = sweep("-m", "resume=grid", *typed)
-        assert (result.code, message in result.stderr) == (2, True), result.stderr
+        result = sweep("-m", "resume=grid", *typed, code=2)
+        assert message in result.stderr
     result = sweep("-m", "resume=grid", data)
-    assert result.code == 0, result.stderr
     half = len(commands) // 2
     assert [word[:3] for word in commands[:half]] == [word[:3] for word in commands[half:]]
 
@@ -258,7 +251,6 @@ def test_sweeps_started_in_the_same_second_get_different_folders(
     monkeypatch.setattr("app.run.folder.time.strftime", lambda _: "now")
     for name in ("sweep-now", "sweep-now_1"):
         result = sweep(*overrides, "adapter.r=2,4")
-        assert result.code == 0, result.stderr
         assert result.stdout.endswith(f"run: outputs/train/{name}\n")
 
 
@@ -267,15 +259,12 @@ def test_a_folder_that_is_not_empty_is_refused(
 ) -> None:
     Path("full").mkdir()
     Path("full/notes.txt").touch()
-    result = sweep(*overrides, "adapter.r=2,4", "output.dir=full")
-    assert result.code == 2
+    result = sweep(*overrides, "adapter.r=2,4", "output.dir=full", code=2)
     assert "output.dir=full holds files that do not belong to a run: notes.txt" in result.stderr
-    assert sweep(*overrides, "adapter.r=2,4", "output.dir=new").code == 0
-    result = sweep(*overrides, "adapter.r=2,4", "output.dir=new")
-    assert result.code == 2
+    sweep(*overrides, "adapter.r=2,4", "output.dir=new")
+    result = sweep(*overrides, "adapter.r=2,4", "output.dir=new", code=2)
     assert "contains another sweep" in result.stderr
-    result = sweep("-m", "resume=full")
-    assert result.code == 2
+    result = sweep("-m", "resume=full", code=2)
     assert "expected the folder of a sweep" in result.stderr
 
 
@@ -293,25 +282,21 @@ def test_parallel_trials_get_separate_gpus(
     with mock.patch("app.sweep.run.requested_devices") as devices:
         devices.return_value = mock.Mock(on_gpu=True, num_gpus=4)
         result = sweep(*overrides, "adapter.r=2,4", "sweep.parallel=2", "trainer.devices=2")
-        assert result.code == 0, result.stderr
         assert seen == ["0,1", "2,3"]
-        result = sweep(*overrides, "adapter.r=2,4", "sweep.parallel=3", "trainer.devices=2")
-        assert result.code == 2
+        result = sweep(*overrides, "adapter.r=2,4", "sweep.parallel=3", "trainer.devices=2", code=2)
         assert "needs 6 GPUs, but 4 are visible; use trainer.devices=1" in result.stderr
 
 
 def test_an_interrupted_sweep_resumes(overrides: list[str], tmp_path: Path) -> None:
     """Ctrl-C during the second trial: it is not counted, and it runs when the sweep resumes."""
     with short_trials(interrupt_at=1):
-        result = sweep(*overrides, "adapter.r=2,4,16", "output.dir=grid")
-    assert result.code == 130
+        result = sweep(*overrides, "adapter.r=2,4,16", "output.dir=grid", code=130)
     assert "interrupted after 1 of 3 trials" in result.stderr
     assert "0.5000" in result.stdout
     Path("grid/1").mkdir(exist_ok=True)
     Path("grid/1/config.yaml").touch()  # as left by a run that has started
     with short_trials() as commands:
         result = sweep("-m", "resume=grid")
-    assert result.code == 0, result.stderr
     assert [command[-1] == "resume=auto" for command in commands] == [True, False]
     assert [command[2] for command in commands] == ["adapter.r=4", "adapter.r=16"]
     trials = json.loads(Path("grid/sweep.json").read_text())
