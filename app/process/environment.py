@@ -62,7 +62,6 @@ class LastingFile(io.FileIO):
     """A file that discards whatever is written to it after the first failure."""
 
     def write(self, data: object) -> int:
-        """Write or discard `data`; returns the number of bytes consumed."""
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError:
@@ -76,7 +75,6 @@ class CleanText(io.TextIOWrapper):
     """Text output with secrets redacted, also in what libraries print."""
 
     def write(self, text: str) -> int:
-        """Write `text`, redacted; returns its length."""
         super().write(redact(text))
         return len(text)
 

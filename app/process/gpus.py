@@ -86,7 +86,6 @@ class Machine:
 
 
 def num_device_files() -> int:
-    """Count the NVIDIA device files of this machine."""
     files = sum(file.name[len("nvidia") :].isdigit() for file in DEVICES.glob("nvidia*"))
     return files or int(_WSL_DRIVER.exists())
 

@@ -206,7 +206,6 @@ def is_first_rank() -> bool:
 
 
 def is_first_on_machine() -> bool:
-    """Return whether this process is the first rank of its machine."""
     return read_launch().is_first_on_machine
 
 
@@ -295,10 +294,12 @@ def check_launch(num_ranks: int | None, ranks_per_node: int | None = None) -> li
         return [
             f"{started}, but this command runs in one process; start it without torchrun or srun"
         ]
-    return [
-        f"{started}, but trainer.devices x trainer.num_nodes is {num_ranks}; "
-        f"{_suggest_devices(launch)}"
-    ]
+    per_node = launch.num_local_ranks or launch.num_ranks
+    nodes = f" trainer.num_nodes={launch.num_nodes}" if launch.num_nodes > 1 else ""
+    typed = f"type trainer.devices={per_node}{nodes}"
+    if launch.detected_by == "SLURM_NTASKS" and launch.num_ranks == 1:
+        typed += ", or, in a shell of a job, unset SLURM_NTASKS: this command then starts the ranks"
+    return [f"{started}, but trainer.devices x trainer.num_nodes is {num_ranks}; {typed}"]
 
 
 def _check_equal_nodes(launch: Launch, ranks_per_node: int | None) -> str | None:
@@ -314,16 +315,6 @@ def _check_equal_nodes(launch: Launch, ranks_per_node: int | None) -> str | None
             "number; type the same --nproc-per-node (--ntasks-per-node) on each"
         )
     return None
-
-
-def _suggest_devices(launch: Launch) -> str:
-    total = launch.num_ranks or 1
-    per_node = launch.num_local_ranks or total
-    nodes = f" trainer.num_nodes={launch.num_nodes}" if launch.num_nodes > 1 else ""
-    typed = f"type trainer.devices={per_node}{nodes}"
-    if launch.detected_by == "SLURM_NTASKS" and total == 1:
-        typed += ", or, in a shell of a job, unset SLURM_NTASKS: this command then starts the ranks"
-    return typed
 
 
 def is_loopback(host: str) -> bool:

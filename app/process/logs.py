@@ -42,7 +42,6 @@ class CleanFormatter(logging.Formatter):
     """Log messages without secrets, and with control characters in names escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a log record."""
         return printable(redact(super().format(record)), keep="\n")
 
 
@@ -50,12 +49,10 @@ class Screen(logging.StreamHandler):
     """Write to the current stdout, which a live progress bar replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a message."""
         self.stream = sys.stdout
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a log record, wrapped for a terminal."""
         return wrapped(super().format(record))
 
 
@@ -72,7 +69,6 @@ class RunLog(logging.Handler):
         self._waiting: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a message, or keep it."""
         try:
             self._waiting.append(f"{self.format(record)}\n")
         except Exception:  # noqa: BLE001 - a malformed message must not stop the program
@@ -106,7 +102,6 @@ def set_verbose(is_verbose: bool) -> None:
 
 
 def is_verbose() -> bool:
-    """Return whether the screen shows DEBUG messages."""
     return _is_verbose
 
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,9 +131,12 @@ class Peers:
     resume_command: Callable[[], str]
     save_reason: Callable[[str], None]
     """saves the reason why the run ends, for torchrun and in the run's folder"""
-    _has_trained: bool = False
-    """whether the first batch, which may compile, is done"""
-    _is_done: bool = False
+    has_trained: bool = False
+    """whether a batch is done: from then on a long pause is not compilation"""
+    is_done: bool = False
+    """whether no step follows: ranks end at different times"""
+    has_failed: bool = False
+    """whether the training thread has an error to report, which ends this rank"""
     _pauses: Pauses = field(default_factory=Pauses)
     _polled_at: float = field(default_factory=time.monotonic)
     _num_signs: int = field(default_factory=lambda: progress()[1])
@@ -141,8 +145,6 @@ class Peers:
     """reason why the run ends, found by this rank or another one"""
     _is_published: bool = False
     """whether the verdict is in the store"""
-    _has_failed: bool = False
-    """whether the training thread has an error to report"""
     _late: str | None = None
     """on rank 0: the rank that the others wait for, as the run's status names it"""
     _rank0: RankReport | None = None
@@ -161,33 +163,18 @@ class Peers:
         reporting.start()
         atexit.register(self._stop_reporting, reporting)
         if self.hang_seconds is not None:
-            threading.Thread(
-                target=self._watch_loop, args=(self.hang_seconds,), daemon=True
-            ).start()
-
-    def mark_trained(self) -> None:
-        """Record that a batch is done: from now on a long pause is not compilation."""
-        self._has_trained = True
-
-    def mark_failed(self) -> None:
-        """Record that the training thread has an error to report, which ends this rank."""
-        self._has_failed = True
-
-    def mark_done(self) -> None:
-        """Record that no step follows: ranks end at different times."""
-        self._is_done = True
+            watching = partial(self._watch_loop, self.hang_seconds)
+            threading.Thread(target=watching, daemon=True).start()
 
     # Only the reporting thread talks to the store. If the store's host is gone, that thread waits
     # forever and the others continue.
 
     def _report_loop(self) -> None:
         while not self._exits.is_set():
-            with contextlib.suppress(
-                RuntimeError
-            ):  # from torch; one broken connection proves little
+            with contextlib.suppress(RuntimeError):  # torch's; one broken connection proves little
                 store = self._connect()
                 while True:
-                    is_last = self._is_done or self._exits.is_set()
+                    is_last = self.is_done or self._exits.is_set()
                     self._exchange_reports(store)
                     if is_last:
                         return
@@ -199,21 +186,17 @@ class Peers:
         self._exits.set()
         reporting.join(EXIT_SECONDS)
 
-    def _state(self) -> str:
-        if self._is_done or signal_received() is not None:
-            return ENDS
-        return TRAINS if self._has_trained else STARTS
-
     def _exchange_reports(self, store: TCPStore) -> None:
         self._num_reports += 1
         num_beats, _, step = progress()
+        state = TRAINS if self.has_trained else STARTS
         report = RankReport(
             rank=self.rank,
             sequence_number=self._num_reports,
             num_beats=num_beats,
             step=step or 0,
             pause_seconds=self._pauses.seconds,
-            state=self._state(),
+            state=ENDS if self.is_done or signal_received() is not None else state,
             host=socket.gethostname(),
         )
         store.set(_key(self.rank), json.dumps(asdict(report)))
@@ -223,22 +206,18 @@ class Peers:
         elif store.check([_VERDICT_KEY]):
             self._verdict = store.get(_VERDICT_KEY).decode()
             self._is_published = True
-        if self._is_done:
+        if self.is_done:
             return
         if self._rank0 is not None or store.check([_key(0)]):
             self._rank0 = RankReport(**json.loads(store.get(_key(0))))
         if self._wants_snapshots.is_set():
             self._snapshots.append(self._read_reports(store))
         if self.rank == 0 and (self._late or report.pause_seconds > LATE_SECONDS):
-            self._name_late(self._read_reports(store))
-
-    def _name_late(self, reports: Sequence[RankReport]) -> None:
-        """Write into the run's status which rank the others wait for, if that has changed."""
-        late = find_late(reports)
-        named = None if late is None else f"rank {late.rank} on host {late.host}"
-        if named != self._late:
-            self._late = named
-            update_status(self.run_folder, late=named)
+            late = find_late(self._read_reports(store))
+            named = None if late is None else f"rank {late.rank} on host {late.host}"
+            if named != self._late:
+                self._late = named
+                update_status(self.run_folder, late=named)
 
     def _connect(self) -> TCPStore:
         from torch.distributed import TCPStore
@@ -262,7 +241,7 @@ class Peers:
 
     def _watch_loop(self, hang_seconds: float) -> None:
         max_pause = hang_seconds
-        while not self._is_done and not self._has_failed:
+        while not self.is_done and not self.has_failed:
             time.sleep(REPORT_SECONDS / 2)
             self._poll()
             pause = self._pauses.seconds
@@ -276,7 +255,7 @@ class Peers:
                 reason = self._diagnose(hang_seconds)
                 # The diagnosis takes long enough for a stalled rank to continue.
                 is_idle = bool(self._verdict) or progress()[1] == num_signs
-                if reason and is_idle and not self._has_failed:
+                if reason and is_idle and not self.has_failed:
                     self._end(reason)
             max_pause += hang_seconds / 4
 
@@ -336,9 +315,9 @@ class Peers:
         Returns None after a signal if no rank is lost: the others ended by the same signal. But
         torchrun itself sends one when it loses the host of its rendezvous.
         """
-        self._has_failed = True
+        self.has_failed = True
         with self._lock:
-            needs_no_check = bool(self._verdict) or self._is_done
+            needs_no_check = bool(self._verdict) or self.is_done
             lost = [] if needs_no_check else self._find_lost(CHECK_SECONDS)[0]
             if self._verdict:
                 return self._publish(self._verdict)
@@ -349,8 +328,8 @@ class Peers:
 
     def publish_failure(self, message: str) -> None:
         """Let the other ranks know why this rank fails."""
-        self._has_failed = True
-        if not self._is_done and not self._verdict:
+        self.has_failed = True
+        if not self.is_done and not self._verdict:
             self._verdict = f"rank {self.rank} on host {socket.gethostname()} has failed: {message}"
             self._wait_until_published()
 
@@ -389,9 +368,7 @@ class Peers:
         """Print on the first rank of this host, and on the second one if the first is lost."""
         rank_here = self.rank % (read_launch().num_local_ranks or self.num_ranks)
         first = self.rank - rank_here
-        is_first_lost = (
-            re.search(rf"no report from .*\branks? {first}\b", self._verdict) is not None
-        )
+        is_first_lost = re.search(rf"no report from .*\branks? {first}\b", self._verdict)
         if is_first_on_machine() or (is_first_lost and rank_here == 1):
             with contextlib.suppress(OSError):
                 print(text, file=sys.stderr, flush=True)

@@ -117,7 +117,6 @@ def defer_signals(is_deferred: bool) -> None:
 
 
 def mark_waiting_for_data(is_waiting: bool) -> None:
-    """Record that the training loop starts or stops waiting for data."""
     _mark_waiting(is_waiting, "the data of the next step did not arrive")
 
 
@@ -158,18 +157,15 @@ def end_process(code: int) -> NoReturn:
     """
     if _state is None:
         sys.exit(code)
-    if _state.signum is None and not _has_process_group():
+    distributed = sys.modules.get("torch.distributed")  # imported if there is a process group
+    has_group = distributed and distributed.is_available() and distributed.is_initialized()
+    if _state.signum is None and not has_group:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def _has_process_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")  # imported if there is a group
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def wait_for_termination(seconds: float) -> None:

@@ -18,15 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.process.heartbeat import (
-    BEAT,
-    ENDED,
-    PEER_LOST,
-    PORT_TAKEN,
-    STACKS_FILE,
-    Pauses,
-    format_progress,
-)
+from app.process import heartbeat
+from app.process.heartbeat import Pauses, format_progress
 from app.process.launch import PARENT_VARIABLE, PIPE_VARIABLE, STEP_VARIABLE, free_port
 from app.process.reporting import REASON_FILE
 from app.process.signals import EXITS_WITHIN, HANDLED, defer_signals, signal_received
@@ -304,18 +297,17 @@ class Rank:
             self.pauses.poll(elapsed, is_alive=is_alive)
 
     def _handle(self, kind: str, content: str) -> None:
-        if kind == BEAT:
+        if kind == heartbeat.BEAT:
             self.num_beats, self.step = map(int, content.split())
-        elif kind == ENDED:
+        elif kind == heartbeat.ENDED:
             self.has_ended = True
-        elif kind == PEER_LOST:
+        elif kind == heartbeat.PEER_LOST:
             self.lost = content
-        elif kind == PORT_TAKEN:
+        elif kind == heartbeat.PORT_TAKEN:
             self.port_is_taken = True
 
     @property
     def is_training(self) -> bool:
-        """Whether the rank is in the training loop."""
         return self.step is not None and not self.has_ended
 
     def is_stopped(self) -> bool:
@@ -379,7 +371,6 @@ class Ranks:
         return any(rank.pauses.is_hang(min_seconds) for rank in running)
 
     def send(self, signum: int) -> None:
-        """Send a signal to all running ranks."""
         for rank in self.ranks:
             with contextlib.suppress(ProcessLookupError):
                 rank.process.send_signal(signum)
@@ -418,8 +409,7 @@ class Ranks:
                 rank.process.send_signal(signal.SIGUSR2)
 
     def stacks_file(self, rank: Rank) -> Path:
-        """Return the file into which a rank dumps its stacks."""
-        return self.folder / STACKS_FILE.format(rank.number)
+        return self.folder / heartbeat.STACKS_FILE.format(rank.number)
 
     def read_stack(self, rank: Rank) -> list[str]:
         """Return the top frames of a rank's main thread, innermost first."""

@@ -152,7 +152,9 @@ class SameOnAllRanks(L.Callback):
 
 def _different(trainer: L.Trainer, values: Mapping[str, Any]) -> dict[int, list[str]]:
     """Return the names of the values that are not those of rank 0, by the ranks that have them."""
-    hashes = [_hash_of(value) for value in values.values()]
+    texts = (json.dumps(value, sort_keys=True, default=str).encode() for value in values.values())
+    # 63 bits: a tensor has signed integers.
+    hashes = [int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1 for text in texts]
     tensor = torch.tensor(hashes, dtype=torch.int64, device=trainer.strategy.root_device)
     rank0, *others = trainer.strategy.all_gather(tensor).tolist()
     different = {
@@ -160,11 +162,6 @@ def _different(trainer: L.Trainer, values: Mapping[str, Any]) -> dict[int, list[
         for rank, other in enumerate(others, start=1)
     }
     return {rank: names for rank, names in different.items() if names}
-
-
-def _hash_of(value: Any) -> int:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 class GradientCheck(L.Callback):
@@ -187,9 +184,10 @@ class GradientCheck(L.Callback):
         self._is_reached = [torch.zeros((), device=device) for _ in self._weights]
         if pl_module.strategy.keeps_gradients:
             return
-        for weight, is_reached in zip(self._weights, self._is_reached, strict=True):
-            hook = weight.parameter.register_hook(partial(_record, is_reached))
-            self._hooks.append(hook)
+        self._hooks = [
+            weight.parameter.register_hook(partial(_record, is_reached))
+            for weight, is_reached in zip(self._weights, self._is_reached, strict=True)
+        ]
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer
@@ -219,9 +217,10 @@ def _check_gradients(weights: list[TrainableWeight], is_reached: list[bool]) -> 
     without = [weight for weight in weights if _place(weight) not in places]
     if not without:
         return
+    num_modules = len({weight.module for weight in weights})
     if not places:
         raise TrainingFault(
-            f"step 1: none of the {_num_modules(weights)} adapted matrices got a gradient: the "
+            f"step 1: none of the {num_modules} adapted matrices got a gradient: the "
             "loss of this step does not depend on the adapter; check the trained tokens (python "
             "-m app.preview) and adapter.alpha"
         )
@@ -232,7 +231,7 @@ def _check_gradients(weights: list[TrainableWeight], is_reached: list[bool]) -> 
         f"adapter.target_modules='{pattern}'" if pattern else "adapter.target_modules without them"
     )
     raise UserError(
-        f"step 1: {len(names)} of {_num_modules(weights)} adapted matrices got no gradient, "
+        f"step 1: {len(names)} of {num_modules} adapted matrices got no gradient, "
         f"the first is {names[0]}: the training data does not pass through them, and they would be "
         f"saved untrained; type {fix}"
     )
@@ -241,10 +240,6 @@ def _check_gradients(weights: list[TrainableWeight], is_reached: list[bool]) -> 
 def _place(weight: TrainableWeight) -> str:
     place, expert, inside = weight.module.partition("expert")
     return place + expert + re.sub(r"\d+", "*", inside)
-
-
-def _num_modules(weights: list[TrainableWeight]) -> int:
-    return len({weight.module for weight in weights})
 
 
 class ProgressBar(L.Callback):
@@ -291,7 +286,9 @@ class ProgressBar(L.Callback):
             return
         step, total = trainer.global_step, trainer.max_steps
         if self.progress is not None:
-            shown = figures(pl_module.metrics, self._room(total))
+            texts = (max(map(len, _STATUSES)), BAR_WIDTH, 2 * len(str(total)) + 1, TIME_WIDTH)
+            room = self.console.width - sum(texts) - len(texts)
+            shown = figures(pl_module.metrics, room)
             self.progress.update(self.task, completed=step, what="train", figures=shown)
         if pl_module.metrics.latest_step == step and self.next_line <= step < total:
             self.next_line = step + total / _LINES_PER_RUN
@@ -326,11 +323,6 @@ class ProgressBar(L.Callback):
     def _write(self, line: str) -> None:
         """Write a line into the run's log, and print it where no bar shows the same."""
         record(line) if self.progress else show(line)
-
-    def _room(self, total: int) -> int:
-        counts = 2 * len(str(total)) + 1
-        rest = (max(map(len, _STATUSES)), BAR_WIDTH, counts, TIME_WIDTH)
-        return self.console.width - sum(rest) - len(rest)
 
     def _close(self, status: str) -> None:
         if self.progress is not None:
@@ -448,17 +440,17 @@ class Heartbeat(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         send_heartbeat(trainer.global_step)
         if self.peers is not None:
-            self.peers.mark_trained()
+            self.peers.has_trained = True
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Let `exception` end this rank: writing the run's report and loggers may take long."""
         if self.peers is not None:
-            self.peers.mark_failed()
+            self.peers.has_failed = True
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         send_to_supervisor(ENDED)
         if self.peers is not None:
-            self.peers.mark_done()
+            self.peers.is_done = True
 
 
 class FetchProfiler(PassThroughProfiler):

@@ -74,7 +74,7 @@ while not (folder / f"started-{1 - rank}").exists():
 wait(1)
 for step in (1, 2, 3):
     send_heartbeat(step)
-    peers.mark_trained()
+    peers.has_trained = True
     wait(0.1)
 """
 LEAVES_LAST = 1.0
@@ -163,7 +163,7 @@ def test_rank_0_is_not_blamed_without_evidence(
     peers = make_peers(tmp_path)
     if is_done:
         peers._rank0 = REPORT
-        peers.mark_done()
+        peers.is_done = True
     message = peers.explain_lost_connection("closed")
     assert message and message.startswith("lost another rank before its first step: closed\n")
 
@@ -301,11 +301,11 @@ def test_the_status_names_the_rank_that_is_late_until_it_goes_on(
         "(folder / 'goes on').touch()",
         "send_heartbeat(5)",
         "while read() is not None: wait(0.1)",
-        f"peers.mark_done(); wait({LEAVES_LAST})",
+        f"peers.is_done = True; wait({LEAVES_LAST})",
     ]
     late = [
         "while not (folder / 'goes on').exists(): wait(0.1)",
-        "send_heartbeat(4); send_heartbeat(5); peers.mark_done()",
+        "send_heartbeat(4); send_heartbeat(5); peers.is_done = True",
     ]
     first, second = run_ranks(waits, late, hang_seconds=60.0)
     assert (first[0], second[0]) == (0, 0), first[1] + second[1]
@@ -347,7 +347,7 @@ exec(sys.argv[1])
 
 
 @pytest.mark.parametrize(
-    ("code", "last_state"), [("peers.mark_done()", ENDS), ("sys.exit(3)", STARTS)]
+    ("code", "last_state"), [("peers.is_done = True", ENDS), ("sys.exit(3)", STARTS)]
 )
 def test_a_rank_exits_after_its_last_report(code: str, last_state: str) -> None:
     """A thread that talks to a store while Python ends would abort the process."""
@@ -405,6 +405,10 @@ def test_the_error_of_a_failed_rank_ends_the_others(run_ranks: RunRanks) -> None
 
 @pytest.mark.slow
 def test_a_stall_that_ends_during_the_check_is_not_a_hang(run_ranks: RunRanks) -> None:
-    stalls = ["wait(3.5)", "for _ in range(25): refresh_liveness(); wait(0.1)", "peers.mark_done()"]
+    stalls = [
+        "wait(3.5)",
+        "for _ in range(25): refresh_liveness(); wait(0.1)",
+        "peers.is_done = True",
+    ]
     first = [*stalls, f"wait({LEAVES_LAST})"]
     assert [code for code, _ in run_ranks(first, stalls, hang_seconds=3.0)] == [0, 0]
