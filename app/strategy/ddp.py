@@ -136,11 +136,7 @@ class CompressedDdp(Ddp):
             return
         self._topk.residuals.clear()
         # The checkpoint of another strategy has other tensors here.
-        unsent = {
-            key.removeprefix(_UNSENT): saved
-            for key, saved in state.items()
-            if key.startswith(_UNSENT)
-        }
+        unsent = {key.removeprefix(_UNSENT): state[key] for key in state if key.startswith(_UNSENT)}
         if not unsent and is_first_rank():
             log.info("RESUME: top-k starts without the gradients that had not been sent yet")
         weights = {w.name: w.parameter for w in trainable_weights(self.lightning_module.model)}
@@ -174,7 +170,12 @@ class _TopK:
         values, indices = [], []
         for weight, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             start = gradient.storage_offset() - buffer.storage_offset()
-            selected = self._select(weight, buffer[start : start + gradient.numel()])
+            flat = buffer[start : start + gradient.numel()]
+            if weight in self.residuals:
+                flat += self.residuals[weight]
+            count = math.ceil(self.share * len(flat))
+            selected = flat.abs().topk(count, sorted=False).indices
+            self.residuals[weight] = flat.clone().index_fill_(0, selected, 0)
             values.append(buffer[start + selected])
             indices.append((start + selected).int())
         num_ranks = dist.get_world_size()
@@ -192,12 +193,3 @@ class _TopK:
             return buffer
 
         return gathering.get_future().then(mean)
-
-    def _select(self, weight: torch.nn.Parameter, gradient: Tensor) -> Tensor:
-        """Add the residual to `gradient`; return the indices to send and keep the rest."""
-        if weight in self.residuals:
-            gradient += self.residuals[weight]
-        count = math.ceil(self.share * len(gradient))
-        selected = gradient.abs().topk(count, sorted=False).indices
-        self.residuals[weight] = gradient.clone().index_fill_(0, selected, 0)
-        return selected

@@ -47,13 +47,6 @@ STARTUP_SECONDS = 10.0
 """time after which a running build must have started its compiler"""
 
 
-def build_zero(config: ZeroConfig, *, accelerator: str, accumulation: int) -> StrategyMixin:
-    """Build the strategy of a ZeRO stage, for GPUs or for CPUs with gloo."""
-    # DeepSpeed reads this once, when it is imported.
-    os.environ["DS_ACCELERATOR"] = {"gpu": "cuda"}.get(accelerator, accelerator)
-    return Zero(config, accumulation)
-
-
 def check_zero_config(config: Mapping[str, Any]) -> None:
     """Validate `zero_optimization` by DeepSpeed's config model; UserError names the full keys."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -250,18 +243,15 @@ class Zero(StrategyMixin, DDPStrategy):
         if self._steps_in_host_memory:
             # Gradients are still being copied; the engine would wait for them only in its step.
             get_accelerator().synchronize()
+            gradients = [flat.grad for flat in self._flats if flat.grad is not None]
+        else:
+            gradients = [part for each in self._zero.averaged_gradients.values() for part in each]
         squares = torch.zeros((), device=self.root_device)
-        for gradient in self._gradients():
+        for gradient in gradients:
             squares += gradient.float().square().sum().to(self.root_device)
         torch.distributed.all_reduce(squares)
         # A fused AdamW on the host would read a flag in device memory before it has been copied.
         return squares.sqrt().to("cpu" if self._steps_in_host_memory else self.root_device)
-
-    def _gradients(self) -> Iterator[Tensor]:
-        if self._steps_in_host_memory:
-            yield from (flat.grad for flat in self._flats if flat.grad is not None)
-        else:
-            yield from (part for parts in self._zero.averaged_gradients.values() for part in parts)
 
     @property
     def _steps_in_host_memory(self) -> bool:
@@ -464,7 +454,9 @@ def prepare_operator(builder: Any, advice: str) -> None:
             f"deepspeed.env_report` lists what is missing); {advice}"
         )
     folder = Path(_get_build_directory(name, verbose=False))
-    with _exclusive_lock(folder):
+    with (folder / ".in_use").open("w") as held:
+        # Against builds of other runs; the kernel releases it if this run is killed.
+        fcntl.flock(held, fcntl.LOCK_EX)
         remove_stale_lock(folder)
         if any(folder.glob("*.so")):
             return
@@ -506,11 +498,3 @@ def _is_in_use(folder: Path) -> bool:
             except OSError:  # the process has ended, or belongs to another user
                 continue
     return False
-
-
-@contextmanager
-def _exclusive_lock(folder: Path) -> Iterator[None]:
-    """Hold a lock against builds of other runs; the kernel releases it if this run is killed."""
-    with (folder / ".in_use").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield

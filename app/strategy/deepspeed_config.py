@@ -266,12 +266,9 @@ def deepspeed_config(
         made["data_types"] = {"grad_accum_dtype": "bf16"}
     for key, value in given_keys(config.config).items():
         if key in ALLOWED_KEYS:  # the others say what our settings say, as preflight has checked
-            _set(made, key, value)
+            *sections, name = key.split(".")
+            inner = made
+            for section in sections:
+                inner = inner.setdefault(section, {})
+            inner[name] = value
     return made
-
-
-def _set(config: dict[str, Any], key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for section in sections:
-        config = config.setdefault(section, {})
-    config[name] = value

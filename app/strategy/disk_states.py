@@ -109,12 +109,9 @@ class AdamWOnDisk(torch.optim.AdamW):
         parts = [local(weight) for group in self.param_groups for weight in group["params"]]
         self.num_bytes = sum(len(_MOMENTS) * _padded(part.nbytes) for part in parts)
         self._file = StateFile(folder, self.num_bytes)
-        self._describe(folder)
-
-    def _describe(self, folder: Path) -> None:
-        written, read = self._file.mb_per_second
-        seconds = self.num_bytes / 1e6 / written + self.num_bytes / 1e6 / read
         if is_first_rank():
+            written, read = self._file.mb_per_second
+            seconds = self.num_bytes / 1e6 / written + self.num_bytes / 1e6 / read
             log.info(
                 "optimizer states: %.2f GiB a rank on the disk of %s, which writes %.0f and reads "
                 "%.0f MB/s: %.3g s per optimizer step, less while free memory caches them",

@@ -388,16 +388,15 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     def optimizer_state_of(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
-        states = optimizer.state.get(weight, {})
-        return {key: self._state_of(weight, value) for key, value in states.items()}
-
-    def _state_of(self, weight: torch.nn.Parameter, value: Any) -> Any:
-        split = self._splits.get(weight)
-        if isinstance(value, DiskTensor):
-            gather = partial(self._gather_from_disks, weight, value, split)
-            return ShardedTensor(self._full_shape(weight, split), value.dtype, gather)
-        is_step_count = not isinstance(value, Tensor) or value.shape != weight.shape
-        return value if is_step_count else self._as_state(value, split)
+        split, found = self._splits.get(weight), {}
+        for key, value in optimizer.state.get(weight, {}).items():
+            if isinstance(value, DiskTensor):
+                gather = partial(self._gather_from_disks, weight, value, split)
+                value = ShardedTensor(self._full_shape(weight, split), value.dtype, gather)
+            elif isinstance(value, Tensor) and value.shape == weight.shape:  # no count of steps
+                value = self._as_state(value, split)
+            found[key] = value
+        return found
 
     def _gather_from_disks(
         self, weight: Tensor, value: DiskTensor, split: SplitWeight | None

@@ -166,7 +166,6 @@ class LocalSgd(Fsdp):
 
     @torch.no_grad()
     def load_local_weights(self) -> None:
-        """Load this node's own weights into the model again."""
         for weight, own in self._own_weights.items():
             local(weight.detach()).copy_(own)
         self._own_weights = {}
@@ -232,7 +231,9 @@ class LocalSgd(Fsdp):
         fits = has_own and all(
             own[name].shape == state[name].shape for name in own.keys() & state.keys()
         )
-        if not self._is_true_on_all_ranks(fits):
+        fits_everywhere = torch.tensor(int(fits), device=self.root_device)
+        dist.all_reduce(fits_everywhere, op=dist.ReduceOp.MIN)  # all ranks take the same branch
+        if not fits_everywhere.item():
             self._anchor, self._momentum = {}, {}
             if num_steps > self.local_config.synchronous_steps and is_first_rank():
                 log.info("RESUME: every node starts from the mean of the nodes' weights")
@@ -249,12 +250,6 @@ class LocalSgd(Fsdp):
             tensor.copy_(state[name])
         self._moments_differ = True
         self._weights_differ = not self._averages_after(num_steps)
-
-    def _is_true_on_all_ranks(self, flag: bool) -> bool:
-        """Return whether `flag` is true on every rank, so that all ranks take the same branch."""
-        smallest = torch.tensor(int(flag), device=self.root_device)
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-        return bool(smallest.item())
 
 
 def _split_into_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

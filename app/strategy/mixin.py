@@ -166,7 +166,6 @@ class Step(Placement):
             del module.forward
 
     def run_backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a micro-batch."""
         from app.model.accumulation import accumulating_in_products
 
         with accumulating_in_products(self.accumulates_in_products):
@@ -399,7 +398,6 @@ class StrategyMixin(Step, State):
         self.checkpoint_io.teardown()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore the model from a checkpoint."""
         self.lightning_module.load_state_dict(checkpoint["state_dict"])
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

@@ -96,21 +96,13 @@ class Stages:
 
     def foreign_modules(self) -> list[torch.nn.Module]:
         """Return the layers and ends that other ranks compute."""
-        kept = {number for section in self.own for number in range(section.first, section.stop)}
-        layers = [layer for number, layer in enumerate(self.layers) if number not in kept]
-        first = [] if self.has_first else self.first_ends
-        return [*layers, *first, *([] if self.has_last else self.last_ends)]
+        return [module for module, rank in self.sources() if rank != self.rank]
 
     def modules_of(self, section: _Section) -> list[torch.nn.Module]:
         """Return the layers of a section, and the end before or after them."""
         layers = self.layers[section.first : section.stop]
         first = [] if section.number else self.first_ends
         return [*first, *layers, *(self.last_ends if section == self.sections[-1] else [])]
-
-    def own_ends(self) -> list[torch.nn.Module]:
-        """Return the ends that this rank computes."""
-        first = self.first_ends if self.has_first else []
-        return [*first, *(self.last_ends if self.has_last else [])]
 
     def sources(self) -> list[tuple[torch.nn.Module, int]]:
         """Return each layer and end with its rank; of a tied weight, the first one counts."""
@@ -183,19 +175,15 @@ class Stages:
 
     def _replace(self, head: Any) -> None:
         foreign: Any
+        others = self.foreign_modules()
         for number, layer in enumerate(self.layers):
-            if not any(own.first <= number < own.stop for own in self.own):
+            if layer in others:
                 layer.forward = _ForeignLayer(self, number)
         for foreign in () if self.has_first else self.first_ends:
             foreign.forward = _ForeignEmbedding(foreign, self.dtype)
         for foreign in () if self.has_last else self.last_ends:
-            foreign.forward = _same
+            foreign.forward = lambda hidden: hidden
         head.forward = _Head(self, head)
-
-
-def _same(hidden: Tensor) -> Tensor:
-    """Pass hidden states on: the norm of the last stage, on other ranks."""
-    return hidden
 
 
 class _Skip(torch.nn.Module):
@@ -335,7 +323,8 @@ class Pipeline(Fsdp):
             model = build(**options)
             embedding = model.get_input_embeddings()
             # Layers add to the hidden states of the embedding, in its dtype.
-            casts = self._shards_stages and self._computes_in_bf16(embedding)
+            is_sharded = self._gradient_mesh.size() > 1
+            casts = is_sharded and self._computes_in_bf16(embedding)
             dtype = torch.bfloat16 if casts else embedding.weight.dtype
             self.stages = Stages(model, self._group, self._bounds, dtype)
             return model
@@ -353,13 +342,14 @@ class Pipeline(Fsdp):
 
     def _shard(self, module: Any, *, reshard_after_forward: bool = True) -> None:
         """Free the weights of other stages; shard the others."""
-        stages = self.stages
+        stages, foreign = self.stages, self.stages.foreign_modules()
         if module is stages.model:  # last: all weights have arrived, and tied ones are one object
-            kept = {w for end in stages.own_ends() for w in end.parameters()}
+            ends = (*stages.first_ends, *stages.last_ends)
+            kept = {w for end in ends if end not in foreign for w in end.parameters()}
             freed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-            for end in (*stages.first_ends, *stages.last_ends):
+            for end in ends:
                 _free_weights(end, kept, freed)
-        elif module in stages.foreign_modules():
+        elif module in foreign:
             if module in stages.layers:
                 _free_weights(module, set(), {})
             return
@@ -463,10 +453,6 @@ class Pipeline(Fsdp):
                     module.set_reshard_after_backward(reshards, recurse=False)
         if isinstance(self.model_root, FSDPModule):
             self.model_root.set_is_last_backward(is_last)
-
-    @property
-    def _shards_stages(self) -> bool:
-        return self._gradient_mesh.size() > 1
 
     @torch.no_grad()
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:

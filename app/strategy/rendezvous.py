@@ -226,17 +226,12 @@ def use_separate_store() -> None:
         endpoint = f"{own if is_reachable else address} {free_port()} {uuid.uuid4().hex}"
         _announce_endpoint(shared, endpoint, int(os.environ["WORLD_SIZE"]))
     else:
-        endpoint = _request_endpoint(shared, os.environ["RANK"])
+        request = uuid.uuid4().hex
+        shared.set(f"loft/request/{os.environ['RANK']}", request)
+        endpoint = shared.get(f"loft/answer/{request}").decode()
+        shared.set(f"loft/received/{request}", endpoint)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], _ = endpoint.split()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-
-
-def _request_endpoint(shared: TCPStore, rank: str) -> str:
-    request = uuid.uuid4().hex
-    shared.set(f"loft/request/{rank}", request)
-    endpoint: str = shared.get(f"loft/answer/{request}").decode()
-    shared.set(f"loft/received/{request}", endpoint)
-    return endpoint
 
 
 def _announce_endpoint(shared: TCPStore, endpoint: str, num_ranks: int) -> None:

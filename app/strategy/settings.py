@@ -189,7 +189,6 @@ class PipelineConfig(FsdpConfig):
 
     @property
     def stages_of_rank(self) -> int:
-        """Number of stages of each rank."""
         return self.stages_per_rank if self.schedule == "interleaved" else 1
 
 

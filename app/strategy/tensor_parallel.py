@@ -58,7 +58,6 @@ class SplitWeight:
         return blocks.chunk(size, dim + 1)[rank].flatten(dim, dim + 1)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the full tensor of the parts of all ranks."""
         dim, blocks = self.dim, [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
         return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
 
@@ -127,11 +126,12 @@ class TensorParallel:
         reduced.register_forward_hook(reduce_output)
 
     def split_head(self, head: Any) -> None:
-        """Replace a head's rows by this rank's, if `_can_split_head` allows it.
+        """Replace the rows of a head without a bias by this rank's, if the ranks divide them.
 
         The loss covers the whole vocabulary; logits are gathered only if they are requested.
         """
-        if not _can_split_head(head, self.size):
+        can_split = isinstance(head, LossHead) and head.bias is None
+        if not can_split or head.out_features % self.size:
             return
         self._split_weight(head, "weight", 0)
         head.shard = _VocabularyShard(self.group, self.rank * head.weight.shape[0])
@@ -195,11 +195,6 @@ class TensorParallel:
                 f"strategy.tensor_parallel_size={self.size} does not divide the {side} features of "
                 f"{path}; type a divisor of {side}, or strategy=fsdp"
             )
-
-
-def _can_split_head(head: Any, size: int) -> bool:
-    """Return whether a head that is not tied to the embedding can be split by rows over ranks."""
-    return isinstance(head, LossHead) and head.bias is None and head.out_features % size == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +293,13 @@ class ExpertParallel:
     def split(self, layer: torch.nn.Module) -> None:
         """Replace a layer's experts, and their adapters, by those of this rank."""
         rank, size = self.group.rank(), self.group.size()
+        weights = [(each, "weight", dim, blocks) for each, dim, blocks in expert_matrices(layer)]
         for _, experts in expert_modules(layer):
             experts.exchange = Exchange(self.group)
-        for module, name, dim, blocks in _weights_of_experts(layer):
+            weights += [
+                (experts, name, 0, 1) for name, _ in experts.named_parameters(recurse=False)
+            ]
+        for module, name, dim, blocks in weights:
             split = SplitWeight(module, name, dim, blocks)
             split.keep(rank, size)
             if isinstance(module, torch.nn.Linear):  # a matrix of an adapter
@@ -330,14 +329,6 @@ def experts_of(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield the modules of a layer that hold its experts and their adapters."""
     for name, _ in expert_modules(layer):
         yield layer.get_submodule(name.partition(".base_layer")[0])
-
-
-def _weights_of_experts(layer: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, int, int]]:
-    """Yield module, name, dimension of experts and blocks in it of each weight to split."""
-    for module, dim, blocks in expert_matrices(layer):
-        yield module, "weight", dim, blocks
-    for _, experts in expert_modules(layer):
-        yield from ((experts, name, 0, 1) for name, _ in experts.named_parameters(recurse=False))
 
 
 class Exchange:
