@@ -18,13 +18,7 @@ from common.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_ONLY_FOR_ATTENTION = (
-    "documents",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-)
+_FOR_ATTENTION = ("documents", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """arguments that a layer only passes on to its attention; different in every batch"""
 _MODE_CHANGES = ("GLOBAL_STATE changed", "requires_grad mismatch")
 """recompile reasons of an expected second graph: validation, or a layer below all trained ones"""
@@ -47,7 +41,10 @@ class CompiledLayers:
             raise UserError(problem)
         self.failure: str | None = None
         self.for_attention: dict[str, Any] = {}
-        self._attention = {name: ALL_ATTENTION_FUNCTIONS[name] for name in _attentions_of(model)}
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        kinds = {part.config._attn_implementation for part in parts}
+        functions = ALL_ATTENTION_FUNCTIONS
+        self._attention = {kind: functions[kind] for kind in sorted(kinds & set(functions))}
         for name, function in self._attention.items():
             AttentionInterface.register(name, self._outside(function))
         names = decoder_layers(model, "trainer.compile=false")
@@ -72,7 +69,6 @@ class CompiledLayers:
         return attend_outside
 
     def remove(self) -> None:
-        """Restore the uncompiled layers and the attention functions."""
         for layer in self._layers:
             layer.remove()
         for name, function in self._attention.items():
@@ -111,7 +107,7 @@ class _CompiledLayer:
         return forward(*args, **kwargs)
 
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        named = {name: kwargs[name] for name in kwargs if name not in _ONLY_FOR_ATTENTION}
+        named = {name: kwargs[name] for name in kwargs if name not in _FOR_ATTENTION}
         self._owner.for_attention = {name: kwargs[name] for name in kwargs.keys() - named.keys()}
         try:
             return self._compiled(*args, **named)
@@ -120,7 +116,6 @@ class _CompiledLayer:
 
 
 def num_compiled_graphs() -> int:
-    """Return the number of graphs that this process has compiled."""
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -141,12 +136,6 @@ def _compile_whole(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> C
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
     return compiled
-
-
-def _attentions_of(model: torch.nn.Module) -> list[str]:
-    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    names = {part.config._attn_implementation for part in parts}
-    return sorted(names & set(ALL_ATTENTION_FUNCTIONS))
 
 
 def _shorten(text: str) -> str:

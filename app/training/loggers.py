@@ -45,7 +45,6 @@ _MAX_NAME_BYTES = 200
 """longest name of a metric in MLflow, whose own limits are 250 characters and a file's name"""
 MAX_WAIT_SECONDS, MAX_WAIT_SECONDS_STOPPED = 20.0, 1.0
 """time that a finished run, and one that was stopped, waits for a tracker at its end"""
-_STOP = None
 Build = Callable[[Path, str, "str | None"], Any]
 """builds Lightning's logger from a folder, and the name and id of a run (None for a new one)"""
 
@@ -329,6 +328,7 @@ class Tracker(RunLogger):
         self.kind, self.folder, self.details = kind, folder, details
         self._build = build or _BUILDERS[kind]
         self._queue: queue.Queue[Callable[[Any], None] | None] = queue.Queue(MAX_QUEUED)
+        """calls of the tracker's thread; None ends it"""
         self._thread: threading.Thread | None = None
         self._is_abandoned = False
 
@@ -367,7 +367,7 @@ class Tracker(RunLogger):
         if self.kind == "wandb":
             self._enqueue(lambda logger: logger.experiment.finish(int(not summary.is_done)))
         with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(_STOP)
+            self._queue.put_nowait(None)
         seconds = MAX_WAIT_SECONDS if summary.is_done else MAX_WAIT_SECONDS_STOPPED
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -387,8 +387,10 @@ class Tracker(RunLogger):
     def _run(self) -> None:
         try:
             logger = self._build(self.folder, run_name(self.folder), self._saved_id())
-            self._save_id(logger)
-            while (call := self._queue.get()) is not _STOP and not self._is_abandoned:
+            _ = logger.experiment  # creates the run, which has no id before
+            ids = _read_ids(self.folder) | {self.kind: str(logger.version)}
+            write_atomically(self.folder / _IDS_FILE, json.dumps(ids) + "\n")
+            while (call := self._queue.get()) is not None and not self._is_abandoned:
                 call(logger)
         except BaseException as error:  # noqa: BLE001  the run continues whatever a tracker raises
             self._abandon(str(error) or type(error).__name__)
@@ -396,11 +398,6 @@ class Tracker(RunLogger):
     def _saved_id(self) -> str | None:
         run_id = _read_ids(self.folder).get(self.kind)
         return run_id if isinstance(run_id, str) else None
-
-    def _save_id(self, logger: Any) -> None:
-        _ = logger.experiment  # creates the run, which has no id before
-        ids = _read_ids(self.folder) | {self.kind: str(logger.version)}
-        write_atomically(self.folder / _IDS_FILE, json.dumps(ids) + "\n")
 
     def _abandon(self, reason: str) -> None:
         if not self._is_abandoned:

@@ -86,9 +86,10 @@ class MachineStats:
         wait = self.total_wait()
         block_wait, self._wait_before = wait - self._wait_before, wait
         available, total = host_memory()
+        pages = (PROC / "self/statm").read_text().split()[1]  # those of this process in memory
         metrics = {
             "speed/data_wait": min(1.0, block_wait / max(seconds, 1e-9)),
-            "machine/host_memory_gib": process_memory() / GIB,
+            "machine/host_memory_gib": int(pages) * os.sysconf("SC_PAGE_SIZE") / GIB,
             "machine/host_left_gib": available / GIB,
         }
         with suppress(OSError):  # an unmounted disk
@@ -176,12 +177,6 @@ def open_gpu_stats(device: int) -> GpuStats | None:
         return GpuStats(device)
     except (OSError, AttributeError):
         return None
-
-
-def process_memory() -> float:
-    """Return the resident memory of this process, in bytes."""
-    pages = (PROC / "self/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def host_memory() -> tuple[float, float]:

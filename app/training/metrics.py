@@ -88,7 +88,8 @@ class ExpertLoad:
     def __init__(self, model: torch.nn.Module) -> None:
         found = list(expert_modules(model))
         widest = max((module.num_experts for _, module in found), default=0)
-        self.layers = [_layer_of(name) for name, _ in found]
+        numbers = ((name, re.search(r"\.(\d+)\.", name)) for name, _ in found)
+        self.layers = [number[1] if number else name for name, number in numbers]
         self._shape = (len(found), widest)
         self._counts: Tensor | None = None
         self._is_token: Tensor | None = None
@@ -131,11 +132,6 @@ class ExpertLoad:
             self._counts = torch.zeros(self._shape, dtype=torch.float64, device=chosen.device)
         counted = self._is_token.double().unsqueeze(1).expand_as(chosen)
         self._counts[place].scatter_add_(0, chosen.flatten(), counted.flatten())
-
-
-def _layer_of(name: str) -> str:
-    number = re.search(r"\.(\d+)\.", name)
-    return number[1] if number else name
 
 
 @dataclass(slots=True)
@@ -247,7 +243,6 @@ class Metrics:
         self.add_columns(machine.names)
 
     def add_experts(self, load: ExpertLoad) -> None:
-        """Log the expert load in the row of each step."""
         self.expert_load = load
         self.add_columns(load.names)
 
@@ -272,7 +267,10 @@ class Metrics:
 
     def flush(self, reduce: Callable[[Tensor], Tensor], *, pause: bool = False) -> None:
         """Write the pending steps; TrainingFault if `watch` finds one that may not be skipped."""
-        seconds = self._take_seconds(pause)
+        now = time.monotonic()
+        seconds = 0.0 if self._block_started is None else now - self._block_started
+        self.train_seconds += seconds
+        self._block_started = None if pause or self._block_started is None else now
         if not self.pending:
             return
         counts = torch.tensor([float(record.num_tokens) for record in self.pending])
@@ -346,13 +344,6 @@ class Metrics:
         self.latest_step = step
         for logger in self.loggers:
             logger.log_metrics(metrics, step=step)
-
-    def _take_seconds(self, pause: bool) -> float:
-        now = time.monotonic()
-        seconds = now - self._block_started if self._block_started is not None else 0.0
-        self.train_seconds += seconds
-        self._block_started = None if pause or self._block_started is None else now
-        return seconds
 
     def summary(self) -> dict[str, float]:
         """Return metrics of the whole run: tokens per second over all ranks, seconds, tokens."""
@@ -474,7 +465,13 @@ class StepWatch:
         TrainingFault at one nonfinite step more than may be skipped.
         """
         loss, norm = metrics.get("train/loss", 0.0), metrics["train/grad_norm"]
-        self._count_overflow(record, norm)
+        self._num_overflows = 0 if math.isfinite(norm) else self._num_overflows + 1
+        if record.is_scaled and self._num_overflows > MAX_OVERFLOWS:
+            raise TrainingFault(
+                f"step {record.step}: gradient norm {norm}, as in the {MAX_OVERFLOWS} steps before "
+                "it: all were skipped, and no loss scale is small enough; type "
+                "trainer.precision=bf16 or fp32, or lower optimizer.lr"
+            )
         # A loss scaler skips steps whose scaled gradients overflow: that is not an error.
         if math.isfinite(loss) and (math.isfinite(norm) or record.is_scaled):
             self._check_spikes(record.step, metrics)
@@ -505,24 +502,18 @@ class StepWatch:
         datasets = nonfinite_metrics(metrics, "train/loss/")
         of_datasets = f" (of {', '.join(datasets)})" if datasets else ""
         values = f"loss {loss}{of_datasets}, gradient norm {norm}"
-        places = _bad_micro_batches(record, reduce)
+        own = torch.stack(record.losses).isfinite().logical_not().float()
+        is_bad = own.new_zeros(record.num_ranks, len(own))
+        is_bad[record.rank] = own
+        places = reduce(is_bad).nonzero().tolist()  # pairs of rank and micro-batch
         rows = list(self.rows_of(record.step))
         suspects = [
             row
             for row in rows
             if (not datasets or row.dataset in datasets)
-            and (not places or (row.rank, row.micro_batch) in places)
+            and (not places or [row.rank, row.micro_batch] in places)
         ]
         return f"{values}; {_listed(suspects or rows)}"
-
-    def _count_overflow(self, record: StepRecord, norm: float) -> None:
-        self._num_overflows = 0 if math.isfinite(norm) else self._num_overflows + 1
-        if record.is_scaled and self._num_overflows > MAX_OVERFLOWS:
-            raise TrainingFault(
-                f"step {record.step}: gradient norm {norm}, as in the {MAX_OVERFLOWS} steps before "
-                "it: all were skipped, and no loss scale is small enough; type "
-                "trainer.precision=bf16 or fp32, or lower optimizer.lr"
-            )
 
     def _check_spikes(self, step: int, metrics: Mapping[str, float]) -> None:
         """Compare the loss of each data set with its losses of the previous steps."""
@@ -580,16 +571,6 @@ class StepWatch:
 def _is_spike(loss: float, before: Sequence[float]) -> bool:
     median, high = statistics.median(before), before[int(HIGH_SHARE * (len(before) - 1))]
     return loss > max(SPIKE_FACTOR * median, median + SPIKE_RISE, HIGH_FACTOR * high)
-
-
-def _bad_micro_batches(
-    record: StepRecord, reduce: Callable[[Tensor], Tensor]
-) -> set[tuple[int, int]]:
-    own = torch.stack(record.losses).isfinite().logical_not().float()
-    places = own.new_zeros(record.num_ranks, len(own))
-    places[record.rank] = own
-    found = reduce(places).nonzero().tolist()
-    return {(rank, micro_batch) for rank, micro_batch in found}
 
 
 def _listed(rows: Iterable[StepRow]) -> str:

@@ -160,7 +160,6 @@ class FinetuneModule(L.LightningModule):
 
     @property
     def strategy(self) -> StrategyMixin:
-        """The strategy, which places weights, optimizer states and data on ranks."""
         strategy: Any = self.trainer.strategy
         return strategy
 
@@ -194,7 +193,6 @@ class FinetuneModule(L.LightningModule):
         }
 
     def on_fit_start(self) -> None:
-        """Prepare the model, which Lightning has built and placed by now."""
         prepare_model(self)
 
     def on_train_batch_start(self, batches: Sequence[Batch], batch_idx: int) -> int | None:

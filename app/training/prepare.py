@@ -16,18 +16,11 @@ from torch import Tensor
 
 from app.model.adapter import group_adapters, report_trainable, trainable_weights
 from app.model.architecture import hidden_as_logits, reading_first_forward
-from app.model.attention import select_fastest_kernel
+from app.model.attention import probes, select_fastest_kernel
 from app.model.attention.exchange import check_exchange
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.mixer_search import isolate_mixers
 from app.model.attention.mixers import mixers_run_by_document
-from app.model.attention.probes import (
-    check_against_eager,
-    check_causal,
-    check_isolation,
-    check_padded_rows,
-    check_pair_isolation,
-)
 from app.model.fp8 import (
     Fp8Linear,
     Fp8TrainedLinear,
@@ -127,17 +120,17 @@ def verify_attention(module: FinetuneModule, device: torch.device) -> None:
     model, backend, is_packed = module.model, module.backend, module.is_packed
     ranks = module.strategy.context_ranks
     if model.config.is_encoder_decoder:
-        check_pair_isolation(model, backend, device, is_packed=is_packed)
+        probes.check_pair_isolation(model, backend, device, is_packed=is_packed)
         return
-    check_causal(model, device)
+    probes.check_causal(model, device)
     if is_packed:
-        check_isolation(model, backend, device)
+        probes.check_isolation(model, backend, device)
     else:
-        check_padded_rows(model, backend, device)
+        probes.check_padded_rows(model, backend, device)
         if ranks is not None:  # recurrent layers gather the slices of padded rows, too
             isolate_mixers(model, device, partial(attention_inputs, model, backend))
     module.strategy.set_leaf_modules(mixers_run_by_document(model))
-    check_against_eager(model, backend, device, is_packed=is_packed)
+    probes.check_against_eager(model, backend, device, is_packed=is_packed)
     if ranks is not None:
         check_exchange(model, backend, device, ranks)
 

@@ -20,18 +20,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
-from app.process import faults
+from app.process import faults, signals
 from app.process.heartbeat import waiting_for_thread
 from app.process.launch import is_first_rank
-from app.process.signals import (
-    DataStalled,
-    MeasurementInterrupted,
-    defer_signals,
-    exit_after_grace,
-    restore_handlers,
-    signal_received,
-    suspend_deadline,
-)
 from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import Checkpoint, file_bytes, file_order, write_share
 from app.training.checkpoint.disk import SaveError, check_space
@@ -81,22 +72,17 @@ class SignalSync:
             # Private API, tested with Lightning 2.6: it synchronizes ranks and GPUs at every
             # micro-batch to broadcast a SIGTERM (its #21487), and cannot be switched off.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-        restore_handlers()
-        defer_signals(True)
+        signals.restore_handlers()
+        signals.defer_signals(True)
 
     def poll(self) -> int | None:
         """Return the signal that ends the run after this step, the same on all ranks, or None."""
-        signum = signal_received()
+        signum = signals.signal_received()
         if self._hosts is None:
             return signum
         highest = torch.tensor([signum or 0], dtype=torch.int32)
         torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, group=self._hosts)
         return int(highest) or None
-
-    def end(self, trainer: L.Trainer) -> None:
-        """Let signals end rank 0, which still has work to do, at once again."""
-        if trainer.is_global_zero:
-            defer_signals(False)
 
 
 class CheckpointSaver(L.Callback):
@@ -121,7 +107,7 @@ class CheckpointSaver(L.Callback):
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Reinstall our signal handlers, which Lightning has just replaced."""
-        restore_handlers()
+        signals.restore_handlers()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Raise SaveError if the disk has no room for the states that already exist."""
@@ -131,7 +117,8 @@ class CheckpointSaver(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Wait for the last save; from then on signals end the process at once."""
         self._wait_for_all(trainer)
-        self.signals.end(trainer)
+        if trainer.is_global_zero:  # it still has work to do
+            signals.defer_signals(False)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
         if not self.validates_after(trainer.global_step):
@@ -157,17 +144,17 @@ class CheckpointSaver(L.Callback):
         With several ranks, only if all have agreed to end: otherwise the others would be inside
         that step, waiting for this one.
         """
-        agreed = MeasurementInterrupted if trainer.world_size > 1 else DataStalled
+        agreed = signals.MeasurementInterrupted if trainer.world_size > 1 else signals.DataStalled
         if not isinstance(exception, agreed):
             return
         step, is_within_step = trainer.global_step, bool(pl_module.step_losses)
         if step > self._saved and not (is_within_step or trainer.sanity_checking):
-            suspend_deadline()
+            signals.suspend_deadline()
             pl_module.has_pending_validation = trainer.validating
             self._prepare(trainer, pl_module)
             self.save(trainer, pl_module)
             self._wait_for_all(trainer)
-        exit_after_grace()
+        signals.exit_after_grace()
         if self._saved:
             exception.message = f"{exception.message}; step {self._saved} is saved"
 
@@ -279,12 +266,9 @@ class CheckpointSaver(L.Callback):
                     add_random()
         except (SaveError, TrainingFault) as error:
             failure = error
-        is_sharded = num_ranks > 1 and any(
-            isinstance(tensor, ShardedTensor)
-            for named in tensors.values()
-            for tensor in named.values()
-        )
-        if is_sharded:  # a rank that cannot write fails the save of all ranks
+        everything = (tensor for named in tensors.values() for tensor in named.values())
+        if num_ranks > 1 and any(isinstance(tensor, ShardedTensor) for tensor in everything):
+            # A rank that cannot write fails the save of all ranks.
             failures: list[SaveError | TrainingFault | None] = [None] * num_ranks
             torch.distributed.all_gather_object(failures, failure)
             failure = next((error for error in failures if error is not None), None)
@@ -424,20 +408,14 @@ class StoredCheckpoints(CheckpointIO):
         """
         if self.writer is not None:
             if rank == 0:  # asynchronous saves are refused with sharding strategies
-                copies = {
-                    name: self.writer.snapshot(name, named) for name, named in tensors.items()
-                }
+                copies = {name: self.writer.snapshot(name, each) for name, each in tensors.items()}
                 self._before_commit.append(partial(self._write_copies, step, copies))
             return
         write, check = partial(self.store.add_tensors, step), partial(check_finite_state, step)
         # If this rank fails, the others still need it for their gathers.
         failures: list[SaveError | TrainingFault] = []
         replicated = [
-            {
-                name: tensor
-                for name, tensor in named.items()
-                if not isinstance(tensor, ShardedTensor)
-            }
+            {name: each for name, each in named.items() if not isinstance(each, ShardedTensor)}
             for named in tensors.values()
         ]
         try:
@@ -528,7 +506,6 @@ class StoredCheckpoints(CheckpointIO):
             self.writer.submit(write_all)
 
     def teardown(self) -> None:
-        """Wait for a background save and end the thread."""
         if self.writer is not None:
             self.writer.close()
 
@@ -547,7 +524,6 @@ class StoredCheckpoints(CheckpointIO):
         }
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Raise NotImplementedError, since only the store removes checkpoints."""
         raise NotImplementedError(f"{path}: only the store removes checkpoints")
 
 

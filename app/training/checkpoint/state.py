@@ -509,7 +509,12 @@ class Resume:
                 f"{step}, the data at step {first_step}"
             )
         if module.trainer.world_size > 2 and isinstance(module.strategy, Ddp):
-            _rebuild_buckets(module, batches[0])
+            # DDP rebuilds its buckets after the first step of a process, in the order in which
+            # gradients became ready. A parameter's position in its bucket decides the order in
+            # which the ranks' gradients are added, which changes the last bits with three or more
+            # ranks: a backward pass, whose gradients are discarded, makes them those of the save.
+            module.strategy.run_micro_batches(batches[:1], module.micro_batch_loss)
+            module.reset_step()
         module.strategy.restore_local_state(module.optimizer, self._local_state())
         if self._random_state is not None:
             restore_random_state(self._random_state, module.strategy.root_device)
@@ -521,9 +526,8 @@ class Resume:
         module, details = self.module, self.source.details
         name = local_state_name(module.trainer.global_rank)
         ranks = module.trainer.world_size, module.strategy.num_data_ranks
-        if ranks != (details["num_ranks"], details["num_data_ranks"]) or (
-            name not in self.source.names()
-        ):
+        is_same = ranks == (details["num_ranks"], details["num_data_ranks"])
+        if not is_same or name not in self.source.names():
             return {}
         state = self.source.tensors(name)
         with self._naming_file(name):
@@ -569,17 +573,6 @@ def check_same_step(trainer: Any, resume: Resume | None) -> None:
             f"the ranks resume at different steps ({found}), because they do not all see the same "
             "checkpoints; name one with resume=FOLDER/checkpoints/step-N"
         )
-
-
-def _rebuild_buckets(module: FinetuneModule, batch: Batch) -> None:
-    """Run a backward pass and discard its gradients, so that DDP's buckets are those of the save.
-
-    DDP rebuilds its buckets after the first step of a process, in the order in which gradients
-    became ready. A parameter's position in its bucket decides the order in which the ranks'
-    gradients are added, which changes the last bits with three or more ranks.
-    """
-    module.strategy.run_micro_batches([batch], module.micro_batch_loss)
-    module.reset_step()
 
 
 def _file_of(source: Checkpoint, name: str, key: str) -> str:

@@ -236,8 +236,13 @@ class CheckpointStore:
     def _collect_records(self, step: int, needed: Sequence[str]) -> None:
         """Read the records of other processes; SaveError if some of `needed` do not appear."""
         deadline = time.monotonic() + VISIBILITY_TIMEOUT
-        self._read_records(self._unfinished(step))
-        while missing := [name for name in needed if name not in self._written]:
+        while True:
+            for record in sorted(self._unfinished(step).glob(f"*{_RECORD_SUFFIX}")):
+                written = disk.WrittenFile(**json.loads(record.read_text()))
+                self._written[record.name.removesuffix(_RECORD_SUFFIX)] = written
+                disk.remove_file(record)
+            if not (missing := [name for name in needed if name not in self._written]):
+                return
             if time.monotonic() > deadline:
                 self.abandon(step)
                 raise SaveError(
@@ -246,14 +251,6 @@ class CheckpointStore:
                     "type output.dir=FOLDER with a folder on a shared disk"
                 )
             time.sleep(0.2)
-            self._read_records(self._unfinished(step))
-
-    def _read_records(self, unfinished: Path) -> None:
-        for record in sorted(unfinished.glob(f"*{_RECORD_SUFFIX}")):
-            self._written[record.name.removesuffix(_RECORD_SUFFIX)] = disk.WrittenFile(
-                **json.loads(record.read_text())
-            )
-            disk.remove_file(record)
 
     def _remove_leftovers(self) -> None:
         """Remove what killed processes left behind of saves and removals."""
@@ -261,14 +258,12 @@ class CheckpointStore:
             if entry.is_symlink() or not entry.is_dir():
                 continue
             match = _STEP.fullmatch(entry.name)
-            is_unfinished = _LEFTOVER.fullmatch(entry.name) is not None
-            is_unmarked = match is not None and not (entry / MARKER).exists()
-            is_replaced = (
-                match is not None
-                and match[2] is not None
-                and (entry.with_suffix("") / MARKER).exists()
-            )
-            if is_unfinished or is_unmarked or is_replaced:
+            if match is None:
+                is_left = _LEFTOVER.fullmatch(entry.name) is not None
+            else:  # not marked, or replaced
+                is_left = not (entry / MARKER).exists()
+                is_left |= bool(match[2]) and (entry.with_suffix("") / MARKER).exists()
+            if is_left:
                 self._remove(entry)
 
     def drop_newer(self, step: int) -> list[int]:
@@ -331,11 +326,10 @@ class CheckpointStore:
         existing = self._folders()
         earlier = f"{existing[-1][1].name} is kept" if existing else "there is no earlier one"
         if error.errno in disk.DISK_FULL:
+            shortage = describe_shortage(self.folder, format_bytes(need))
             return (
-                f"{failure}: {error.strerror}; "
-                f"{describe_shortage(self.folder, format_bytes(need))}; {earlier}; free disk "
-                "space, or "
-                "type trainer.checkpoint.keep_last=1"
+                f"{failure}: {error.strerror}; {shortage}; {earlier}; free disk space, or type "
+                "trainer.checkpoint.keep_last=1"
             )
         filename = f" ({error.filename})" if error.filename else ""
         return f"{failure}: {error.strerror}{filename}; {earlier}"

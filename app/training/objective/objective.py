@@ -32,7 +32,7 @@ from app.model.head import check_head_loss, head_loss
 from app.model.quantization import quantize_tokens_independently
 from app.training.objective.settings import ClassifyConfig, RewardConfig
 from common.errors import UserError
-from data_modules import Batch, DecoderInputs
+from data_modules import Batch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -74,7 +74,9 @@ def losses_of_units(
     outputs: Tensor | None = None,
 ) -> Losses:
     """Return the losses of documents, or of pairs of two documents each; arguments as `Losses`."""
-    datasets = document_datasets(batch)
+    documents, count = document_numbers(batch)
+    numbers = documents.flatten()
+    datasets = numbers.new_zeros(count + 1).scatter_(0, numbers, batch.dataset_ids.flatten())[:-1]
     return Losses(
         (losses * weights).sum(),
         losses.detach(),
@@ -227,7 +229,10 @@ def head_inputs(model: Any, batch: Batch, backend: str) -> HeadInputs:
         columns = batch.trained_columns
         inputs = causal_inputs(model, batch, backend)
     else:
-        inputs = _decoder_inputs(model, batch, batch.decoder, backend)
+        ids, lengths = batch.input_ids, batch.document_lengths
+        decoder_ids, decoder_lengths = batch.decoder.input_ids, batch.decoder.document_lengths
+        inputs = {"input_ids": ids, "decoder_input_ids": decoder_ids, "use_cache": False}
+        inputs |= pair_inputs(model, backend, lengths, decoder_lengths, ids, decoder_ids)
     return HeadInputs(
         inputs,
         batch.labels[:, columns],
@@ -282,14 +287,6 @@ def rows_of_positions(batch: Batch, head: HeadInputs) -> Callable[[], tuple[Tens
     return rows
 
 
-def document_datasets(batch: Batch) -> Tensor:
-    """Return the data set of each document, int64 [documents]."""
-    documents, count = document_numbers(batch)
-    numbers = documents.flatten()
-    datasets = numbers.new_zeros(count + 1).scatter_(0, numbers, batch.dataset_ids.flatten())
-    return datasets[:-1]
-
-
 def causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
     """Return a causal model's inputs, for logits [rows, trained columns, vocabulary]."""
     inputs = {
@@ -303,23 +300,6 @@ def causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
         inputs["position_ids"] = batch.position_ids
     return inputs | attention_inputs(
         model, backend, batch.document_lengths, batch.input_ids, batch.sequence
-    )
-
-
-def _decoder_inputs(
-    model: Any, batch: Batch, decoder: DecoderInputs, backend: str
-) -> dict[str, Any]:
-    return {
-        "input_ids": batch.input_ids,
-        "decoder_input_ids": decoder.input_ids,
-        "use_cache": False,
-    } | pair_inputs(
-        model,
-        backend,
-        batch.document_lengths,
-        decoder.document_lengths,
-        batch.input_ids,
-        decoder.input_ids,
     )
 
 
@@ -616,12 +596,9 @@ def balance_loss(logits: list[Tensor], batch: Batch, num_chosen: int) -> Tensor:
     probability_sum = sizes.new_zeros(num_documents + 1, num_experts)
     for layer_logits in logits:
         probabilities = layer_logits.float().softmax(-1)
-        chosen = (
-            layer_logits.topk(num_chosen, dim=-1).indices + documents.unsqueeze(1) * num_experts
-        )
-        chosen_sum.index_add_(
-            0, chosen.flatten(), torch.ones_like(chosen, dtype=torch.float32).flatten()
-        )
+        chosen = layer_logits.topk(num_chosen, dim=-1).indices
+        chosen = (chosen + documents.unsqueeze(1) * num_experts).flatten()
+        chosen_sum.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float32))
         probability_sum = probability_sum.index_add(0, documents, probabilities)
     if batch.sequence is not None and batch.sequence.ranks is not None:
         # Of whole documents; the sum over ranks of what is linear in the probabilities is exact.
