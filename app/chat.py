@@ -43,8 +43,10 @@ def chat(config: ChatConfig) -> None:
 
     # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.base import open_tuned, with_checkpoint
+    from app.training.trainer import resolve_single_device
 
-    config, env = with_checkpoint(config, folder)
+    env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
+    config = with_checkpoint(config, env, folder)
     tuned = open_tuned(config, env)
     session = Session(config, tuned, env, folder)
     save_config(config, folder / CONFIG_FILE)

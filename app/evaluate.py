@@ -51,9 +51,11 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     from app.assembly import base as models
     from app.evaluation.evaluator import print_samples, report_confusion
     from app.evaluation.significance import change_metrics, check_regression, report_comparison
+    from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 
-    config, env = models.with_checkpoint(config, folder)
+    env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
+    config = models.with_checkpoint(config, env, folder)
     base = models.open_base(config, env, models.adapter_of(config))
     batching = BatchSpec(
         micro_batch_size=config.trainer.micro_batch_size, row_multiple=env.row_multiple
@@ -114,12 +116,11 @@ def _measure_models(
 
     Returns the evaluator, the runner that saves partial results in `folder`, and the metrics.
     """
-    from app.assembly.base import adapter_of, place_as_trained
+    from app.assembly.base import adapter_of, build_objective, place_as_trained
     from app.evaluation.evaluator import Evaluator
     from app.evaluation.row_runner import Progress, build_row_runner, build_sum_over_ranks
     from app.evaluation.tasks.questions import build_tasks
     from app.model.adapter import saves_whole_model
-    from app.training.objective.settings import build_objective
 
     adapter, source = adapter_of(config), config.objective.reference_source
     # A model whose weights were all trained does not contain its base.
@@ -204,9 +205,11 @@ def evaluate_in_ranks(config: EvaluateConfig) -> None:
     folder = decide_run_dir(config.output)
     if config.checkpoint != FINAL:  # once, before the ranks open it
         from app.assembly.base import with_checkpoint
+        from app.training.trainer import resolve_single_device
 
         configure_libraries(offline=is_offline(config.model, config.data))
-        with_checkpoint(config, folder)
+        env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
+        with_checkpoint(config, env, folder)
     if code := run_shares("evaluate", folder, devices, sys.argv[1:]):
         print(f"to continue: type the same command with output.dir={folder}", file=sys.stderr)
         sys.exit(code)

@@ -52,8 +52,10 @@ def merge(config: MergeConfig) -> Difference | None:
     from app.model.merging import merge_weights, plan_merge
     from app.model.tokenizer import set_ends
     from app.model.tokenizer_file import save_tokenizer
+    from app.training.trainer import resolve_single_device
 
-    config, env = with_checkpoint(config, folder)
+    env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
+    config = with_checkpoint(config, env, folder)
     adapters[0] = Path(str(config.tuned_path)), adapters[0][1]
     tuned = open_tuned(config, env)
     model, plan = plan_merge(config.merge, tuned.base, adapters, len(tuned.tokenizer))

@@ -159,13 +159,15 @@ def _print_files(repo: str, folder: Path, left_out: Sequence[str]) -> None:
 def save_checkpoint(config: PushConfig, run: Path, folder: Path) -> Path:
     """Save the selected checkpoint under `folder` as a finished run saves its result."""
     from app.assembly.base import with_checkpoint
+    from app.training.trainer import resolve_single_device
 
     words = [f"run={run}", f"checkpoint={config.checkpoint}"]
     if config.trust_remote_code is not None:
         words.append(f"model.trust_remote_code={config.trust_remote_code}")
     chat: Any = load_config("chat", words)  # a verb with the settings of the run's model alone
     configure_libraries(offline=is_offline(chat.model))
-    return Path(with_checkpoint(chat, folder)[0].adapter_path)
+    env = resolve_single_device(chat.trainer.accelerator, chat.trainer.precision)
+    return Path(with_checkpoint(chat, env, folder).adapter_path)
 
 
 def _replace_base_path(file: Path, key: str) -> None:

@@ -56,8 +56,10 @@ def serve(config: ServerConfig) -> None:
     from app.assembly.base import open_tuned, with_checkpoint
     from app.evaluation.conversation import check_served_tokens
     from app.serving.server import build_app, build_server
+    from app.training.trainer import resolve_single_device
 
-    config, env = with_checkpoint(config, folder)
+    env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
+    config = with_checkpoint(config, env, folder)
     tuned = open_tuned(config, env)
     problems = check_served_tokens(tuned.template, tuned.tokenizer)
     if problems and listener is None:  # vLLM renders prompts with the tokenizer

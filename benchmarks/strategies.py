@@ -196,9 +196,9 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     """Train with the parts of `app.train`."""
     import lightning as L
 
+    from app.assembly.training import build_strategy
     from app.config import settings_of
     from app.model.adapter import LoraConfig
-    from app.strategy import build_strategy
     from app.training.trainer import TrainerConfig, resolve_environment
 
     class Clock(L.Callback):

@@ -192,6 +192,7 @@ def built(
     adapter: Any = None,
     recompute: str = "none",
     backend: str = "sdpa",
+    seed: int = 0,
     **how: Any,
 ) -> Any:
     """Build a model to train on `base`, a folder or a `ModelConfig`; `how` as for `build_model`."""
@@ -201,7 +202,7 @@ def built(
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return build_model(
         base if isinstance(base, ModelConfig) else ModelConfig(path=str(base)),
         QuantizationConfig(method=method),

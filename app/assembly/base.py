@@ -64,8 +64,10 @@ from app.process.launch import is_child, is_first_rank
 from app.run.find import FINAL, select_checkpoint
 from app.strategy.settings import pipeline_parallel_size
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING
-from app.training.objective.distill import Teacher
-from app.training.objective.settings import DistillConfig
+from app.training.objective import settings as objectives
+from app.training.objective.distill import Distill, Teacher
+from app.training.objective.objective import Classify, Objective, Reward, Sft
+from app.training.objective.pairs import PAIR_LOSSES, Kto, PairObjective
 from app.training.optimizers import ScheduleFreeConfig
 from app.training.trainer import Environment, resolve_single_device
 from common.errors import UserError
@@ -212,7 +214,7 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     tokenizer = build_tokenizer(model)
     new_ids = new_token_ids(model, tokenizer, num_rows(architecture))
     teacher = None
-    if has_data(config) and isinstance(config.objective, DistillConfig):
+    if has_data(config) and isinstance(config.objective, objectives.DistillConfig):
         teacher = _open_teacher(config, config.objective, architecture, tokenizer, env)
     return Base(
         config=replace(model, rope_len=rope_len),
@@ -233,7 +235,7 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
 
 def _open_teacher(
     config: TrainConfig | EvaluateConfig,
-    objective: DistillConfig,
+    objective: objectives.DistillConfig,
     student: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     env: Environment,
@@ -294,6 +296,28 @@ def _longest_sequence(config: TrainConfig | TunedConfig) -> int | None:
     if config.run is not None and config.adapter_path is None:
         return _longest_sequence(load_run_config(Path(config.run)))
     return None
+
+
+def build_objective(
+    config: objectives.ObjectiveConfig,
+    model: ModelConfig | None = None,
+    teacher: Teacher | None = None,
+) -> Objective:
+    """Build the objective that `config` chooses.
+
+    `model`: names the outputs of a head for classes; `teacher`: for objective=distill.
+    """
+    if isinstance(config, objectives.ClassifyConfig):
+        assert model is not None
+        return Classify(config, model.labels, is_multi_label=model.multi_label)
+    if isinstance(config, objectives.DistillConfig):
+        assert teacher is not None
+        return Distill(config, teacher)
+    if config.name in PAIR_LOSSES:
+        return PairObjective(config, PAIR_LOSSES[config.name])
+    if isinstance(config, objectives.KtoConfig):
+        return Kto(config)
+    return Reward(config) if isinstance(config, objectives.RewardConfig) else Sft()
 
 
 def model_spec(
@@ -510,15 +534,13 @@ def trained_datasets(config: EvaluateConfig) -> set[str] | None:
     return trained
 
 
-def with_checkpoint(config: C, folder: Path) -> tuple[C, Environment]:
-    """Return `config` with the run's checkpoint as its tuned model, and where models are opened.
+def with_checkpoint(config: C, env: Environment, folder: Path) -> C:
+    """Return `config` with the run's checkpoint, saved under `folder`, as its tuned model.
 
-    The checkpoint is saved under `folder`; with the run's own result `config` is unchanged.
-    UserError if there is no such checkpoint.
+    With the run's own result it is unchanged. UserError if there is no such checkpoint.
     """
-    env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
     if config.checkpoint == FINAL:
-        return config, env
+        return config
     source = Path(str(config.run))
     checkpoint, run = select_checkpoint(source, config.checkpoint), load_run_config(source)
     kind = "model" if saves_whole_model(run.adapter) else "adapter"
@@ -530,7 +552,7 @@ def with_checkpoint(config: C, folder: Path) -> tuple[C, Environment]:
         _save_step(config, env, run, checkpoint, unfinished)
         unfinished.rename(saved)
     log.info("checkpoint: step %d of %s", checkpoint.step, config.run)
-    return replace(config, adapter_path=str(saved)), env
+    return replace(config, adapter_path=str(saved))
 
 
 def _save_step(

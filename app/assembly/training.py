@@ -8,18 +8,19 @@ compared when it is resumed, and written, with its page, when its training start
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
 
 from app.assembly.auto import probe_micro_batch
-from app.assembly.base import Base
+from app.assembly.base import Base, build_objective
 from app.config import TrainConfig, changed_settings, save_config
 from app.evaluation.evaluator import Evaluator
 from app.evaluation.row_runner import RowRunner
@@ -27,43 +28,26 @@ from app.evaluation.tasks.questions import build_tasks
 from app.model.adapter import keep_start
 from app.model.recompute import WHOLE_LAYERS
 from app.planning.training import Estimate
+from app.process import signals
 from app.process.collectives import all_gather
 from app.process.faults import arm_faults, parse_faults
 from app.process.heartbeat import is_watched, refresh_liveness
 from app.process.launch import is_first_rank, read_launch
 from app.process.logs import open_run_log
-from app.process.signals import (
-    DataStalled,
-    MeasurementInterrupted,
-    measuring,
-    signal_received,
-    suspend_deadline,
-)
 from app.report.run_page import write_page
 from app.run import Run, global_batch_of
 from app.run.folder import CONFIG_FILE
 from app.run.manifest import identity_of, installed_versions, save_manifest
 from app.run.ranks import build_peers
 from app.run.remote import url_of
-from app.strategy import build_strategy
-from app.strategy.settings import states_folder, strategy_words
-from app.training.callbacks import (
-    GradientCheck,
-    Heartbeat,
-    MachineStatsMonitor,
-    ProgressBar,
-    SameOnAllRanks,
-    StatusFile,
-    program_values,
-    rank_invariant_values,
-)
+from app.strategy import settings as strategies
+from app.training import callbacks
 from app.training.checkpoint.saving import build_checkpoints, build_saver, signals_of
 from app.training.loggers import RunLogger
 from app.training.metrics import FirstLoss, Metrics, StepWatch, is_measured_at
 from app.training.module import FinetuneModule
 from app.training.objective.distill import open_references
 from app.training.objective.objective import Objective, choose_router_aux_loss
-from app.training.objective.settings import build_objective
 from app.training.optimizers import build_optimizer, resolve_lr
 from app.training.trainer import (
     Environment,
@@ -74,6 +58,9 @@ from app.training.trainer import (
 from common.errors import UserError, nearest
 from common.redaction import redacted
 from data_modules import BatchSpec, FinetuneDataModule
+
+if TYPE_CHECKING:
+    from app.strategy.mixin import StrategyMixin
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +116,7 @@ def build_trainer(
         total_steps=data.total_steps,
         loggers=loggers,
         callbacks=[
-            progress := ProgressBar(),
+            progress := callbacks.ProgressBar(),
             *_build_monitors(config, run, env, facts, estimate),
             build_saver(
                 config.trainer,
@@ -140,7 +127,7 @@ def build_trainer(
                 loss_names=[f"val/loss/{name}" for name in data.dataset_names],
             ),
             WriteMetadata(run, identity, facts, data),
-            StatusFile(run.folder, data.plan.epoch_at, checkpoints.store, progress),
+            callbacks.StatusFile(run.folder, data.plan.epoch_at, checkpoints.store, progress),
             LivePage(run),
         ],
         folder=run.folder,
@@ -149,6 +136,52 @@ def build_trainer(
     faults, _ = parse_faults(config.faults)
     arm_faults(faults, run.folder, rank=trainer.global_rank, num_ranks=env.num_ranks)
     return trainer
+
+
+def build_strategy(
+    config: strategies.StrategyConfig,
+    *,
+    accelerator: str,
+    num_ranks: int,
+    accumulation: int = 1,
+    stages: Sequence[tuple[int, int]] = (),
+) -> StrategyMixin:
+    """Build the strategy for `num_ranks` processes; `auto` must already be resolved.
+
+    `accumulation`: micro-batches of a rank's optimizer step. `stages`: layers [first, stop) of each
+    stage of a pipeline.
+    """
+    from app.strategy.ddp import CompressedDdp, Ddp, SingleDevice
+    from app.strategy.rendezvous import use_separate_store
+
+    use_separate_store()
+    strategy: StrategyMixin
+    if isinstance(config, strategies.PipelineConfig):
+        from app.strategy.pipeline import Pipeline
+
+        strategy = Pipeline(config, stages)
+    elif isinstance(config, strategies.ZeroConfig):
+        # DeepSpeed reads this once, when it is imported.
+        os.environ["DS_ACCELERATOR"] = {"gpu": "cuda"}.get(accelerator, accelerator)
+        from app.strategy.deepspeed import Zero
+
+        strategy = Zero(config, accumulation)
+    elif isinstance(config, strategies.LocalSgdConfig):
+        from app.strategy.local_sgd import LocalSgd, SiteSgd
+
+        strategy = SiteSgd(config) if config.sites > 1 else LocalSgd(config)
+    elif isinstance(config, strategies.FsdpConfig):
+        from app.strategy.fsdp import Fsdp
+
+        strategy = Fsdp(config)
+    elif isinstance(config, strategies.DdpConfig) and config.compression != "none":
+        strategy = CompressedDdp(config)
+    elif isinstance(config, strategies.DdpConfig) or num_ranks > 1:
+        strategy = Ddp()
+    else:
+        strategy = SingleDevice("cuda:0" if accelerator == "gpu" else "cpu")
+    strategy.context_size = strategies.context_parallel_size(config)
+    return strategy
 
 
 def _build_monitors(
@@ -161,11 +194,13 @@ def _build_monitors(
     """Build the callbacks that check and measure a run; they precede the saver."""
     monitors: list[L.Callback] = []
     if env.num_ranks > 1:  # hashing the program reads all of it
-        values = rank_invariant_values(config, facts)
-        monitors.append(SameOnAllRanks(values, program_values(installed_versions())))
+        values = callbacks.rank_invariant_values(config, facts)
+        monitors.append(
+            callbacks.SameOnAllRanks(values, callbacks.program_values(installed_versions()))
+        )
     monitors += [
-        GradientCheck(),
-        MachineStatsMonitor(
+        callbacks.GradientCheck(),
+        callbacks.MachineStatsMonitor(
             run.folder, None if estimate is None else estimate.peak_tokens_per_second
         ),
     ]
@@ -175,9 +210,9 @@ def _build_monitors(
 
         monitors.append(Compilation())
     if is_watched():
-        monitors.append(Heartbeat(run.folder))
+        monitors.append(callbacks.Heartbeat(run.folder))
     elif (num_ranks := read_launch().num_ranks or 1) > 1:
-        monitors.append(Heartbeat(run.folder, build_peers(run, num_ranks)))
+        monitors.append(callbacks.Heartbeat(run.folder, build_peers(run, num_ranks)))
     return monitors
 
 
@@ -204,7 +239,7 @@ def build_module(
     evaluation = build_training_evaluation(
         config, base, data, objective, Path(trainer.default_root_dir), signals_of(trainer).poll
     )
-    folder = states_folder(config.strategy, Path(trainer.default_root_dir))
+    folder = strategies.states_folder(config.strategy, Path(trainer.default_root_dir))
     return FinetuneModule(
         base.model_builder(config, env),
         backend=base.backend,
@@ -294,7 +329,7 @@ class TrainingEvaluation:
         every_steps: int,
         interval: int,
         last: int,
-        poll: Callable[[], int | None] = signal_received,
+        poll: Callable[[], int | None] = signals.signal_received,
     ) -> None:
         """`poll`: collective that returns the signal that any rank has received, on every rank."""
         self.evaluator, self.folder, self._poll = evaluator, folder / _SAMPLES, poll
@@ -318,7 +353,7 @@ class TrainingEvaluation:
         sharding = strategy if strategy.shards_weights else None
         self.evaluator.sharding = sharding
         self.evaluator.runner = self._row_runner(trainer, is_sharded=sharding is not None)
-        interruptible = measuring() if trainer.world_size == 1 else nullcontext()
+        interruptible = signals.measuring() if trainer.world_size == 1 else nullcontext()
         with interruptible, isolate_rng(), trainer.precision_plugin.forward_context():
             metrics = self.evaluator.measure_answers(_VARIANT, module.model)
         if trainer.is_global_zero:
@@ -347,17 +382,17 @@ class TrainingEvaluation:
 
     def _agree(self) -> None:
         if (signum := self._poll()) is not None:
-            raise MeasurementInterrupted(signum)
+            raise signals.MeasurementInterrupted(signum)
 
 
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
     """Let a signal end the work of this rank, which then saves together with the others."""
     try:
-        with measuring():
+        with signals.measuring():
             yield
-    except DataStalled:
-        suspend_deadline()
+    except signals.DataStalled:
+        signals.suspend_deadline()
 
 
 def build_training_evaluation(
@@ -428,7 +463,7 @@ def describe_run(
         "data": [asdict(dataset) for dataset in data.report.datasets],
         "test_data": [asdict(dataset) for dataset in data.report.test_datasets],
         "precision": "fp8" if config.trainer.precision == "fp8" else env.precision,
-        "strategy": strategy_words(config.strategy),
+        "strategy": strategies.strategy_words(config.strategy),
         "global_batch": _global_batch(data),
         "total_steps": data.total_steps,
         **data.fingerprints(),

@@ -26,12 +26,12 @@ NAMES = ["random"]
 
 def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], clock: Clock) -> str:
     """Train with our model, module, optimizer and trainer; return the attention backend."""
+    from app.assembly.training import build_strategy
     from app.model.adapter import FullConfig
     from app.model.architecture import load_architecture
     from app.model.attention import AttentionConfig, choose_backend
     from app.model.base import ModelConfig
     from app.model.recompute import WHOLE_LAYERS
-    from app.strategy import build_strategy
     from app.strategy.settings import StrategyConfig
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule

@@ -300,9 +300,9 @@ def test_a_step_of_a_run_that_trusts_code_of_its_base_is_pushed_once_that_is_typ
 ) -> None:
     opened: list[bool] = []
 
-    def with_checkpoint(config: Any, folder: Path) -> Any:
+    def with_checkpoint(config: Any, env: Any, folder: Path) -> Any:
         opened.append(config.model.trust_remote_code)
-        return replace(config, adapter_path=str(run / "adapter")), None
+        return replace(config, adapter_path=str(run / "adapter"))
 
     monkeypatch.setattr("app.assembly.base.with_checkpoint", with_checkpoint)
     text = (run / "config.yaml").read_text()

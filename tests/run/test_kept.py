@@ -13,6 +13,7 @@ from app.assembly.base import with_checkpoint
 from app.config import load_config
 from app.run.find import check_selected, select_checkpoint
 from app.training.checkpoint.store import CheckpointStore
+from app.training.trainer import resolve_single_device
 from common.errors import UserError
 from tests.conftest import read_column
 from tests.tiny import train_into
@@ -59,7 +60,8 @@ def test_a_step_of_schedule_free_adamw_is_opened_with_its_average(tmp_path: Path
         config: Any = load_config(
             "chat", [f"run={run}", "checkpoint=step-2", "trainer.precision=fp32"]
         )
-        opened, _ = with_checkpoint(config, tmp_path / f"{name}-out")
+        env = resolve_single_device("auto", "fp32")
+        opened = with_checkpoint(config, env, tmp_path / f"{name}-out")
         folder = Path(opened.adapter_path)
         saved[name] = load_file(folder / "adapter_model.safetensors")
     for name, tensor in saved["validated"].items():

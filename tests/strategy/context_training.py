@@ -18,15 +18,14 @@ from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.attention.exchange import check_exchange, exchanging
 from app.model.attention.probes import check_isolation
 from app.model.base import ModelConfig
-from app.model.build import build_model
-from app.model.quantization import QuantizationConfig
-from app.model.recompute import RecomputeConfig
 from app.strategy.mixin import Placement
 from app.training.objective.objective import DatasetSums, Sft, balance_loss, batch_loss, validate
-from common.errors import Origin, UserError
-from data_modules import Batch, Example, collator
+from common.errors import UserError
+from data_modules import Batch, collator
 from data_modules.collator import Collator
 from tests.families import FAMILIES
+from tests.strategy.pipeline_training import make_documents
+from tests.tiny import built
 
 TOKENS = 256
 HEADS, KEY_HEADS, HEAD_DIM = 8, 2, 8
@@ -156,16 +155,9 @@ def make_batch(case: str) -> Batch:
 
 def batch_of(lengths: Sequence[int], *, packed: bool = True) -> Batch:
     """Return documents of these lengths in one row, or in a row each."""
-    random = np.random.default_rng(0)
-    documents = [
-        Example(
-            input_ids=random.integers(3, 128, length).astype(np.int32),
-            weights=(np.arange(length) > length // 3).astype(np.float32) / (1 + number % 2),
-            dataset=number % 2,
-            origin=Origin("rows.jsonl", number + 1),
-        )
-        for number, length in enumerate(lengths)
-    ]
+    documents = make_documents(lengths, np.random.default_rng(0))
+    for document in documents:
+        document.weights[:] /= 1 + document.dataset
     rows = [documents] if packed else [[each] for each in documents]
     batch = Collator(0, packed=packed, row_multiple=64)(rows, 1.0)
     batch.step_weight = batch.own_weight
@@ -173,15 +165,8 @@ def batch_of(lengths: Sequence[int], *, packed: bool = True) -> Batch:
 
 
 def model_of(numbers: dict[str, Any], adapter: AdapterConfig, recompute: str) -> Any:
-    torch.manual_seed(0)
-    model = build_model(
-        ModelConfig(from_scratch=True, architecture=numbers),
-        QuantizationConfig(),
-        "sdpa",
-        adapter,
-        RecomputeConfig(mode=recompute),
-        "fp32",
-    )
+    base = ModelConfig(from_scratch=True, architecture=numbers)
+    model = built(base, adapter=adapter, recompute=recompute)
     random = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -18,19 +18,17 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
+from app.assembly.training import build_strategy
 from app.model.accumulation import accumulated_linear
 from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
 from app.model.attention.inputs import attention_inputs
 from app.model.base import ModelConfig
-from app.model.build import build_model
 from app.model.experts import expert_modules
 from app.model.head import head_loss, run_probe
 from app.model.kernels import Fused, fuse_layers
 from app.model.layers import decoder_layers
-from app.model.quantization import QuantizationConfig
-from app.model.recompute import RecomputeConfig
 from app.model.residuals import fuse_sums
-from app.strategy import build_strategy, tensor_parallel
+from app.strategy import tensor_parallel
 from app.strategy.loading import Broadcaster, peak_host_bytes
 from app.strategy.mixin import ShardedTensor, local
 from app.strategy.settings import FsdpConfig
@@ -39,7 +37,7 @@ from app.training.module import StepSkipped, propagate_nonfinite, skip_nonfinite
 from common.errors import UserError
 from tests.model.test_kernels import install_references
 from tests.ranks import prepare_strategy
-from tests.tiny import TINY_BASE
+from tests.tiny import TINY_BASE, built
 
 ARCHITECTURE = {
     "model_type": "llama",
@@ -92,19 +90,10 @@ def model_builder(
         hidden, chosen, weights = inputs
         return hidden, chosen % busy_experts, weights
 
-    def build(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
-        torch.manual_seed(7)
-        model = build_model(
-            ModelConfig(from_scratch=True, architecture=ARCHITECTURE | numbers),
-            QuantizationConfig(),
-            backend,
-            ADAPTERS[kind],
-            RecomputeConfig(mode=recompute),
-            precision,
-            on_meta=on_meta,
-            on_host=on_host,
-            device=device,
-        )
+    def build(**where: Any) -> Any:
+        base = ModelConfig(from_scratch=True, architecture=ARCHITECTURE | numbers)
+        how = {"adapter": ADAPTERS[kind], "recompute": recompute, "backend": backend}
+        model = built(base, precision=precision, seed=7, **how, **where)
         for _, experts in expert_modules(model) if busy_experts else ():
             experts.register_forward_pre_hook(choose_busy)
         return model
@@ -372,8 +361,8 @@ def measure_loading_memory(numbers: dict[str, Any]) -> dict[str, Any]:
     built = []
     build = model_builder("lora", **numbers)
 
-    def noted(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
-        model = build(on_meta, on_host, device)
+    def noted(**where: Any) -> Any:
+        model = build(**where)
         built.append({weight.device.type for weight in model.parameters()})
         return model
 
@@ -439,19 +428,9 @@ def quantized_losses() -> list[float]:
     return train(model, strategy)["losses"]
 
 
-def build_quantized(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
-    torch.manual_seed(7)
-    return build_model(
-        ModelConfig(path=str(TINY_BASE)),
-        QuantizationConfig(method="nf4"),
-        "sdpa",
-        LoraConfig(r=4, dropout=0.0),
-        RecomputeConfig(),
-        "fp32",
-        on_meta=on_meta,
-        on_host=on_host,
-        device=device,
-    )
+def build_quantized(**where: Any) -> Any:
+    adapter = LoraConfig(r=4, dropout=0.0)
+    return built(TINY_BASE, "nf4", adapter=adapter, recompute="auto", seed=7, **where)
 
 
 def refusals(cases: list[tuple[FsdpConfig, dict[str, Any]]]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -14,14 +14,11 @@ from safetensors.torch import save_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from app.assembly.training import build_strategy
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
-from app.model.build import build_model
 from app.model.kernels import fuse_layers
 from app.model.layers import eval_mode
-from app.model.quantization import QuantizationConfig
-from app.model.recompute import RecomputeConfig
-from app.strategy import build_strategy
 from app.strategy.mixin import local
 from app.strategy.settings import PipelineConfig, cut_layers, num_stages
 from app.training.checkpoint.state import model_state, optimizer_state, trainable_parameters
@@ -30,26 +27,13 @@ from common.errors import Origin
 from data_modules import Batch, Example
 from data_modules.collator import Collator
 from tests.ranks import prepare_strategy
-from tests.strategy.fsdp_training import gradient
+from tests.strategy.fsdp_training import ARCHITECTURE, gradient
+from tests.tiny import built
 
 TOKENS, STEPS, CLIP = 64, 2, 0.5
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-TIED = LLAMA | {"tie_word_embeddings": True}
+SIZES = {"vocab_size": 128, "num_hidden_layers": 4, "head_dim": 8, "max_position_embeddings": 128}
+TIED: dict[str, Any] = ARCHITECTURE | SIZES
+LLAMA = TIED | {"tie_word_embeddings": False}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "tied": TIED,
@@ -94,21 +78,8 @@ def builder(case: Case) -> Callable[..., Any]:
     if adapter == "nf4":
         return partial(build_quantized, case)
 
-    def build(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
-        torch.manual_seed(0)
-        return build_model(
-            ModelConfig(from_scratch=True, architecture=FAMILIES[family]),
-            QuantizationConfig(),
-            "sdpa",
-            ADAPTERS[adapter],
-            RecomputeConfig(mode=recompute),
-            "fp32",
-            on_meta=on_meta,
-            on_host=on_host,
-            device=device,
-        )
-
-    return build
+    base = ModelConfig(from_scratch=True, architecture=FAMILIES[family])
+    return partial(built, base, adapter=ADAPTERS[adapter], recompute=recompute)
 
 
 def build_quantized(case: Case, **options: Any) -> Any:
@@ -120,15 +91,20 @@ def build_quantized(case: Case, **options: Any) -> Any:
         # Not by `save_pretrained`, which writes on one rank only.
         base.config.to_json_file(f"{folder}/config.json", use_diff=False)
         save_model(base, f"{folder}/model.safetensors", metadata={"format": "pt"})
-        return build_model(
-            ModelConfig(path=folder),
-            QuantizationConfig(method="nf4"),
-            "sdpa",
-            ADAPTERS[adapter],
-            RecomputeConfig(mode=recompute),
-            "fp32",
-            **options,
+        return built(folder, "nf4", adapter=ADAPTERS[adapter], recompute=recompute, **options)
+
+
+def make_documents(lengths: Sequence[int], random: np.random.Generator) -> list[Example]:
+    """Return documents of random tokens, of which two thirds are trained, in two data sets."""
+    return [
+        Example(
+            input_ids=random.integers(3, 128, length).astype(np.int32),
+            weights=(np.arange(length) > length // 3).astype(np.float32),
+            dataset=number % 2,
+            origin=Origin("rows.jsonl", number + 1),
         )
+        for number, length in enumerate(lengths)
+    ]
 
 
 def make_batches(step: int, count: int) -> list[Batch]:
@@ -137,16 +113,7 @@ def make_batches(step: int, count: int) -> list[Batch]:
     collate = Collator(0, packed=True, row_len=TOKENS)
     batches = []
     for lengths in random.permuted(np.tile([5, 21, 17, 12], (count, 1)), axis=1):
-        documents = [
-            Example(
-                input_ids=random.integers(3, 128, length).astype(np.int32),
-                weights=(np.arange(length) > length // 3).astype(np.float32),
-                dataset=number % 2,
-                origin=Origin("rows.jsonl", number + 1),
-            )
-            for number, length in enumerate(lengths)
-        ]
-        batches.append(collate([documents], 1.0))
+        batches.append(collate([make_documents(lengths, random)], 1.0))
     weight = sum(batch.own_weight for batch in batches)
     for batch in batches:
         batch.step_weight = weight

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.strategy import build_strategy
+from app.assembly.training import build_strategy
 from app.strategy.ddp import UNCOMPRESSED_STEPS
 from app.strategy.settings import DdpConfig
 from tests.ranks import on_ranks, prepare_strategy

@@ -14,30 +14,24 @@ import torch.distributed as dist
 
 import app.strategy.loading as loading
 import app.strategy.rendezvous as rendezvous
+from app.assembly.training import build_strategy
 from app.process.launch import Launch
-from app.strategy import build_strategy
+from app.strategy import settings
 from app.strategy.rendezvous import connect_ranks, find_interface
-from app.strategy.settings import (
-    TIMEOUT,
-    DdpConfig,
-    FsdpConfig,
-    StrategyConfig,
-    ZeroConfig,
-)
 from tests.ranks import on_ranks, prepare_strategy
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 SEVERAL = [
-    *(StrategyConfig(), DdpConfig(), DdpConfig(compression="powersgd")),
-    *(FsdpConfig(), ZeroConfig(stage=2), ZeroConfig()),
+    *(settings.StrategyConfig(), settings.DdpConfig(), settings.DdpConfig(compression="powersgd")),
+    *(settings.FsdpConfig(), settings.ZeroConfig(stage=2), settings.ZeroConfig()),
 ]
 
 
 def test_every_strategy_has_the_same_timeout_and_ddp_sends_no_buffers() -> None:
     for config in SEVERAL:
         built: Any = build_strategy(config, accelerator="cpu", num_ranks=2)
-        assert built._timeout is TIMEOUT, config
-        if isinstance(config, DdpConfig):
+        assert built._timeout is settings.TIMEOUT, config
+        if isinstance(config, settings.DdpConfig):
             kept = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
             assert built._ddp_kwargs == kept
 
@@ -45,7 +39,7 @@ def test_every_strategy_has_the_same_timeout_and_ddp_sends_no_buffers() -> None:
 def time_outs() -> list[set[timedelta]]:
     """Return the timeouts of a rank's groups: of the mesh, and of a node's ranks."""
     strategy = prepare_strategy(
-        build_strategy(FsdpConfig(tensor_parallel_size=2), accelerator="cpu", num_ranks=4)
+        build_strategy(settings.FsdpConfig(tensor_parallel_size=2), accelerator="cpu", num_ranks=4)
     )
     strategy._timeout = loading.TIMEOUT = timedelta(minutes=7)  # the constant is gloo's default
     strategy._init_mesh()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from app.strategy import build_strategy
+from app.assembly.training import build_strategy
 from app.strategy.deepspeed import Zero, check_zero_config
 from app.strategy.deepspeed_config import (
     ALLOWED_KEYS,
@@ -22,10 +22,10 @@ from app.strategy.settings import ZeroConfig
 from app.training.module import skip_nonfinite_step
 from common.errors import UserError
 from tests.conftest import read_column
-from tests.processes import type_train
 from tests.ranks import on_ranks, prepare_strategy
 from tests.reliability.shell import Shell
 from tests.strategy import zero_training
+from tests.strategy.test_sharded import check_close_on_gpus
 from tests.strategy.zero_training import CLIP, SHARD_EVERYTHING
 from tests.tiny import small_run
 
@@ -230,15 +230,7 @@ def _typed(config: Any) -> str:
 )
 def test_one_gpu_trains_as_with_strategy_single(name: str, tmp_path: Path) -> None:
     """Tests NCCL, pinned host memory and streams; on one GPU a shard is the full tensor."""
-    losses = []
-    for strategy in ("single", name):
-        folder = tmp_path / strategy
-        code, _, messages = type_train(
-            folder, f"strategy={strategy}", "trainer.devices=1", "trainer.accelerator=gpu"
-        )
-        assert code == 0, messages
-        losses.append(read_column(folder, "train/loss"))
-    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+    check_close_on_gpus(tmp_path, ("single", name), "trainer.devices=1", within=1e-3)
 
 
 @pytest.mark.gpu
@@ -256,13 +248,7 @@ def test_zero_plus_plus_losses_are_close(tmp_path: Path) -> None:
     """ZeRO++ on all GPUs of this machine."""
     if torch.cuda.device_count() < 2:
         pytest.skip("what travels between GPUs needs two of them")
-    losses = []
-    for strategy in ("ddp", "zeropp"):
-        folder = tmp_path / strategy
-        code, _, messages = type_train(folder, f"strategy={strategy}", "trainer.accelerator=gpu")
-        assert code == 0, messages
-        losses.append(read_column(folder, "train/loss"))
-    assert losses[1] == pytest.approx(losses[0], abs=0.1)
+    check_close_on_gpus(tmp_path, ("ddp", "zeropp"), within=0.1)
 
 
 class RecordingConfig(dict[str, Any]):

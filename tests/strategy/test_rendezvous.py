@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.strategy import build_strategy
+from app.assembly.training import build_strategy
 from app.strategy.rendezvous import listen
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from tests.ranks import on_ranks, prepare_strategy

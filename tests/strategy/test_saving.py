@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from app.assembly.training import build_strategy
 from app.evaluation.generation import EvaluationConfig, answer_prompts
 from app.model.adapter import probe_logits
 from app.model.save import save_model
 from app.process.collectives import is_rank0, run_on_rank0
-from app.strategy import build_strategy
 from app.strategy.mixin import REPLICATED
 from app.strategy.settings import FsdpConfig
 from common.errors import TrainingFault

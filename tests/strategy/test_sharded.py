@@ -224,31 +224,29 @@ def test_only_the_reading_rank_holds_the_full_model() -> None:
     assert other["grown"] < 0.9 * reader["whole"] < reader["grown"]
 
 
-def losses_on_gpus(folder: Path, *words: str) -> dict[int, float]:
+def check_close_on_gpus(folder: Path, names: tuple[str, str], *words: str, within: float) -> None:
+    """Train with both strategies; their losses differ by no more than `within`."""
     from tests.conftest import read_column
     from tests.processes import type_train
 
-    code, _, message = type_train(folder, "trainer.accelerator=gpu", "adapter.dropout=0", *words)
-    assert code == 0, message
-    return read_column(folder, "train/loss")
+    losses = []
+    for name in names:
+        typed = (f"strategy={name}", "trainer.accelerator=gpu", *words)
+        code, _, message = type_train(folder / name, *typed)
+        assert code == 0, message
+        losses.append(read_column(folder / name, "train/loss"))
+    assert losses[1] == pytest.approx(losses[0], abs=within)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_offload", "tp"])
 def test_one_gpu_trains_as_with_strategy_single(name: str, tmp_path: Path) -> None:
     """Each shard is the full tensor: weights are gathered and offloaded, but not communicated."""
-    alone, shared = (
-        losses_on_gpus(tmp_path / strategy, f"strategy={strategy}", "trainer.devices=1")
-        for strategy in ("single", name)
-    )
-    assert shared == pytest.approx(alone, abs=1e-3)
+    words = ("adapter.dropout=0", "trainer.devices=1")
+    check_close_on_gpus(tmp_path, ("single", name), *words, within=1e-3)
 
 
 @pytest.mark.gpu
 def test_one_gpu_trains_on_4bit_weights_packed_on_the_host(tmp_path: Path) -> None:
-    words = ("quantization=nf4", "trainer.devices=1")
-    alone, shared = (
-        losses_on_gpus(tmp_path / strategy, f"strategy={strategy}", *words)
-        for strategy in ("single", "fsdp")
-    )
-    assert shared == pytest.approx(alone, abs=1e-2)
+    words = ("adapter.dropout=0", "quantization=nf4", "trainer.devices=1")
+    check_close_on_gpus(tmp_path, ("single", "fsdp"), *words, within=1e-2)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.assembly.training import build_strategy
 from app.model.head import run_probe
 from app.model.kernels import Fused, fuse_layers
-from app.strategy import build_strategy
 from app.strategy.settings import StrategyConfig, ZeroConfig
 from app.training.module import skip_nonfinite_step
 from tests.model.test_kernels import install_references

@@ -17,16 +17,11 @@ from transformers import (
 )
 
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, report_trainable
+from app.training import prepare
 from app.training.optimizers import (
     AdamWConfig,
     OptimizerConfig,
     build_optimizer,
-)
-from app.training.prepare import (
-    TrainedPattern,
-    print_parameter_table,
-    trainable_table,
-    trained_patterns,
 )
 from tests.tiny import tiny_llama, tiny_t5
 
@@ -45,8 +40,8 @@ def optimizer_of(
 
 def patterns_of(
     model: Any, adapter: AdapterConfig, config: OptimizerConfig | None = None
-) -> list[TrainedPattern]:
-    patterns = trained_patterns(model, optimizer_of(model, adapter, config))
+) -> list[prepare.TrainedPattern]:
+    patterns = prepare.trained_patterns(model, optimizer_of(model, adapter, config))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sum(pattern.num_weights for pattern in patterns) == trainable
     return patterns
@@ -59,14 +54,14 @@ def test_rates_and_decays_of_their_own_are_rows_of_their_own() -> None:
     got = [(*p.kinds, *p.settings[1:]) for p in patterns]
     expected = [("lora A", "1e-3", "0.1"), ("lora B", "0.016", "0"), ("magnitude", "1e-3", "0")]
     assert got == expected
-    table = trainable_table(patterns)
+    table = prepare.trainable_table(patterns)
     assert [str(column.header) for column in table.columns][-2:] == ["lr", "decay"]
     assert list(table.columns[-2].cells) == ["1e-3", "0.016", "1e-3"]
 
 
 def test_rows_beyond_the_largest_are_summed_up_in_the_last_one() -> None:
     patterns = patterns_of(tiny_t5(vocab_size=64), FullConfig(), AdamWConfig(weight_decay=0.1))
-    table = trainable_table(patterns)
+    table = prepare.trainable_table(patterns)
     names, _, modules, weights, *_ = ([*column.cells] for column in table.columns)
     assert names[-1] == "4 smaller ones"  # norms in and behind the layers of both sides
     counts = [int(str(cell).replace(",", "")) for cell in weights]
@@ -79,7 +74,7 @@ def test_the_printed_tables_name_each_module_and_fit_80_columns(
 ) -> None:
     model = adapted(peft.LoraConfig(r=4, target_modules="all-linear"))
     with caplog.at_level(logging.DEBUG, logger="app"):
-        print_parameter_table(model, optimizer_of(model, LoraConfig(lora_plus_ratio=16)))
+        prepare.print_parameter_table(model, optimizer_of(model, LoraConfig(lora_plus_ratio=16)))
     lines = [line for message in caplog.messages for line in message.splitlines()]
     groups = caplog.text.partition("groups of AdamW")[2].splitlines()
     assert {("matrices", "14"), ("lora", "B")} <= {tuple(line.split()[:2]) for line in groups}
@@ -92,7 +87,7 @@ def test_the_printed_tables_name_each_module_and_fit_80_columns(
         f"model weights: fp32, {4 * report.num_total / 2**20:.1f} MiB",
     ]
     console = Console(width=80, file=io.StringIO(), highlight=False)
-    console.print(trainable_table(patterns_of(model, LoraConfig())))
+    console.print(prepare.trainable_table(patterns_of(model, LoraConfig())))
     heading, attention, mlp = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, (heading, attention, mlp))) <= 80
     assert attention.startswith("self_attn: q_proj, k_proj, v_proj, o_proj  lora A, B ")

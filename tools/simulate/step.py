@@ -23,6 +23,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from app.assembly.base import build_objective
+from app.assembly.training import build_strategy
 from app.model.architecture import load_architecture
 from app.model.attention import choose_backend
 from app.model.base import ModelConfig
@@ -31,7 +33,6 @@ from app.model.hub import newest_cached_file
 from app.model.kernels import FusedGate, unfuse_layers
 from app.model.recompute import WHOLE_LAYERS
 from app.planning.memory import PlannedRun
-from app.strategy import build_strategy
 from app.strategy.fsdp import Fsdp
 from app.strategy.loading import Broadcaster
 from app.strategy.mixin import Placement, StrategyMixin
@@ -39,7 +40,7 @@ from app.strategy.settings import DdpConfig
 from app.training.algorithms import MuonWithAdamW
 from app.training.metrics import Metrics
 from app.training.module import FinetuneModule
-from app.training.objective.settings import KtoConfig, ObjectiveConfig, PairConfig, build_objective
+from app.training.objective.settings import KtoConfig, ObjectiveConfig, PairConfig
 from app.training.optimizers import build_optimizer
 from app.training.prepare import prepare_model
 from app.training.trainer import Environment, build_lightning_trainer

@@ -1,17 +1,12 @@
-"""The settings of the objectives, and what is built from them. Imports nothing heavy."""
+"""The settings of the objectives. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from common.facts import setting
-
-if TYPE_CHECKING:
-    from app.model.base import ModelConfig
-    from app.training.objective.distill import Teacher
-    from app.training.objective.objective import Objective
 
 
 @dataclass(kw_only=True, slots=True)
@@ -229,29 +224,3 @@ OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
     "classify": ClassifyConfig,
 }
 """option of the group -> its settings"""
-
-
-def build_objective(
-    config: ObjectiveConfig, model: ModelConfig | None = None, teacher: Teacher | None = None
-) -> Objective:
-    """Build the objective that `config` chooses.
-
-    `model`: names the outputs of a head for classes; `teacher`: for objective=distill.
-    """
-    from app.training.objective.distill import Distill
-    from app.training.objective.objective import Classify, Reward, Sft
-    from app.training.objective.pairs import PAIR_LOSSES, Kto, PairObjective
-
-    if isinstance(config, ClassifyConfig):
-        assert model is not None
-        return Classify(config, model.labels, is_multi_label=model.multi_label)
-    if isinstance(config, DistillConfig):
-        assert teacher is not None
-        return Distill(config, teacher)
-    if config.name in PAIR_LOSSES:
-        return PairObjective(config, PAIR_LOSSES[config.name])
-    if isinstance(config, KtoConfig):
-        return Kto(config)
-    if isinstance(config, RewardConfig):
-        return Reward(config)
-    return Sft()
