@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,6 +122,14 @@ def children_of(pid: int) -> list[int]:
     """Return the processes that a process has started."""
     files = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(one) for file in files for one in file.read_text().split()]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = LONGEST) -> None:
+    """Wait until a condition holds."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds
+        time.sleep(0.01)
 
 
 def wait_until_gone(folder: Path, seconds: float = GONE_WITHIN) -> float:

@@ -30,7 +30,7 @@ from app.run import ranks as ranks_module
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.in_process import make_words
-from tests.processes import AT_ONCE, GONE_WITHIN, LONGEST, ends_within
+from tests.processes import AT_ONCE, GONE_WITHIN, LONGEST, ends_within, wait_for
 from tests.resumed import make_run, open_typed
 
 RANK = """
@@ -411,10 +411,8 @@ def launch(folder: Path, *script: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + LONGEST
-    while len(list(folder.glob("ready-*"))) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
+    wait_for(lambda: process.poll() is not None or len(list(folder.glob("ready-*"))) == 2)
+    assert process.poll() is None
     return process
 
 
@@ -427,10 +425,8 @@ def test_a_signal_during_the_search_for_a_checkpoint_ends_the_run(tmp_path: Path
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path), "\n".join([RANK, "os._exit(7)"])], cwd=ROOT
     )
-    deadline = time.monotonic() + LONGEST
-    while not (tmp_path / "searches").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
+    wait_for(lambda: process.poll() is not None or (tmp_path / "searches").exists())
+    assert process.poll() is None
     before = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(LONGEST) == 143
@@ -442,10 +438,8 @@ def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
     process = launch(tmp_path, READY, "wait()")
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    deadline = time.monotonic() + GONE_WITHIN
-    while SupervisedRun(tmp_path, 0, "", 0).has_live_ranks():
-        assert time.monotonic() < deadline, "a rank outlives its launcher"
-        time.sleep(0.02)
+    run = SupervisedRun(tmp_path, 0, "", 0)
+    wait_for(lambda: not run.has_live_ranks(), GONE_WITHIN)  # none outlives its launcher
 
 
 @pytest.mark.slow
@@ -463,9 +457,8 @@ def test_a_second_signal_ends_all_ranks_immediately(tmp_path: Path) -> None:
     before = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
-    while SupervisedRun(tmp_path, 0, "", 0).has_live_ranks():
-        time.sleep(0.02)
-    assert time.monotonic() - before < AT_ONCE
+    run = SupervisedRun(tmp_path, 0, "", 0)
+    wait_for(lambda: not run.has_live_ranks(), before + AT_ONCE - time.monotonic())
 
 
 def test_a_child_ends_itself_if_its_parent_has_ended() -> None:

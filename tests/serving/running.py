@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -81,11 +80,3 @@ def send(
         text, status, found = error.read().decode(), error.code, error.headers
     is_json = str(found["content-type"]).startswith("application/json")
     return status, json.loads(text) if is_json else text, found
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait until a condition holds."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds
-        time.sleep(0.01)

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.serving.running import ScriptedResponder, serving, wait_for
+from tests.processes import wait_for
+from tests.serving.running import ScriptedResponder, serving
 
 DRIVER = shutil.which("chromedriver")
 BROWSER = next(

@@ -20,7 +20,8 @@ from app.serving import server
 from app.serving.api import KEY_VARIABLE, ServeConfig, open_socket, read_server_key
 from common.errors import UserError
 from data_modules import ChatTemplate, Turn
-from tests.serving.running import NAME, REQUEST, ScriptedResponder, send, serving, wait_for
+from tests.processes import wait_for
+from tests.serving.running import NAME, REQUEST, ScriptedResponder, send, serving
 from tests.tiny import TINY_BASE
 
 TURNS = [Turn("user", "What is 2 + 2?")]

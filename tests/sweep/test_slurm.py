@@ -19,7 +19,7 @@ from app.sweep import run_sweep, trials
 from common.errors import UserError
 from common.installation import ROOT
 from tests.in_process import CommandResult, make_words, run_command
-from tests.serving.running import wait_for
+from tests.processes import wait_for
 from tests.sweep.short_trials import TRIAL, results_in
 
 COMMANDS = ("sbatch", "srun", "scancel", "scontrol")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
 
+from app.assembly.base import build_objective
 from app.model.adapter import FullConfig, LoraConfig
 from app.model.architecture import RatesTokens, hidden_as_logits
 from app.model.base import ModelConfig
@@ -22,7 +25,6 @@ from app.training.objective.settings import (
     ClassifyConfig,
     ObjectiveConfig,
     RewardConfig,
-    build_objective,
 )
 from common.errors import DataError, Origin, UserError
 from data_modules import Example
@@ -36,7 +38,8 @@ from tests.runs import check_close
 from tests.tiny import SAMPLES, tiny_llama, train_into
 from tests.training.test_dpo import SPLITS, assert_same_gradients, batches, gradients, make_pairs
 
-CLASSES = ["first", "inside", "last"]
+CLASSES, CLASS_WEIGHTS = ["first", "inside", "last"], [1.0, 2.0, 0.5]
+WEIGHTED = ClassifyConfig(class_weights=CLASS_WEIGHTS)
 LENGTHS, WEIGHTS = [5, 9, 3, 7], [1.0, 0.5, 1.0, 2.0]
 
 
@@ -81,19 +84,21 @@ def outputs_alone(model: Any, document: Example) -> torch.Tensor:
     return found
 
 
-def classes(model: Any, texts: list[Example]) -> torch.Tensor:
-    rows = [(outputs_alone(model, text), text) for text in texts]
-    scale = [1.0, 2.0, 0.5]
-    losses = [
-        scale[int(text.label or 0)] * cross_entropy(out, torch.tensor(int(text.label or 0)))
-        for out, text in rows
-    ]
+def weighted(losses: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack([w * loss for w, loss in zip(WEIGHTS, losses, strict=True)]).sum()
+
+
+def classes(model: Any, texts: list[Example]) -> torch.Tensor:
+    scale = torch.tensor(CLASS_WEIGHTS)
+    truths = [torch.tensor(int(text.label or 0)) for text in texts]
+    return weighted(
+        scale[truth] * cross_entropy(outputs_alone(model, text), truth)
+        for text, truth in zip(texts, truths, strict=True)
+    )
 
 
 def numbers(model: Any, texts: list[Example]) -> torch.Tensor:
-    losses = [(outputs_alone(model, text)[0] - (text.label or 0)) ** 2 for text in texts]
-    return torch.stack([w * loss for w, loss in zip(WEIGHTS, losses, strict=True)]).sum()
+    return weighted((outputs_alone(model, text)[0] - (text.label or 0)) ** 2 for text in texts)
 
 
 def rewards(model: Any, pairs: list[Example]) -> torch.Tensor:
@@ -105,40 +110,24 @@ def rewards(model: Any, pairs: list[Example]) -> torch.Tensor:
     return torch.stack(losses).sum()
 
 
-def with_margins(pairs: list[Example]) -> list[Example]:
-    return [
-        Example(p.input_ids, p.weights, p.dataset, p.origin, None, p.rejected_start, margin)
-        for p, margin in zip(pairs, [0.5, None, 0.0, -1.0], strict=True)
-    ]
-
-
 def several_classes(model: Any, texts: list[Example]) -> torch.Tensor:
     """As transformers' loss of problem_type=multi_label_classification, weighted by class."""
-    scale = torch.tensor([1.0, 2.0, 0.5])
-    losses = []
+    scale, losses = torch.tensor(CLASS_WEIGHTS), []
     for text in texts:
         bits = int(text.label or 0)
         truth = torch.tensor([float(bits >> index & 1) for index in range(3)])
         logits = outputs_alone(model, text)
         losses.append(binary_cross_entropy_with_logits(logits, truth, weight=scale))
-    return torch.stack([w * loss for w, loss in zip(WEIGHTS, losses, strict=True)]).sum()
+    return weighted(losses)
 
 
+MARGINS = [0.5, None, 0.0, -1.0]
+RATED = [replace(pair, label=it) for pair, it in zip(make_pairs(), MARGINS, strict=True)]
 CASES: dict[str, tuple[ObjectiveConfig, list[str], Any, list[Example]]] = {
-    "classes": (
-        ClassifyConfig(class_weights=[1.0, 2.0, 0.5]),
-        CLASSES,
-        classes,
-        make_texts([0.0, 2.0, 1.0, 2.0]),
-    ),
-    "several": (
-        ClassifyConfig(class_weights=[1.0, 2.0, 0.5]),
-        CLASSES,
-        several_classes,
-        make_texts([0.0, 5.0, 2.0, 7.0]),
-    ),
+    "classes": (WEIGHTED, CLASSES, classes, make_texts([0.0, 2.0, 1.0, 2.0])),
+    "several": (WEIGHTED, CLASSES, several_classes, make_texts([0.0, 5.0, 2.0, 7.0])),
     "numbers": (ClassifyConfig(), ["score"], numbers, make_texts([0.5, -2.0, 1.0, 3.0])),
-    "rewards": (RewardConfig(centering=0.1), ["reward"], rewards, with_margins(make_pairs())),
+    "rewards": (RewardConfig(centering=0.1), ["reward"], rewards, RATED),
 }
 
 

@@ -12,46 +12,39 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, log_softmax
 
+from app.assembly.base import build_objective
 from app.model import recompute
 from app.model.attention import attention_implementation
 from app.model.head import fuse_head
 from app.training.objective.distill import Teacher
 from app.training.objective.objective import DatasetSums, batch_loss, losses_by_dataset
-from app.training.objective.settings import DistillConfig, build_objective
+from app.training.objective.settings import DistillConfig
 from common.errors import UserError
 from data_modules import Batch
+from tests import tiny
 from tests.conftest import read_column
 from tests.families import tiny_family
 from tests.reliability.shell import Shell
 from tests.runs import check_close
-from tests.tiny import (
-    TINY_BASE,
-    random_ids,
-    small_base,
-    small_run,
-    tiny_gpt2,
-    tiny_llama,
-    train_into,
-)
-from tests.training.test_loss import IGNORED, make_batch
+from tests.training.test_loss import IGNORED, make_batch, three_documents
 
 
 def with_bias() -> Any:
-    model = tiny_llama(tie_word_embeddings=False)
+    model = tiny.tiny_llama(tie_word_embeddings=False)
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.vocab_size))
     return model
 
 
 STUDENTS = {
-    "tied": tiny_llama,
-    "untied": lambda: tiny_llama(tie_word_embeddings=False),
+    "tied": tiny.tiny_llama,
+    "untied": lambda: tiny.tiny_llama(tie_word_embeddings=False),
     "softcap": lambda: tiny_family("gemma2", final_logit_softcapping=2.0),
     "bias": with_bias,
 }
 TEACHERS = {
-    "as large": tiny_gpt2,
-    "larger": lambda: tiny_llama(hidden_size=64, vocab_size=80),
-    "smaller": lambda: tiny_llama(hidden_size=64, vocab_size=48),
+    "as large": tiny.tiny_gpt2,
+    "larger": lambda: tiny.tiny_llama(hidden_size=64, vocab_size=80),
+    "smaller": lambda: tiny.tiny_llama(hidden_size=64, vocab_size=48),
     "scaled": lambda: tiny_family("granite", logits_scaling=3.0),
 }
 CONFIGS = [
@@ -80,12 +73,8 @@ def source_of(teacher: Any) -> Teacher:
 
 
 def batch_of() -> Batch:
-    ids = (random_ids(tokens=15)[0] % 48).tolist()  # the rows of the smallest teacher
-    return make_batch(
-        [ids[:6], ids[6:11], ids[11:]],
-        [[0, 0, 0, 1, 1, 1], [0, 0, 0.5, 2, 0], [0, 0, 1, 1]],
-        [0, 2, 0],
-    )
+    # The smallest teacher has 48 rows.
+    return three_documents((tiny.random_ids(tokens=15)[0] % 48).tolist())
 
 
 def by_hand(model: Any, teacher: Any, batch: Batch, config: DistillConfig) -> list[Any]:
@@ -178,7 +167,7 @@ def test_stored_tokens_of_a_teacher_teach_what_the_live_one_does(
         (cached, replace(batch, reference=stored)),
         (cached, batch),
     ):
-        model = build(tiny_llama)
+        model = build(tiny.tiny_llama)
         objective = build_objective(config, teacher=source_of(made))
         loss = batch_loss(objective, model, own, "eager", DatasetSums(3))
         loss.backward()
@@ -192,7 +181,7 @@ def test_stored_tokens_of_a_teacher_teach_what_the_live_one_does(
             assert (from_batch[1][name] - grad).norm() <= 1e-5 * grad.norm() + 1e-7, name
     elif teacher == "smaller":  # all tokens but five are impossible
         made.lm_head = OnlyBest(made.lm_head)
-        expected = by_hand(build(tiny_llama, fuses=False), made, batch, cached)
+        expected = by_hand(build(tiny.tiny_llama, fuses=False), made, batch, cached)
         total = sum(weight * (2.5**2 * kl + 0.3 * ce) for _, weight, kl, ce in expected)
         assert from_batch[0] == pytest.approx(total.item(), rel=1e-5)
 
@@ -201,7 +190,7 @@ def test_the_whole_logits_of_neither_model_are_held(monkeypatch: pytest.MonkeyPa
     vocabulary, positions, rows = 4096, 40, 4
     monkeypatch.setattr(recompute, "LOGITS_PER_CHUNK", rows * vocabulary)
     model, teacher = (
-        build(lambda: tiny_llama(vocab_size=vocabulary, hidden_size=8, num_attention_heads=2))
+        build(lambda: tiny.tiny_llama(vocab_size=vocabulary, hidden_size=8, num_attention_heads=2))
         for _ in range(2)
     )
     model.requires_grad_(False)
@@ -209,7 +198,7 @@ def test_the_whole_logits_of_neither_model_are_held(monkeypatch: pytest.MonkeyPa
     objective = build_objective(
         DistillConfig(teacher="tiny", sft_weight=1.0), teacher=source_of(teacher)
     )
-    ids = random_ids(tokens=positions)[0].tolist()
+    ids = tiny.random_ids(tokens=positions)[0].tolist()
     batch = make_batch([ids], [[0.0] + [1.0] * (positions - 1)], [0])
     sizes: list[int] = []
 
@@ -227,7 +216,7 @@ def test_the_whole_logits_of_neither_model_are_held(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_micro_batch_without_trained_tokens_has_a_loss_and_gradients_of_zero() -> None:
-    model, sums = build(tiny_llama), DatasetSums(3)
+    model, sums = build(tiny.tiny_llama), DatasetSums(3)
     batch = batch_of()
     batch.labels.fill_(IGNORED)
     batch.loss_weights.zero_()
@@ -246,8 +235,12 @@ COLUMNS = ("train/loss", "train/kl", "val/loss", "val/cross_entropy/lists")
 
 def words_of(*words: str) -> list[str]:
     """Return the overrides of a run of a shallow student whose teacher is the whole base."""
-    base = [f"model.path={small_base()}", "objective=distill", f"objective.teacher={TINY_BASE}"]
-    return small_run(*base, "optimizer.lr=1e-3", "adapter.dropout=0", *words)
+    base = [
+        f"model.path={tiny.small_base()}",
+        "objective=distill",
+        f"objective.teacher={tiny.TINY_BASE}",
+    ]
+    return tiny.small_run(*base, "optimizer.lr=1e-3", "adapter.dropout=0", *words)
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +304,7 @@ def test_a_run_is_evaluated_against_its_teacher_which_may_be_quantized(
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    teacher = shutil.copytree(TINY_BASE, tmp_path / "teacher")
+    teacher = shutil.copytree(tiny.TINY_BASE, tmp_path / "teacher")
     file = teacher / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -319,4 +312,4 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(tokenizer))
     with pytest.raises(UserError, match=r"2 of .*tokens differ.*type a teacher of"):
-        train_into(tmp_path / "run", *words_of(f"objective.teacher={teacher}"))
+        tiny.train_into(tmp_path / "run", *words_of(f"objective.teacher={teacher}"))

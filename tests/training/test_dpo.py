@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import log_softmax, logsigmoid
 
+from app.assembly.base import build_objective
 from app.assembly.training import _ROUNDING
 from app.config import run_verb
 from app.model import cpu
@@ -39,7 +40,6 @@ from app.training.objective.settings import (
     ObjectiveConfig,
     OrpoConfig,
     SimpoConfig,
-    build_objective,
 )
 from common.errors import Origin, TrainingFault
 from data_modules import Batch, Example
@@ -218,6 +218,18 @@ def test_loss_and_gradients_are_those_of_the_formula(
     assert taken[0].sum().item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+def assert_same_step(model: Any, *steps: tuple[Any, list[Batch]]) -> None:
+    """Compare sums and gradients of two objectives, each with its micro-batches."""
+    found = []
+    for objective, step in steps:
+        sums = DatasetSums(2)
+        losses = [batch_loss(objective, model, batch, "sdpa", sums) for batch in step]
+        found.append((sums.take(), gradients(model, torch.stack(losses).sum())))
+    (sums_of_one, by_one), (sums_of_other, by_other) = found
+    assert torch.allclose(sums_of_one, sums_of_other, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(by_other, by_one, 1e-5)
+
+
 @pytest.mark.parametrize(("packed", "of"), [(True, DpoConfig), (False, IpoConfig)])
 def test_a_stored_reference_is_that_of_the_base_however_it_was_packed(
     model: Any, packed: bool, of: type[DpoConfig] | type[IpoConfig]
@@ -232,19 +244,14 @@ def test_a_stored_reference_is_that_of_the_base_however_it_was_packed(
         lambda batch: base_log_probs(model, batch, "sdpa"),
     )
     known = [replace(pair, reference=row) for pair, row in zip(pairs, stored, strict=True)]
-    found = []
-    for source, own in (("base", pairs), ("cached", known)):
-        objective, sums = build_objective(of(beta=BETA, reference=source)), DatasetSums(2)
-        losses = [
-            batch_loss(objective, model, batch, "sdpa", sums)
-            for batch in batches(own, [3, 1], packed=packed)
-        ]
-        found.append((sums.take(), gradients(model, torch.stack(losses).sum())))
-    (sums_of_base, by_base), (sums_of_stored, by_stored) = found
-    assert torch.allclose(sums_of_base, sums_of_stored, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(by_stored, by_base, 1e-5)
+    base, cached = (build_objective(of(beta=BETA, reference=each)) for each in ("base", "cached"))
+    assert_same_step(
+        model,
+        (base, batches(pairs, [3, 1], packed=packed)),
+        (cached, batches(known, [3, 1], packed=packed)),
+    )
     with pytest.raises(RuntimeError, match="nothing is stored"):
-        objective.reference(model, *batches(pairs, [4], packed=True), "sdpa")
+        cached.reference(model, *batches(pairs, [4], packed=True), "sdpa")
 
 
 def test_figures_are_means_over_the_pairs_of_each_data_set(model: Any) -> None:

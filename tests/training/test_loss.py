@@ -10,16 +10,7 @@ import pytest
 import torch
 
 from app.model.attention import attention_implementation
-from app.training.objective.objective import (
-    DatasetSums,
-    RowSums,
-    Sft,
-    batch_loss,
-    document_numbers,
-    is_token,
-    losses_by_dataset,
-    validate,
-)
+from app.training.objective import objective
 from common.errors import Origin
 from data_modules import Batch, Example, SequenceSlice, deal_columns
 from data_modules.collator import Collator
@@ -46,14 +37,18 @@ def model() -> Any:
     return llama
 
 
-@pytest.fixture
-def batch() -> Batch:
-    ids = random_ids(tokens=15)[0].tolist()
+def three_documents(ids: list[int]) -> Batch:
+    """Return a row of three documents, of two data sets, with tokens of several weights."""
     return make_batch(
         [ids[:6], ids[6:11], ids[11:]],
         [[0, 0, 0, 1, 1, 1], [0, 0, 0.5, 2, 0], [0, 0, 1, 1]],
         [0, 2, 0],
     )
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return three_documents(random_ids(tokens=15)[0].tolist())
 
 
 def by_hand(model: Any, batch: Batch) -> list[tuple[int, float, float]]:
@@ -77,7 +72,7 @@ def test_sums_are_exact_whatever_their_order() -> None:
     losses = torch.rand(999, generator=generator) * 10
     weights = torch.tensor([0.0, 1.0, 0.5]).repeat(333)
     datasets = torch.randint(0, 2, (999,), generator=generator)
-    sums = DatasetSums(3)
+    sums = objective.DatasetSums(3)
     for start in range(0, 999, 100):
         part = slice(start, start + 100)
         sums.add(losses[part], weights[part], datasets[part])
@@ -91,14 +86,14 @@ def test_sums_are_exact_whatever_their_order() -> None:
             (weights[chosen] > 0).sum().item(),
         ]
         assert taken[:, index].tolist() == pytest.approx(exact, rel=1e-12)
-    backwards = DatasetSums(3)
+    backwards = objective.DatasetSums(3)
     backwards.add(losses.flip(0), weights.flip(0), datasets.flip(0))
     assert torch.allclose(backwards.take(), taken, rtol=1e-13, atol=0)
 
 
 def test_losses_by_dataset_are_token_means_with_shares() -> None:
     sums = torch.tensor([[6.0, 0.0, 8.0], [3.0, 0.0, 2.0], [3.0, 0.0, 1.0]])
-    assert losses_by_dataset(sums, ["a", "b", "c"], "val") == {
+    assert objective.losses_by_dataset(sums, ["a", "b", "c"], "val") == {
         "val/loss": 14 / 5,
         "val/loss/a": 2.0,
         "val/tokens/a": 3.0,
@@ -112,7 +107,7 @@ def test_losses_by_dataset_are_token_means_with_shares() -> None:
 
 
 def test_sums_without_a_trained_token_have_no_loss() -> None:
-    metrics = losses_by_dataset(torch.zeros(3, 1), ["a"], "train")
+    metrics = objective.losses_by_dataset(torch.zeros(3, 1), ["a"], "train")
     assert metrics == {"train/tokens/a": 0.0, "train/share/a": 0.0}
 
 
@@ -122,8 +117,8 @@ def test_the_loss_of_a_pack_is_that_of_its_documents_alone(
 ) -> None:
     if positions == "learned":  # where a document starts shows in these, in rotary ones hardly
         model = tiny_gpt2(attn_implementation=attention_implementation("sdpa"))
-    sums = DatasetSums(3)
-    loss = batch_loss(Sft(), model, batch, "sdpa", sums)
+    sums = objective.DatasetSums(3)
+    loss = objective.batch_loss(objective.Sft(), model, batch, "sdpa", sums)
     tokens = by_hand(model, batch)
     assert len(tokens) == 7
     assert loss.item() == pytest.approx(sum(x * w for _, x, w in tokens), rel=1e-6)
@@ -135,8 +130,8 @@ def test_the_loss_of_a_pack_is_that_of_its_documents_alone(
 
 
 def test_documents_of_a_batch_have_sums_of_their_own(model: Any, batch: Batch) -> None:
-    documents = RowSums()
-    batch_loss(Sft(), model, batch, "sdpa", DatasetSums(3), documents)
+    documents = objective.RowSums()
+    objective.batch_loss(objective.Sft(), model, batch, "sdpa", objective.DatasetSums(3), documents)
     tokens = [(x * w, w) for _, x, w in by_hand(model, batch)]
     expected = [
         [sum(part) for part in zip(*own, strict=True)]
@@ -151,10 +146,10 @@ def test_documents_of_a_batch_have_sums_of_their_own(model: Any, batch: Batch) -
 def test_a_batch_without_labels_has_a_loss_of_zero_and_gradients_of_zero(model: Any) -> None:
     ids = random_ids(tokens=4)[0].tolist()
     for document in (ids, ids[:1]):  # prompts alone; the one padding token of an empty pack
-        sums = DatasetSums(2)
+        sums = objective.DatasetSums(2)
         model.zero_grad()
         empty = make_batch([document], [[0.0] * len(document)], [0])
-        loss = batch_loss(Sft(), model, empty, "sdpa", sums)
+        loss = objective.batch_loss(objective.Sft(), model, empty, "sdpa", sums)
         loss.backward()
         assert loss.item() == 0.0
         for name, parameter in model.named_parameters():
@@ -175,7 +170,7 @@ def test_validation_sums_all_batches_without_dropout_or_gradients(model: Any, ba
             kept_for_backward.append(output[0].requires_grad)
 
     model.register_forward_hook(keep, with_kwargs=True)
-    metrics = validate(Sft(), model, [batch, batch], "sdpa", ["a", "b", "c"])
+    metrics = objective.validate(objective.Sft(), model, [batch, batch], "sdpa", ["a", "b", "c"])
     assert kept_for_backward == [False, False]
     model.eval()
     tokens = by_hand(model, batch)
@@ -237,8 +232,8 @@ def test_sums_are_those_of_documents_alone(
     model.set_attn_implementation(attention_implementation(backend))
     start = model.config.decoder_start_token_id
     batch = Collator(0, is_packed, start)([[example] for example in EXAMPLES], 1.0)
-    sums = DatasetSums(3)
-    loss = batch_loss(Sft(), model, batch, backend, sums)
+    sums = objective.DatasetSums(3)
+    loss = objective.batch_loss(objective.Sft(), model, batch, backend, sums)
     expected = [found for example in EXAMPLES for found in targets_by_hand(reference, example)]
     assert loss.item() == pytest.approx(sum(nats * w for _, nats, w in expected), rel=1e-5)
     taken = sums.take()
@@ -267,19 +262,19 @@ def padded_batch() -> Batch:
 
 def counted(parts: list[Batch]) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Return the sums by data set and by document, and the tokens, of the ranks' parts."""
-    sums, by_row = DatasetSums(2), torch.zeros(2, len(LENGTHS), dtype=torch.double)
+    sums, by_row = objective.DatasetSums(2), torch.zeros(2, len(LENGTHS), dtype=torch.double)
     tokens = real = 0
     for part in parts:
         columns = part.trained_columns
         losses = part.position_ids[:, columns].flatten() + 0.5  # differs by token
         weights = part.loss_weights[:, columns].flatten()
         sums.add(losses, weights, part.dataset_ids[:, columns].flatten())
-        numbers, count = document_numbers(part)
-        rows = RowSums()
+        numbers, count = objective.document_numbers(part)
+        rows = objective.RowSums()
         rows.add(losses, weights, numbers[:, columns].flatten(), count)
         by_row += rows.take(range(count), count)
         tokens += part.num_tokens
-        real += int(is_token(part).sum())
+        real += int(objective.is_token(part).sum())
     return sums.take(), by_row, tokens, real
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from signal import SIGTERM
 from threading import Event
@@ -86,12 +87,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for cls, name in ((CsvLogger, "save"), (CheckpointStore, "commit")):
         plain = getattr(cls, name)
 
-        def noted(
-            self: Any, *args: Any, plain: Any = plain, name: str = name, **kwargs: Any
-        ) -> Any:
-            result = plain(self, *args, **kwargs)
+        def noted(*args: Any, plain: Any = plain, name: str = name, **kwargs: Any) -> None:
+            plain(*args, **kwargs)
             done.append(name)
-            return result
 
         monkeypatch.setattr(cls, name, noted)
     return done
@@ -162,13 +160,15 @@ def test_space_is_checked_before_the_first_step_and_after_it(
     assert (lines[-1].split(",")[0] if len(lines) > 2 else None) == last_step
 
 
+saver_of: Any = partial(CheckpointSaver, is_due=bool, validates_after=bool)
+
+
 def test_space_is_checked_again_once_ranks_have_states_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(saving, "check_space", lambda folder, size, number: sizes.append(size))
-    checkpoints = StoredCheckpoints(CheckpointStore(tmp_path), None)
-    saver = CheckpointSaver(checkpoints, is_due=bool, validates_after=bool)
+    saver = saver_of(StoredCheckpoints(CheckpointStore(tmp_path), None))
     local: dict[str, torch.Tensor] = {}
     strategy = SimpleNamespace(local_state=lambda _: local)
     trainer: Any = SimpleNamespace(is_global_zero=True, world_size=2, strategy=strategy)
@@ -188,8 +188,7 @@ def test_waiting_for_a_save_sends_heartbeats(
     monkeypatch.setattr(heartbeat, "_step", 3)
     monkeypatch.setattr(heartbeat, "_thread", threading.current_thread())
     writer, may_write = BackgroundWriter(), Event()
-    checkpoints = StoredCheckpoints(CheckpointStore(tmp_path), None, writer)
-    saver = CheckpointSaver(checkpoints, is_due=bool, validates_after=bool)
+    saver = saver_of(StoredCheckpoints(CheckpointStore(tmp_path), None, writer))
     writer.submit(lambda: may_write.wait(LONGEST) and write_file(tmp_path / "file", [b"a", b"b"]))
     wait = writer.wait
     monkeypatch.setattr(writer, "wait", lambda: may_write.set() or wait())
@@ -202,8 +201,7 @@ def test_waiting_for_a_save_sends_heartbeats(
 def test_several_ranks_save_after_a_signal_only_if_all_have_agreed(
     error: DataStalled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints: Any = SimpleNamespace(source=None, store=None)
-    saver = CheckpointSaver(checkpoints, is_due=bool, validates_after=bool)
+    saver = saver_of(SimpleNamespace(source=None, store=None))
     done: list[str] = []
     for name in ("_prepare", "save", "_wait_for_all"):
         monkeypatch.setattr(saver, name, lambda *_, name=name: done.append(name))

@@ -10,6 +10,7 @@ import resource
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -253,23 +254,14 @@ def some_tensors(sizes: list[int]) -> dict[str, Tensor]:
     }
 
 
-def write_all(store: CheckpointStore, ranks: list[Rank], name: str = "model") -> None:
+def write_all(store: CheckpointStore, ranks: list[Rank]) -> None:
     """Write every rank's share; the first begins, and commits at the end."""
     store.begin(1)
     for rank, one in enumerate(ranks):
         own = store if rank == 0 else CheckpointStore(store.folder)
-
-        def write(
-            file: str, tensors: Mapping[str, StateTensor], own: CheckpointStore = own
-        ) -> None:
-            own.add_tensors(1, file, tensors)
-
-        write_share(write, name, one.tensors, _no_check, rank=rank, num_ranks=len(ranks))
+        write = partial(own.add_tensors, 1)
+        write_share(write, "model", one.tensors, lambda _: None, rank=rank, num_ranks=len(ranks))
     store.commit(1)
-
-
-def _no_check(tensors: Mapping[str, Tensor]) -> None:
-    pass
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
@@ -310,13 +302,7 @@ def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     rank = Rank(wholes, held=set())
     store = CheckpointStore(tmp_path / "checkpoints")
     store.begin(1)
-
-    def check(tensors: Mapping[str, Tensor]) -> None:
-        check_finite_state(1, tensors)
-
-    def write(file: str, tensors: Mapping[str, StateTensor]) -> None:
-        store.add_tensors(1, file, tensors)
-
+    write, check = partial(store.add_tensors, 1), partial(check_finite_state, 1)
     with pytest.raises(TrainingFault, match=r"layer3\.weight has non-finite values"):
         write_share(write, "model", rank.tensors, check, rank=0, num_ranks=1)
     assert sorted(rank.gathered) == sorted(wholes)
@@ -326,7 +312,7 @@ def test_a_rank_that_only_gathers_sends_heartbeats(monkeypatch: pytest.MonkeyPat
     beats: list[bool] = []
     monkeypatch.setattr(checkpoint_module, "refresh_liveness", lambda: beats.append(True))
     one = Rank(some_tensors([5, 1, 4]), held=set())
-    write_share(lambda *_: None, "model", one.tensors, _no_check, rank=4, num_ranks=5)
+    write_share(lambda *_: None, "model", one.tensors, lambda _: None, rank=4, num_ranks=5)
     assert len(one.gathered) == len(beats) == 3
 
 
