@@ -70,9 +70,11 @@ class TrainedRun:
         described = repr(replace(config, chat=ConversationConfig()))
         if self._loaded is None or self._loaded[0] != described:
             from app.assembly.base import open_tuned, with_checkpoint
+            from app.training.trainer import resolve_single_device
 
+            env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
             with tempfile.TemporaryDirectory() as folder:
-                selected, env = with_checkpoint(config, Path(folder))
+                selected = with_checkpoint(config, env, Path(folder))
                 tuned = open_tuned(selected, env)
                 self._loaded = described, tuned.responder(tuned.load(env), env)
         _, responder = self._loaded
