@@ -20,7 +20,7 @@ from app.assembly.base import build_objective
 from app.assembly.training import _ROUNDING
 from app.config import run_verb
 from app.model import cpu
-from app.model.adapter.wrap import _fuse_lora
+from app.model.adapter.fused import FusedLoraLinear
 from app.model.attention import attention_implementation
 from app.model.head import fuse_head
 from app.model.kernels import FusedNorm, fuse_layers
@@ -333,7 +333,9 @@ def test_the_base_is_measured_by_the_kernels_of_training(
     (batch,) = batches(make_pairs(), [4], packed=True)
     own = document_log_probs(model, batch, "sdpa")[0].view(-1, 2)
     fuse_layers(model)
-    _fuse_lora(model)
+    for layer in model.modules():
+        if type(layer) is peft.tuners.lora.Linear:
+            layer.__class__ = FusedLoraLinear
     compute, linear = FusedNorm.compute, cpu.linear
     monkeypatch.setattr(FusedNorm, "compute", lambda *given: 1.01 * compute(*given))  # rounds so
     monkeypatch.setattr(cpu, "linear", lambda *given: 0.99 * linear(*given))
