@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.model.attention import generation_attention
 from app.model.layers import eval_mode
+from app.model.tokenizer import num_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -265,7 +266,7 @@ class _Scorer:
         self.model, self.gathered, self.device = model, gathered, device
         inner = next(part for part in model.modules() if isinstance(part, PreTrainedModel))
         self.parameters = inspect.signature(inner.forward).parameters
-        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.vocab_size = num_rows(model.config)
 
     def run(
         self, groups: Sequence[_PrefixGroup], batch_tokens: int

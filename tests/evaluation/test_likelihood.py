@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -74,6 +75,16 @@ def test_batched_likelihoods_equal_those_of_single_rows(
     assert can_share_prefixes(model)
     found = scored(model, requests, batch_tokens=batch_tokens)
     assert_same(found, one_at_a_time(model, requests))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"trainable_token_indices": [5]}, {"target_modules": ["embed_tokens"]}]
+)
+def test_an_adapter_may_change_the_embedding(settings: dict[str, Any]) -> None:
+    adapter = peft.LoraConfig(**{"target_modules": ["q_proj"], **settings})
+    model = peft.get_peft_model(tiny_llama(), adapter).eval()
+    requests = questions([])
+    assert_same(scored(model, requests), one_at_a_time(model, requests))
 
 
 def test_greedy_continuations_are_recognized() -> None:
