@@ -148,6 +148,12 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         yield first, second
 
 
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts() as pair:
+        yield pair
+
+
 def _remove(host: Host) -> None:
     until = time.monotonic() + 10
     while host.processes() and time.monotonic() < until:

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ import pytest
 
 from app.run.ranks import OWN_STORE_VARIABLE
 from app.training.checkpoint.store import CheckpointStore
-from tests.hosts import Host, two_hosts
+from tests.hosts import Host, hosts
 from tests.processes import LONGEST, RUN, TWO_RANKS
 from tests.reliability.shell import Shell
 from tests.runs import check_same_run, losses_of
 from tests.tiny import small_run
 
+__all__ = ["hosts"]
 pytestmark = pytest.mark.slow
 
 NOTICED_WITHIN = 48.0
@@ -112,12 +113,6 @@ class Training:
 
 
 Start = Callable[..., Training]
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    with two_hosts() as pair:
-        yield pair
 
 
 @pytest.fixture
