@@ -39,13 +39,12 @@ def test_an_experiment_may_be_a_file_of_ones_own(
     file = tmp_path / f"{name}.yaml"
     file.write_text(f"{HEAD}  - _self_\ntrainer: {{max_steps: 3, checkpoint: {{async: true}}}}\n")
     for word in (typed(file), typed(Path("..") / file.name), typed(file).removeprefix("+")):
-        result = run_command(word, "trainer.log_every_steps=2")
-        assert result.code == 0, result.stderr
-        settings = result.config.trainer
+        config = accepted(word, "trainer.log_every_steps=2")
+        settings = config.trainer
         assert (settings.max_steps, settings.log_every_steps) == (3, 2)
         assert settings.checkpoint.asynchronous
     printed = yaml.safe_load(run_command(typed(file), "--cfg", "job").stdout)
-    assert printed["output"]["name"] == result.config.output.name
+    assert printed["output"]["name"] == config.output.name
     assert door.load_config("preview", [typed(file)]).trainer.max_steps == 3
     file.write_text(f"{HEAD}  - _self_\ntrainer:\n  max_stepz: 3\n")
     said = refused(typed(file), "adapter.rr=2")
@@ -54,8 +53,7 @@ def test_an_experiment_may_be_a_file_of_ones_own(
 
 
 def test_an_experiment_that_is_not_there_is_named(tmp_path: Path) -> None:
-    result = run_command("+experiment=nope.yaml")
-    assert (result.code, "nope.yaml: no such file in" in result.stderr) == (2, True)
+    assert "nope.yaml: no such file in" in refused("+experiment=nope.yaml")
     os.mkfifo(tmp_path / "pipe.yaml")
     assert "is a named pipe" in run_command(f"+experiment={tmp_path / 'pipe.yaml'}").stderr
     assert (
