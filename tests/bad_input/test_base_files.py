@@ -311,40 +311,33 @@ def test_what_the_files_lack_is_said_from_their_headers(
     )
 
 
-def test_a_head_that_is_tied_is_in_no_file(tmp_path: Path, made: Path) -> None:
-    base = save_with_tokenizer(
-        tiny_llama(vocab_size=768, tie_word_embeddings=True), tmp_path / "base"
-    )
-    assert "lm_head.weight" not in load_file(base / WEIGHTS)
+LEFT_OUT: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], list[str]]] = {
+    "a tied head": (
+        tiny_llama, {"tie_word_embeddings": True}, {"tie_word_embeddings": False},
+        ["1 tensors are not in the files, first lm_head.weight"]),
+    "layers": (
+        tiny_llama, {}, {"num_hidden_layers": 1},
+        ["config.json: num_hidden_layers=1, but the weight files have 2 layers",
+         "9 tensors would not be used, model.layers.1.input_layernorm.weight is the first",
+         "write num_hidden_layers=2"]),
+    "layers of one of two stacks": (
+        tiny_t5, {}, {"num_decoder_layers": 1},
+        ["would not be used, first decoder.block.1.layer.0"]),
+    "a bias": (
+        tiny_llama, {"attention_bias": True}, {"attention_bias": False},
+        ["8 tensors in its files would not be used", "self_attn.k_proj.bias"]),
+}  # fmt: skip
+"""what would be left out of a model whose config is changed so -> what is said of it"""
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_a_changed_config_would_leave_out(name: str, tmp_path: Path, made: Path) -> None:
+    make, numbers, changed, fragments = LEFT_OUT[name]
+    base = save_with_tokenizer(make(vocab_size=768, **numbers), tmp_path / "base")
+    assert name != "a tied head" or "lm_head.weight" not in load_file(base / WEIGHTS)
     assert open_base(base, made).code == 0
-    change(base / "config.json", tie_word_embeddings=False)
-    refused(open_base(base, made), "1 tensors are not in the files, first lm_head.weight")
-
-
-def test_layers_that_would_be_left_out(base: Path, made: Path) -> None:
-    change(base / "config.json", num_hidden_layers=1)
-    refused(
-        open_base(base, made),
-        f"{base / 'config.json'}: num_hidden_layers=1, but the weight files have 2 layers",
-        "9 tensors would not be used, model.layers.1.input_layernorm.weight is the first",
-        "write num_hidden_layers=2",
-    )
-
-
-def test_layers_left_out_of_one_of_two_stacks(tmp_path: Path, made: Path) -> None:
-    base = save_with_tokenizer(tiny_t5(vocab_size=768), tmp_path / "t5")
-    assert open_base(base, made).code == 0
-    change(base / "config.json", num_decoder_layers=1)
-    refused(open_base(base, made), str(base), "would not be used, first decoder.block.1.layer.0")
-
-
-def test_a_bias_that_would_be_left_out(tmp_path: Path, made: Path) -> None:
-    base = save_with_tokenizer(tiny_llama(vocab_size=768, attention_bias=True), tmp_path / "biased")
-    assert open_base(base, made).code == 0
-    change(base / "config.json", attention_bias=False)
-    refused(
-        open_base(base, made), "8 tensors in its files would not be used", "self_attn.k_proj.bias"
-    )
+    change(base / "config.json", **changed)
+    refused(open_base(base, made), str(base), *fragments)
 
 
 def test_parts_that_this_kind_of_model_has_not_are_only_counted(base: Path, made: Path) -> None:

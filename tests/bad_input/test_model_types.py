@@ -48,18 +48,22 @@ def test_a_model_type_that_no_version_is_known_of(version: Any, tmp_path: Path) 
     assert "'llama9'; install a newer transformers, or take another base" in said
 
 
-@pytest.mark.parametrize("model_type", ["vit", "clip", "whisper"])
-def test_a_model_that_does_not_write_text_for_text(model_type: str, tmp_path: Path) -> None:
-    said = said_of(tmp_path, model_type=model_type)
-    assert f"{model_type} models are not language models:" in said
-    assert said.endswith("type model.path=ANOTHER_BASE")
+IMAGES = "do not run on text alone (their forward pass needs pixel_values"
 
 
-@pytest.mark.parametrize("model_type", ["blip-2", "instructblip"])
-def test_a_model_whose_forward_needs_images(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        *((name, "are not language models:") for name in ("vit", "clip", "whisper")),
+        *((name, IMAGES) for name in ("blip-2", "instructblip")),
+        *((name, "are draft models") for name in DRAFTS),
+    ],
+)
+def test_a_model_that_does_not_write_text_for_text(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
     said = said_of(tmp_path, model_type=model_type)
-    assert f"{model_type} models do not run on text alone" in said
-    assert "(their forward pass needs pixel_values" in said
+    assert f"{model_type} models {reason}" in said
     assert said.endswith("type model.path=ANOTHER_BASE")
 
 
@@ -93,13 +97,6 @@ def test_a_length_beyond_the_context_of_a_language_model(tmp_path: Path) -> None
     # The positions of a T5 are relative, whatever length its config has.
     t5 = {"model_type": "t5", "n_positions": 128, "relative_attention_num_buckets": 32}
     assert check_sequence_len(129, BaseDescription(name="base", config=t5)) == []
-
-
-@pytest.mark.parametrize("model_type", DRAFTS)
-def test_a_model_that_drafts_for_another(model_type: str, tmp_path: Path) -> None:
-    said = said_of(tmp_path, model_type=model_type)
-    assert f"{model_type} models are draft models" in said
-    assert said.endswith("type model.path=ANOTHER_BASE")
 
 
 @pytest.mark.parametrize("model_type", CORRECT_SINCE)

@@ -110,21 +110,17 @@ def test_settings_that_may_change_may_change_together(run: Path) -> None:
     accepted(f"resume={run}", *HARMLESS)
 
 
-def test_what_resume_does_not_take(words: list[str], tmp_path: Path) -> None:
+def test_what_resume_and_resume_allow_do_not_take(
+    run: Path, words: list[str], tmp_path: Path
+) -> None:
     for value, said in (
         ("atuo", "did you mean auto?"),
         ("no/such/folder", "no such folder; expected never, auto, must, or the folder of a run"),
         (str(tmp_path), ": not a training run"),
     ):
         assert said in refused(*words, f"resume={value}")
-
-
-def test_what_resume_allow_does_not_take(run: Path) -> None:
-    for typed, said in (
-        ("resume_allow=[epoch]", "did you mean epochs?"),
-        ("resume_allow=3", "expected a list"),
-    ):
-        assert said in refused(f"resume={run}", typed)
+    for allowed, said in (("[epoch]", "did you mean epochs?"), ("3", "expected a list")):
+        assert said in refused(f"resume={run}", f"resume_allow={allowed}")
 
 
 def test_what_is_no_training_resumes_nothing(run: Path, words: list[str], tmp_path: Path) -> None:

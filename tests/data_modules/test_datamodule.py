@@ -504,27 +504,18 @@ def test_a_stream_leaves_out_validation_rows(
     assert all(set(next(batches).dataset_ids.flatten().tolist()) <= {0} for _ in range(3))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_wrong_settings_are_refused_by_their_key(train: DatasetConfig, val: DatasetConfig) -> None:
+    train.name = "train"
+    assert check_datasets(DataConfig(datasets=[train])) == []
+    for change, words in (
         ({"weight": 2.0}, "data.val_datasets[0].weight=2 has no effect"),
         ({"name": "train"}, "name 'train' is already that of data.datasets[0]"),
         ({"name": "a/b"}, "holds a slash"),
         ({"format": "alpca"}, "data.val_datasets[0].format"),
-    ],
-)
-def test_wrong_settings_are_refused_by_their_key(
-    change: dict[str, Any], words: str, train: DatasetConfig, val: DatasetConfig
-) -> None:
-    train.name = "train"
-    for name, value in change.items():
-        setattr(val, name, value)
-    found = check_datasets(DataConfig(datasets=[train], val_datasets=[val]))
-    assert any(words in problem for problem in found), found
-    assert check_datasets(DataConfig(datasets=[train])) == []
-
-
-def test_weights_of_test_rows_are_refused(train: DatasetConfig, val: DatasetConfig) -> None:
-    val.weight = 0.5
-    (problem,) = check_datasets(DataConfig(datasets=[train], test_datasets=[val]))
+    ):
+        changed = [replace(val, **change)]
+        (problem,) = check_datasets(DataConfig(datasets=[train], val_datasets=changed))
+        assert words in problem
+    tests = [replace(val, weight=0.5)]
+    (problem,) = check_datasets(DataConfig(datasets=[train], test_datasets=tests))
     assert "data.test_datasets[0].weight=0.5 has no effect: each test row is measured" in problem

@@ -162,6 +162,14 @@ def test_missing_column_error_keeps_the_columns_of_its_row_when_pickled() -> Non
         ({"instruction": "i", "output": "o", "weight": "nan"}, None, "^weight is nan; a weight"),
         ({"instruction": "i", "output": "o", "history": [["q"]]}, None, r"history\[0\] is list"),
         ({"text": "a\ud800b"}, None, "an unpaired surrogate.* at character 2"),
+        *(
+            ({"messages": [ASK, SAY], "tools": tools}, None, expected)
+            for tools, expected in (
+                ("[{", r"tools is not JSON: Expecting property name .* at character 3 of '\[\{'"),
+                (3, "tools is int 3, not a list"),
+                ([{"nam": "add"}], r"tools\[0\] has no name; found \['nam'\]; .*mean 'name'"),
+            )
+        ),
         ({"messages": [ASK, SAY], "tools": "[" * 200_000}, None, "cannot be read as JSON"),
         ({"messages": [ASK, SAY], "tools": "9" * 5000}, None, "JSON: Exceeds the limit"),
         *(
@@ -430,16 +438,6 @@ def test_tools_are_converted_to_one_form(column: str) -> None:
 def test_problems_of_turns(turns: list[Any], expected: str) -> None:
     with pytest.raises(RowError, match=expected):
         chat_of(*turns)
-
-
-def test_problems_of_tools() -> None:
-    for tools, expected in (
-        ("[{", r"tools is not JSON: Expecting property name .* at character 3 of '\[\{'"),
-        (3, "tools is int 3, not a list"),
-        ([{"nam": "add"}], r"tools\[0\] has no name; found \['nam'\]; .*did you mean 'name'"),
-    ):
-        with pytest.raises(RowError, match=expected):
-            chat_of(ASK, say(), tools=tools)
 
 
 def paths_of(prompt: Any, **more: Any) -> list[Conversation]:
