@@ -6,7 +6,6 @@ values of other types, deep nesting. Files that C code reads are read by a proce
 
 from __future__ import annotations
 
-import copy
 import gzip
 import json
 import math
@@ -27,6 +26,7 @@ from common.errors import DataError
 from data_modules import DataConfig
 from data_modules.tokens.encode import Rejected, chunks_of, find_format, read_chunk
 from data_modules.types import Conversation, Document, Item, Tokens
+from tests import mutations
 from tests.bad_input.opened import at_most
 from tests.bad_input.prepared import chat, named, prepare
 from tests.data_modules.conftest import lines_of, parquet_bytes, zst
@@ -128,8 +128,6 @@ BINARIES: dict[str, tuple[str, bytes]] = {
     "arrow stream": ("d.arrow", arrow(pyarrow.ipc.new_stream)),
     "packed arrow": ("d.arrow", arrow(pyarrow.ipc.new_stream, "zstd")),
 }
-HUGE = (10**30, -(10**400), 1e308, -1e308, "9" * 5000, "k" * 20_000, 2**63)
-OTHERS = (None, True, 0, -1, 1.5, "", "text", "\ud83d", "\0", [], {}, [1], {"a": 1}, [[]], "[{")
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
@@ -157,33 +155,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def retyped(rows: list[dict[str, Any]], chance: random.Random) -> list[Any]:
-    """Return rows with one value changed: another type, huge, or deeply nested."""
-    found: list[Any] = copy.deepcopy(rows)
-    holder: Any = found
-    while True:
-        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
-        key = chance.choice(keys)
-        if not isinstance(holder[key], (dict, list)) or not holder[key] or chance.random() < 0.2:
-            break
-        holder = holder[key]
-    match chance.randrange(5):
-        case 0:
-            holder[key] = chance.choice(HUGE)
-        case 1:
-            depth = chance.choice((20, 90, 110, 500))
-            for _ in range(depth):
-                holder[key] = {"a": holder[key]} if chance.random() < 0.5 else [holder[key]]
-        case 2 if isinstance(holder, dict):
-            holder[chance.choice(("k" * 2000, "role", "weight", "", "é"))] = holder.pop(key)
-        case 3:
-            holder[key] = [holder[key]] * chance.choice((2, 500))
-        case _:
-            holder[key] = chance.choice(OTHERS)
-    return found
-
-
-def mutations(name: str) -> Iterator[tuple[str, bytes]]:
+def mutated(name: str) -> Iterator[tuple[str, bytes]]:
     """Yield file name and content of each mutation of a kind of file."""
     chance = random.Random(name)
     for number in range(NUM_MUTATIONS):
@@ -195,9 +167,9 @@ def mutations(name: str) -> Iterator[tuple[str, bytes]]:
         if rows is None or number % 3 == 0:
             yield file, damaged(content, chance)
         else:
-            changed = retyped(rows, chance)
-            text = json.dumps(changed) if file.endswith(".json") else ""
-            yield file, (text or "".join(json.dumps(row) + "\n" for row in changed)).encode()
+            changed = mutations.mutate_tree(rows, chance)
+            lines = [changed] if file.endswith(".json") else changed
+            yield file, b"\n".join(map(mutations.dump_json, lines))
 
 
 def check_item(item: Item) -> None:
@@ -238,7 +210,7 @@ def read(file: Path) -> None:
 
 def read_all(name: str, folder: Path) -> None:
     """Read all mutations of a kind; the one that fails is left in `folder`."""
-    for number, (file_name, content) in enumerate(mutations(name)):
+    for number, (file_name, content) in enumerate(mutated(name)):
         file = folder / file_name
         file.write_bytes(content)
         (folder / "last").write_text(f"{name}, mutation {number}")
@@ -266,7 +238,7 @@ def test_damaged_bytes_never_end_otherwise(shell: Shell, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_damaged_text_is_tokenized_or_refused(name: str, tmp_path: Path, base: Any) -> None:
-    for number, (file_name, content) in enumerate(mutations(name)):
+    for number, (file_name, content) in enumerate(mutated(name)):
         if number % (NUM_MUTATIONS // NUM_PREPARED):
             continue
         file = tmp_path / str(number) / file_name
