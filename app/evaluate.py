@@ -17,7 +17,7 @@ from app.evaluation.judge import grading
 from app.model.hub import is_offline
 from app.preflight import requested_devices
 from app.process.environment import configure_libraries, run_program
-from app.process.launch import exit_with_parent, is_child, is_first_rank
+from app.process.launch import exit_with_parent, is_child, is_first_rank, quote_words
 from app.process.logs import print_loading
 from app.report.run_page import PageSection, render_sections, write_page
 from app.run.find import FINAL
@@ -211,7 +211,8 @@ def evaluate_in_ranks(config: EvaluateConfig) -> None:
         env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
         with_checkpoint(config, env, folder)
     if code := run_shares("evaluate", folder, devices, sys.argv[1:]):
-        print(f"to continue: type the same command with output.dir={folder}", file=sys.stderr)
+        word = quote_words(f"output.dir={folder}")
+        print(f"to continue: type the same command with {word}", file=sys.stderr)
         sys.exit(code)
 
 

@@ -14,6 +14,7 @@ from app.config.conf_files import CONF, SCHEMA, list_groups
 from app.config.dispatch import default_text, run_guarded
 from app.config.verbs import SETTINGS
 from app.process.environment import protect_streams
+from app.process.launch import quote_words
 from common.errors import DONE, UserError
 from common.installation import verb_command
 from common.text import printable
@@ -34,8 +35,8 @@ TEMPLATE = """\
 # @package _global_
 {schema}# What:    {name}
 #
-# preview: python -m app.preview +experiment={file}
-# train:   python -m app.train +experiment={file}
+# preview: python -m app.preview {word}
+# train:   python -m app.train {word}
 # change:  any setting, here or on the command line: python -m app.train --help
 defaults:
 {options}  # lora, ia3, freeze or full
@@ -120,7 +121,7 @@ def _text(name: str, file: Path, model: str, data: list[str]) -> str:
     return TEMPLATE.format(
         schema=_schema_line(file),
         name=name,
-        file=file,
+        word=quote_words(f"+experiment={file}"),
         options="".join(options),
         own="".join([*own, "\n"] if own else []),
         others="".join(others),
@@ -159,10 +160,9 @@ def _run(words: list[str]) -> int:
         print(_USAGE, end="")
         return DONE
     file = init(words, input if sys.stdin.isatty() else None)
-    shown = printable(str(file))
-    print(f"written: {shown}; next, preview its data and train:")
-    print(f"  {verb_command('preview')} +experiment={shown}")
-    print(f"  {verb_command('train')} +experiment={shown}")
+    print(f"written: {printable(str(file))}; next, preview its data and train:")
+    for verb in ("preview", "train"):
+        print(f"  {verb_command(verb)} {quote_words(f'+experiment={file}')}")
     return DONE
 
 

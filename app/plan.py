@@ -29,6 +29,7 @@ from app.planning.memory import (
 )
 from app.planning.speed import describe_batch, describe_range, estimate_speed
 from app.process.environment import configure_libraries, run_program
+from app.process.launch import quote_words
 from app.process.logs import show
 from app.report import render_template
 from app.run.folder import CONFIG_FILE, decide_run_dir
@@ -186,7 +187,8 @@ def _write_best(
         f"{best.speed.tokens_per_second:,.0f} tokens/s are estimates. Not yet run."
     )
     write_experiment(planned.with_devices_of(best.config, hardware), file, header)
-    print(f"\nwritten: {printable(str(file))}; {verb_command('train')} +experiment={file}")
+    word = quote_words(f"+experiment={file}")
+    print(f"\nwritten: {printable(str(file))}; {verb_command('train')} {word}")
 
 
 def _describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> dict[str, Any]:

@@ -35,6 +35,7 @@ from app.launch.schedulers import (
 from app.plan import make_plan
 from app.preflight import check_compatibility, check_files
 from app.process.environment import configure_libraries, run_program
+from app.process.launch import quote_words
 from app.run import AUTO, compare_existing
 from app.run.folder import CONFIG_FILE, OUTPUTS, into_folder
 from app.run.job import Job, check_names, job_name
@@ -330,7 +331,8 @@ def _next_steps(submission: Submission, words: Sequence[str]) -> Iterator[str]:
     yield f"  {submission.show(scheduler.log)}   # its log"
     yield f"  {submission.show(scheduler.state)}   # whether it runs"
     if scheduler.shares_folder or is_store_url(submission.job.folder):
-        yield f"  {verb_command('status')} run={printable(submission.job.folder)}   # its progress"
+        word = quote_words(f"run={submission.job.folder}")
+        yield f"  {verb_command('status')} {word}   # its progress"
     yield f"  {submission.show(scheduler.stop)}   # stops it"
     yield "  the same command again   # resumes it from its newest checkpoint"
 

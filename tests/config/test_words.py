@@ -18,7 +18,7 @@ from app.config import compose, conf_files, load_config, save_config
 from app.config.overrides import answer_for, read_other_tools
 from app.config.schema import aliases_of, element_of, suggest_by_name
 from app.config.verbs import OPTION_ALIASES, SETTINGS
-from app.init import init
+from app.init import init, run
 from common.errors import UserError
 from tests.in_process import accepted, make_data, make_model, refused, run_command
 
@@ -225,6 +225,20 @@ def test_init_writes_an_experiment_that_validates(tmp_path: Path, monkeypatch: A
         return str(model if "base model" in question else data)
 
     assert run_command(f"+experiment={init(['asked'], answer_of)}").code == 0 and len(asked) == 2
+
+
+def test_the_commands_of_init_are_typed_as_they_are_shown(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "a.jsonl")
+    name = "it's mine.yaml"
+    assert run(["mine", f"model={model}", f"data={data}", f"output={name}"]) == 0
+    printed = capsys.readouterr().out.splitlines()[-2:]
+    commented = re.findall(r"^# (?:preview|train): +(.*)", Path(name).read_text(), re.MULTILINE)
+    for line in (*printed, *commented):
+        assert shlex.split(line)[-1] == f"+experiment={name}"
+    assert run_command(f"+experiment={name}").code == 0
 
 
 def test_what_init_writes_as_comments_are_the_defaults(tmp_path: Path, monkeypatch: Any) -> None:
