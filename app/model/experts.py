@@ -175,7 +175,11 @@ def _stored_experts(module: Any, name: str, dtype: torch.dtype) -> tuple[Tensor,
     stored = weight.to(dtype)
     if not weight.is_contiguous() or (weight.device.type == "cpu" and weight.data_ptr() % 16):
         stored = stored.clone()  # tensors in a memory-mapped file may be unaligned
-    return stored, lambda values: values
+    return stored, _identity
+
+
+def _identity(stored: Tensor) -> Tensor:
+    return stored
 
 
 def packed_name(name: str) -> str:

@@ -234,9 +234,8 @@ def test_a_loaded_model_is_checked(tmp_path: Any, monkeypatch: pytest.MonkeyPatc
         ModelConfig(path=str(tmp_path)),
         ModelConfig(from_scratch=True, architecture=tiny_llama().config.to_dict()),
     ):
-        with pytest.raises(
-            ValueError, match="should run sdpa, but transformers replaced it by eager"
-        ):
+        said = "should run sdpa, but transformers replaced it by eager"
+        with pytest.raises(ValueError, match=said):
             load_base(config, "sdpa", torch.float32)
 
 

@@ -50,6 +50,13 @@ def plant(leak: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(inputs, name, with_leak(getattr(inputs, name)))
 
 
+def check_that_only_a_leak_is_found(model: Any, leak: str, patch: pytest.MonkeyPatch) -> None:
+    check_isolation(model, "sdpa")
+    plant(LEAKS[leak], patch)
+    with pytest.raises(ValueError, match="see each other"):
+        check_isolation(model, "sdpa")
+
+
 def test_isolated_documents_pass(backend: str) -> None:
     for dtype in DTYPES:
         check_isolation(base(backend, dtype), backend)
@@ -85,10 +92,7 @@ def test_an_offset_of_all_logits_changes_nothing(
     head.weight = model.lm_head.weight
     torch.nn.init.constant_(head.bias, offset)
     model.lm_head = head
-    check_isolation(model, "sdpa")
-    plant(LEAKS["all"], monkeypatch)
-    with pytest.raises(ValueError, match="see each other"):
-        check_isolation(model, "sdpa")
+    check_that_only_a_leak_is_found(model, "all", monkeypatch)
 
 
 def test_rounding_in_experts_is_not_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +100,7 @@ def test_rounding_in_experts_is_not_a_leak(monkeypatch: pytest.MonkeyPatch) -> N
     torch.manual_seed(0)
     config = MixtralConfig(**shape, attn_implementation=attention_implementation("sdpa"))
     model = MixtralForCausalLM(config).bfloat16()
-    check_isolation(model, "sdpa")
-    plant(LEAKS["all"], monkeypatch)
-    with pytest.raises(ValueError, match="see each other"):
-        check_isolation(model, "sdpa")
+    check_that_only_a_leak_is_found(model, "all", monkeypatch)
 
 
 def test_a_faint_leak_is_found() -> None:
@@ -114,10 +115,7 @@ def test_a_faint_leak_is_found() -> None:
 def test_the_rounding_limit_follows_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     model = base("sdpa", torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        check_isolation(model, "sdpa")
-        plant(LEAKS["one token"], monkeypatch)
-        with pytest.raises(ValueError, match="see each other"):
-            check_isolation(model, "sdpa")
+        check_that_only_a_leak_is_found(model, "one token", monkeypatch)
 
 
 def test_a_probe_without_effect_raises() -> None:

@@ -104,9 +104,8 @@ def test_a_base_that_lacks_a_tensor_is_refused_and_not_filled_with_random_number
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"not in the files, first model\.layers\.1\.mlp\.up_proj\.weight"
-    ):
+    said = r"not in the files, first model\.layers\.1\.mlp\.up_proj\.weight"
+    with pytest.raises(UserError, match=said):
         load_base(ModelConfig(path=str(base)), "sdpa", FP32)
 
 

@@ -333,9 +333,8 @@ def test_a_run_with_compiled_layers(
 
 def test_an_encoder_decoder_is_refused_before_its_weights_are_loaded(tmp_path: Path) -> None:
     base = save_with_tokenizer(tiny_t5(vocab_size=768), tmp_path)
-    with pytest.raises(
-        UserError, match=r"t5 models are encoder-decoders.*type trainer\.compile=false"
-    ):
+    said = r"t5 models are encoder-decoders.*type trainer\.compile=false"
+    with pytest.raises(UserError, match=said):
         check_before_start(
             load_config("train", small_run(f"model.path={base}", "trainer.compile=true"))
         )

@@ -72,9 +72,8 @@ def test_trainable_layers_are_fp32_unless_half_precision(half: bool, expected: t
 
 
 def test_rows_of_new_tokens_need_trainable_embedding_and_head() -> None:
-    with pytest.raises(
-        ValueError, match=r"in model.embed_tokens .*adapter\.modules=\[embed_tokens"
-    ):
+    said = r"in model.embed_tokens .*adapter\.modules=\[embed_tokens"
+    with pytest.raises(ValueError, match=said):
         freeze(tiny_llama(), token_ids=[3])
     assert trained(freeze(tiny_llama(), token_ids=[3], modules=["embed_tokens"]))
     untied = {"tie_word_embeddings": False}

@@ -138,9 +138,8 @@ def test_settings_reach_peft() -> None:
     assert len(magnitudes) == 2 * len(LLAMA)
     layer = adapt(tiny_llama(), r=6, alpha=18.0).base_model.model.model.layers[1].mlp.up_proj
     assert layer.scaling["default"] == pytest.approx(18 / 6)
-    assert (
-        adapt(tiny_llama(), init="gaussian").peft_config["default"].init_lora_weights == "gaussian"
-    )
+    config = adapt(tiny_llama(), init="gaussian").peft_config["default"]
+    assert config.init_lora_weights == "gaussian"
 
 
 # Initial weights.

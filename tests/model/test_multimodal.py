@@ -106,10 +106,8 @@ def test_a_whole_model_is_saved_with_its_towers(family: str, base: Path, tmp_pat
     assert (tmp_path / "preprocessor_config.json").read_text() == '{"do_resize": true}'
     # What was saved is a base again, and so is its copy.
     write_model(opened(tmp_path), tmp_path / "copy", torch.float32)
-    assert (
-        load_file(tmp_path / "model-00002-of-00002.safetensors").keys()
-        == load_file(tmp_path / "copy" / "model-00002-of-00002.safetensors").keys()
-    )
+    last = "model-00002-of-00002.safetensors"
+    assert load_file(tmp_path / last).keys() == load_file(tmp_path / "copy" / last).keys()
 
 
 @pytest.mark.parametrize("family", ["gemma3"])

@@ -208,9 +208,8 @@ def test_a_base_that_is_stored_quantized_is_loaded_as_it_is(
 
 def test_a_method_other_than_that_of_the_files_is_refused(tmp_path: Path) -> None:
     config = save_quantized(tmp_path, "nf4")
-    with pytest.raises(
-        UserError, match=r"quantization=int8, but .*nf4 already .*quantization=none"
-    ):
+    said = r"quantization=int8, but .*nf4 already .*quantization=none"
+    with pytest.raises(UserError, match=said):
         load(config, torch.float32, method="int8")
 
 
