@@ -39,6 +39,7 @@ from app.model.adapter.wrap import is_fused
 from app.model.attention.mixers import MixerForward
 from app.model.head import LossHead, linear_cross_entropy
 from app.model.layers import eval_mode, repeated_layers, replaced
+from app.model.quantization import int8_layers
 from app.model.recompute import FEED_FORWARD_TOKENS
 from app.process.collectives import all_gather
 from common.text import reason_of
@@ -368,6 +369,7 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     kernels' roundings add up to more than a nat over the tokens of a long answer.
     """
     forwards = [m for m in model.modules() if isinstance(_forward_of(m), Fused) or is_fused(m)]
+    forwards += int8_layers(model)
     ropes = [vars(source)[ROPE] for source in _rope_sources(model)]
     ropes = [rope for rope in ropes if isinstance(rope, FusedRope)]
     is_training = model.training

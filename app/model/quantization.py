@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -396,12 +397,15 @@ def quantize_tokens_independently(model: Any) -> AbstractContextManager[None]:
     LLM.int8() separates outlier columns for all tokens of a batch at once, so that a token's
     rounding depends on the other tokens.
     """
-    if not stored_quantization(model.config):
-        return nullcontext()
-    from bitsandbytes.nn import Linear8bitLt
+    return replaced((layer.state, "threshold", 0.0) for layer in int8_layers(model))
 
-    layers = (module for module in model.modules() if isinstance(module, Linear8bitLt))
-    return replaced((layer.state, "threshold", 0.0) for layer in layers)
+
+def int8_layers(model: torch.nn.Module) -> list[Any]:
+    """Return the layers of LLM.int8(), which on a CPU do not round activations in training."""
+    if (bitsandbytes := sys.modules.get("bitsandbytes")) is None:  # then none was made
+        return []
+    kind = bitsandbytes.nn.Linear8bitLt
+    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def cast_unquantized(model: torch.nn.Module, dtype: torch.dtype) -> None:

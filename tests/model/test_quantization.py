@@ -16,6 +16,7 @@ from app.model.adapter.saved import load_adapter, probe_logits, save_adapter, ve
 from app.model.attention import attention_implementation, inputs
 from app.model.attention.probes import check_isolation
 from app.model.base import ModelConfig, load_base
+from app.model.kernels import without_dropout
 from app.model.quantization import (
     QuantizationConfig,
     quantization_settings,
@@ -244,6 +245,16 @@ def test_the_isolation_probe_is_not_affected_by_int8_rounding(
     monkeypatch.setattr(inputs, "group_documents", lambda *_: None)
     with quantize_tokens_independently(model), pytest.raises(ValueError, match="see each other"):
         check_isolation(model, "sdpa")
+
+
+@pytest.mark.parametrize("method", ["nf4", "int8"])
+def test_a_pass_without_dropout_rounds_as_a_training_step_does(tmp_path: Path, method: str) -> None:
+    model = load(save_llama(tmp_path, initializer_range=1.0), torch.float32, method=method)
+    ids = torch.arange(3, 23)[None]
+    expected = model.train()(ids).logits
+    with without_dropout(model):
+        assert torch.equal(model(ids).logits, expected)
+    assert all(module.training for module in model.modules())
 
 
 def test_the_checks_read_the_stored_quantization(tmp_path: Path) -> None:
