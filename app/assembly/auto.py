@@ -41,14 +41,7 @@ from app.planning.training import (
 from app.preflight import check_compatibility
 from app.preflight.files import check_split
 from app.process.launch import is_first_rank
-from app.strategy.settings import (
-    STATE_BLOCK_BYTES,
-    StrategyConfig,
-    can_probe_micro_batch,
-    divisors,
-    states_folder,
-    with_states_of,
-)
+from app.strategy import settings as strategies
 from app.training.optimizers import embedding_weights, states_of_weights, vocabulary_weights
 from app.training.trainer import Environment, adapts_to_small_data
 from common.errors import UserError
@@ -94,17 +87,17 @@ def resolve_auto(
     number = config.recompute.num_layers
     plan = replace(plan, recompute="none" if mode == "auto" else mode, recompute_layers=number)
     if config.strategy.offload_optimizer == "disk":
-        check_disk(plan, states_folder(config.strategy, run.folder))
+        check_disk(plan, strategies.states_folder(config.strategy, run.folder))
     return config, env, check_plan(config, base, data, plan)
 
 
 def resolve_strategy(
     config: TrainConfig, base: Base, env: Environment, plan: PlannedRun | None
-) -> StrategyConfig:
+) -> strategies.StrategyConfig:
     """Return the strategy of `config`; `auto` becomes one whose memory fits a GPU."""
     if config.strategy.name != "auto":
         return config.strategy
-    known = with_states_of(config.strategy, load_strategies(settings_of))
+    known = strategies.with_states_of(config.strategy, load_strategies(settings_of))
     if plan is None and env.num_ranks > 1:
         name = "ddp" if env.accelerator == "cpu" else "fsdp"
         choice = StrategyChoice(known[name], "the sizes of the model's layers are unknown")
@@ -186,7 +179,7 @@ def resolve_micro_batch(
     elif plan is None:
         choice = MicroBatchChoice(1, "the sizes of the model's layers are unknown")
     else:
-        is_tried = can_probe_micro_batch(plan.strategy)
+        is_tried = strategies.can_probe_micro_batch(plan.strategy)
         config = resolve_recompute(config, env, plan, has_micro_batch=False)
         mode, number = config.recompute.mode, config.recompute.num_layers
         choice = choose_micro_batch(replace(plan, recompute=mode, recompute_layers=number))
@@ -256,7 +249,9 @@ def probe_micro_batch(module: FinetuneModule, optimizer: str | None) -> None:
             return
         batching = data.batching
         packs = batching.micro_batch_size * batching.accumulation_steps
-        smaller = [size for size in divisors(packs) if size <= batching.micro_batch_size // 2]
+        smaller = [
+            size for size in strategies.divisors(packs) if size <= batching.micro_batch_size // 2
+        ]
         if not smaller:
             raise failure or torch.OutOfMemoryError("another rank has no room for a micro-batch")
         if module.global_rank == 0:
@@ -275,7 +270,7 @@ def _probe(
     import torch
 
     trainer: Any = module.trainer
-    on_disk = 2 * STATE_BLOCK_BYTES
+    on_disk = 2 * strategies.STATE_BLOCK_BYTES
     num_bytes = on_disk if optimizer is None else allocated_states(module.model, optimizer)
     try:
         states = torch.empty(num_bytes, dtype=torch.uint8, device=module.strategy.root_device)

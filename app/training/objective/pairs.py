@@ -18,6 +18,7 @@ from torch.nn.functional import logsigmoid
 from app.model.adapter import adapter_disabled
 from app.model.head import head_log_probs
 from app.model.kernels import without_dropout
+from app.training.objective import settings
 from app.training.objective.objective import (
     Losses,
     Objective,
@@ -26,14 +27,6 @@ from app.training.objective.objective import (
     labels_of_units,
     losses_of_units,
     wins,
-)
-from app.training.objective.settings import (
-    DpoConfig,
-    IpoConfig,
-    KtoConfig,
-    ObjectiveConfig,
-    OrpoConfig,
-    SimpoConfig,
 )
 from data_modules import Batch
 
@@ -117,7 +110,9 @@ class PairObjective(ReferencedObjective):
     is_likelihood = False
 
     def __init__(
-        self, config: ObjectiveConfig, compute: Callable[[Any, Pairs], tuple[Tensor, Tensor]]
+        self,
+        config: settings.ObjectiveConfig,
+        compute: Callable[[Any, Pairs], tuple[Tensor, Tensor]],
     ) -> None:
         """`compute`: one of `PAIR_LOSSES`, which takes `config` and pairs."""
         self.config, self.compute, self.source = config, compute, config.reference_source
@@ -196,7 +191,7 @@ def find_warning(validations: Sequence[Mapping[str, float]]) -> str | None:
     return None
 
 
-def dpo(config: DpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def dpo(config: settings.DpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """-log sigmoid(beta (r_chosen - r_rejected)), r: log-probability of an answer minus the base's.
 
     Equation 7 of arXiv 2305.18290, smoothed as in equation 3 of the cDPO note of its author. With
@@ -210,7 +205,7 @@ def dpo(config: DpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
     return rewards, losses
 
 
-def ipo(config: IpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def ipo(config: settings.IpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """(r_chosen - r_rejected - 1 / (2 beta))^2, r: log-probability of an answer minus the base's.
 
     Equation 17 of arXiv 2310.12036. With `length_normalized`, r is per token, as its authors later
@@ -221,7 +216,7 @@ def ipo(config: IpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
     return config.beta * gains, losses
 
 
-def orpo(config: OrpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def orpo(config: settings.OrpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """-log p_chosen - beta log sigmoid(log odds_chosen - log odds_rejected), odds = p / (1 - p).
 
     Equations 4 to 7 of arXiv 2403.07691; p: probability per token, a geometric mean.
@@ -233,7 +228,7 @@ def orpo(config: OrpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
     return config.beta * means, -means[:, 0] - config.beta * logsigmoid(ratios)
 
 
-def simpo(config: SimpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def simpo(config: settings.SimpoConfig, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """-log sigmoid(beta (log p_chosen - log p_rejected) - margin), log p: per token.
 
     Equation 6 of arXiv 2405.14734.
@@ -272,7 +267,7 @@ class Kto(ReferencedObjective):
     )
     is_likelihood = False
 
-    def __init__(self, config: KtoConfig) -> None:
+    def __init__(self, config: settings.KtoConfig) -> None:
         self.beta, self.source = config.beta, config.reference
         self.weights = config.undesirable_weight, config.desirable_weight
         self.kl: Tensor | None = None
