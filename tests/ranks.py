@@ -23,6 +23,7 @@ import transformers.models.llama.modeling_llama
 import app.model.build
 import app.strategy.fsdp  # noqa: F401
 from app.process.launch import free_port
+from app.strategy.settings import StrategyConfig
 from tests.reliability.shell import shared_shell
 
 PRELOADED = (peft, transformers, lightning)
@@ -102,13 +103,16 @@ def _run_rank(
     os._exit(0)
 
 
-def prepare_strategy(strategy: Any, precision: str = "32-true") -> Any:
-    """Set up a strategy and connect its rank, as Lightning's trainer does before it has a model."""
+def connect(config: StrategyConfig, precision: str = "32-true", **options: Any) -> Any:
+    """Build a strategy and connect its rank, as Lightning's trainer does before it has a model."""
     from lightning.pytorch.accelerators import CPUAccelerator
     from lightning.pytorch.plugins import MixedPrecision, Precision
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
+    from app.assembly.training import build_strategy
+
     num_ranks = int(os.environ["WORLD_SIZE"])
+    strategy: Any = build_strategy(config, accelerator="cpu", num_ranks=num_ranks, **options)
     strategy.accelerator = CPUAccelerator()
     strategy.parallel_devices = [torch.device("cpu")] * num_ranks
     strategy.cluster_environment = LightningEnvironment()

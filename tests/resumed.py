@@ -121,18 +121,23 @@ def training_document(step: int) -> dict[str, Any]:
     }
 
 
+def entry_of(file: Path) -> dict[str, Any]:
+    """Return what a manifest says of a file."""
+    content = file.read_bytes()
+    return {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
+
+
+def write_manifest(folder: Path, content: bytes) -> None:
+    """Write a manifest and a marker that fits it, as an attacker would."""
+    (folder / "manifest.json").write_bytes(content)
+    (folder / "COMMITTED").write_text(f"{hashlib.sha256(content).hexdigest()}\n")
+
+
 def seal(folder: Path) -> None:
     """Rewrite the manifest and marker of a checkpoint to match its files."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    for name in manifest["files"]:
-        content = (folder / name).read_bytes()
-        manifest["files"][name] = {
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "num_bytes": len(content),
-        }
-    text = json.dumps(manifest).encode()
-    (folder / "manifest.json").write_bytes(text)
-    (folder / "COMMITTED").write_text(f"{hashlib.sha256(text).hexdigest()}\n")
+    manifest["files"] = {name: entry_of(folder / name) for name in manifest["files"]}
+    write_manifest(folder, json.dumps(manifest).encode())
 
 
 def damage(file: Path) -> None:

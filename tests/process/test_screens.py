@@ -13,16 +13,6 @@ from rich.table import Table
 
 from app.config import run_verb
 from app.process import logs
-from app.process.logs import (
-    LOG_FILE,
-    RunLog,
-    open_run_log,
-    record,
-    show,
-    start_logging,
-    text_table,
-    wrapped,
-)
 
 WIDTH = 70
 """of a narrow terminal"""
@@ -45,12 +35,12 @@ def words(text: str) -> set[str]:
 def test_no_table_breaks_a_word_or_is_cut(
     texts: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    show(text_table(CELLS, "base vs tuned", texts))
+    logs.show(logs.text_table(CELLS, "base vs tuned", texts))
     whole = capsys.readouterr().out
     assert "…" not in whole
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.setenv("FORCE_COLOR", "1")
-    show(text_table(CELLS, "base vs tuned", texts))
+    logs.show(logs.text_table(CELLS, "base vs tuned", texts))
     narrow = capsys.readouterr().out
     assert words(narrow) == words(whole)
     plain = re.sub(r"\x1b\[[\d;]*m", "", narrow)
@@ -59,23 +49,23 @@ def test_no_table_breaks_a_word_or_is_cut(
 
 def test_a_text_is_wrapped_by_words_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "one " * 30 + "\n  " + "indented-word " * 9
-    assert wrapped(text) == text
+    assert logs.wrapped(text) == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "60")
-    lines = wrapped(text).splitlines()
-    assert max(map(len, lines)) <= 60 and words(wrapped(text)) == {"one", "indented-word"}
+    lines = logs.wrapped(text).splitlines()
+    assert max(map(len, lines)) <= 60 and words(logs.wrapped(text)) == {"one", "indented-word"}
     assert lines[-1].startswith("    indented-word")
 
 
 def test_a_malformed_message_of_a_library_stops_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    handler, library = RunLog(), logging.Logger("library")
+    handler, library = logs.RunLog(), logging.Logger("library")
     library.addHandler(handler)
     library.warning("deprecated", FutureWarning)
     library.warning("still here")
     handler.write_into(tmp_path)
-    assert "still here" in (tmp_path / LOG_FILE).read_text()
+    assert "still here" in (tmp_path / logs.LOG_FILE).read_text()
     assert "Logging error" in capsys.readouterr().err
 
 
@@ -94,20 +84,20 @@ def test_what_is_printed_is_in_the_log_and_no_pipe_cuts_a_table(
     own_loggers: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start_logging()
-    show("before the run has its folder")
-    open_run_log(tmp_path)
+    logs.start_logging()
+    logs.show("before the run has its folder")
+    logs.open_run_log(tmp_path)
     table = Table("data set", "verdict")
     table.add_row("a" * 150, "better")
-    show(table)
-    record("only in the log \x1b[31m")
+    logs.show(table)
+    logs.record("only in the log \x1b[31m")
     logging.getLogger("app").debug("a detail")
-    printed, logged = capsys.readouterr().out, (tmp_path / LOG_FILE).read_text()
+    printed, logged = capsys.readouterr().out, (tmp_path / logs.LOG_FILE).read_text()
     assert "a" * 150 in printed and "better" in printed and "only" not in printed
     for text in ("before the run", "a" * 150, "better", "only in the log \\x1b", "a detail"):
         assert text in logged
     assert "a detail" not in printed
     monkeypatch.setattr(logs, "_is_verbose", False)  # as it is afterwards
-    assert run_verb("plan", lambda config: start_logging(), words=["--verbose"]) == 0
+    assert run_verb("plan", lambda config: logs.start_logging(), words=["--verbose"]) == 0
     logging.getLogger("app").debug("a detail")
     assert "a detail" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
-from app.assembly.training import build_strategy
 from app.model.accumulation import accumulated_linear
 from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
 from app.model.attention.inputs import attention_inputs
@@ -36,7 +34,7 @@ from app.training.checkpoint.state import trainable_parameters
 from app.training.module import StepSkipped, propagate_nonfinite, skip_nonfinite_step
 from common.errors import UserError
 from tests.model.test_kernels import install_references
-from tests.ranks import prepare_strategy
+from tests.ranks import connect
 from tests.tiny import TINY_BASE, built
 
 ARCHITECTURE = {
@@ -210,10 +208,7 @@ def build_sharded_model(
     config: FsdpConfig, build: Any, precision: str = "32-true"
 ) -> tuple[Any, Any]:
     """Return a strategy with connected ranks, and the model that it has sharded."""
-    num_ranks = int(os.environ["WORLD_SIZE"])
-    strategy = prepare_strategy(
-        build_strategy(config, accelerator="cpu", num_ranks=num_ranks), precision
-    )
+    strategy = connect(config, precision)
     model = strategy.build_model(build)
     if strategy.fuses_adapters:
         with torch.autocast("cpu", torch.bfloat16, enabled="mixed" in precision):
@@ -366,7 +361,7 @@ def measure_loading_memory(numbers: dict[str, Any]) -> dict[str, Any]:
         built.append({weight.device.type for weight in model.parameters()})
         return model
 
-    strategy = prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    strategy = connect(FsdpConfig())
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = peak_host_bytes()
     model = strategy.build_model(noted)
@@ -394,7 +389,7 @@ def replicated_weights_after_unequal_gradients(config: FsdpConfig) -> dict[str, 
 
 def errors_of_different_models() -> list[str]:
     """Return the errors of this rank if rank 1 has other layers, more, fewer, or tied ones."""
-    prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    connect(FsdpConfig())
     messages = []
     for widths in (([2], [3]), ([2], [2, 4]), ([2, 4], [2]), ([3, 3], [3, 3])):
         own = widths[dist.get_rank()]
@@ -410,7 +405,7 @@ def errors_of_different_models() -> list[str]:
 
 def devices_of_scales() -> set[str]:
     """Return the devices of the scales of 4-bit layers; `meta` stands for a GPU."""
-    prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    connect(FsdpConfig())
     model = build_quantized(on_meta=dist.get_rank() > 0)
     Broadcaster(torch.device("meta"), 2, 2).broadcast_quantization(model)
     states = [module.quant_state for module in model.modules() if "quant_state" in vars(module)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -14,7 +13,6 @@ from safetensors.torch import save_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from app.assembly.training import build_strategy
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
 from app.model.base import ModelConfig
 from app.model.kernels import fuse_layers
@@ -26,7 +24,7 @@ from app.training.objective.objective import DatasetSums, Sft, batch_loss, head_
 from common.errors import Origin
 from data_modules import Batch, Example
 from data_modules.collator import Collator
-from tests.ranks import prepare_strategy
+from tests.ranks import connect
 from tests.strategy.fsdp_training import ARCHITECTURE, gradient
 from tests.tiny import built
 
@@ -234,12 +232,10 @@ def train_alone(case: Case, count: int) -> dict[str, Any]:
 
 def train_cases(config: PipelineConfig, cases: list[tuple[Case, int]]) -> list[dict[str, Any]]:
     """Take the steps of each case, on a rank of a pipeline."""
-    num_ranks = int(os.environ["WORLD_SIZE"])
     results = []
     for case, count in cases:
         bounds = cut_layers([1.0] * LLAMA["num_hidden_layers"], num_stages(config))
-        strategy = build_strategy(config, accelerator="cpu", num_ranks=num_ranks, stages=bounds)
-        results.append(_train(prepare_strategy(strategy), case, count))
+        results.append(_train(connect(config, stages=bounds), case, count))
     return results
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from app.assembly.training import build_strategy
 from app.strategy.ddp import UNCOMPRESSED_STEPS
 from app.strategy.settings import DdpConfig
-from tests.ranks import on_ranks, prepare_strategy
+from tests.ranks import connect, on_ranks
 from tests.strategy.fsdp_training import answer_all
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ class Matrix(L.LightningModule):
 def gradients(compression: str, bad_step: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
     """Return a rank's gradients after each backward pass, and those that top-k has not sent yet."""
     config = DdpConfig(compression=compression, powersgd_rank=RANK, topk_share=SHARE)
-    strategy: Any = prepare_strategy(build_strategy(config, accelerator="cpu", num_ranks=2))
+    strategy: Any = connect(config)
     strategy.model = module = Matrix()
     strategy.configure_ddp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)

@@ -18,7 +18,7 @@ from app.assembly.training import build_strategy
 from app.process.launch import Launch
 from app.strategy import settings
 from app.strategy.rendezvous import connect_ranks, find_interface
-from tests.ranks import on_ranks, prepare_strategy
+from tests.ranks import connect, on_ranks
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 SEVERAL = [
@@ -38,9 +38,7 @@ def test_every_strategy_has_the_same_timeout_and_ddp_sends_no_buffers() -> None:
 
 def time_outs() -> list[set[timedelta]]:
     """Return the timeouts of a rank's groups: of the mesh, and of a node's ranks."""
-    strategy = prepare_strategy(
-        build_strategy(settings.FsdpConfig(tensor_parallel_size=2), accelerator="cpu", num_ranks=4)
-    )
+    strategy = connect(settings.FsdpConfig(tensor_parallel_size=2))
     strategy._timeout = loading.TIMEOUT = timedelta(minutes=7)  # the constant is gloo's default
     strategy._init_mesh()
     of_mesh = strategy.device_mesh.get_all_groups()

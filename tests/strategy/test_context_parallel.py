@@ -15,16 +15,7 @@ from app.preflight.files import check_split
 from app.strategy.settings import DdpConfig
 from app.training.trainer import resolve_environment
 from tests.ranks import on_ranks
-from tests.strategy.context_training import (
-    CASES,
-    HEAD_DIM,
-    HEADS,
-    KEY_HEADS,
-    LLAMA,
-    TOKENS,
-    compare_all,
-    refused_and_balanced,
-)
+from tests.strategy import context_training as context
 
 ON_FOUR_RANKS = ["llama", "odd heads, recompute", "mamba 2"]
 RECURRENT = ("delta rule", "convolution", "mamba 2")
@@ -35,12 +26,12 @@ MASKED = ("window", "gemma3")
 @pytest.mark.parametrize(
     ("size", "cases"),
     [
-        (2, [case for case in CASES if case not in (*ON_FOUR_RANKS, "odd heads, gemma3")]),
+        (2, [case for case in context.CASES if case not in (*ON_FOUR_RANKS, "odd heads, gemma3")]),
         (4, [*ON_FOUR_RANKS, "odd heads, gemma3", "long rows"]),
     ],
 )
 def test_slices_give_the_loss_and_gradients_of_whole_rows(size: int, cases: list[str]) -> None:
-    for found in on_ranks(size, compare_all, cases):
+    for found in on_ranks(size, context.compare_all, cases):
         for case, figures in found.items():
             assert figures["loss"] < 1e-6 and figures["sums"] < 1e-6, case
             assert figures["norm"] < (2e-6 if "odd" in case else 1e-6), case
@@ -55,7 +46,7 @@ def test_slices_give_the_loss_and_gradients_of_whole_rows(size: int, cases: list
 
 def most_saved(case: str, size: int, whole: float) -> float:
     """Return a bound of the activations that a rank saves, of the `whole` bytes of one process."""
-    numbers, _, recompute = CASES[case]
+    numbers, _, recompute = context.CASES[case]
     bar = 0.51 if size == 2 else 0.26
     if recompute != "none" or case == "long rows":
         return bar
@@ -64,9 +55,9 @@ def most_saved(case: str, size: int, whole: float) -> float:
     if case in MASKED or "odd" in case:  # masks of whole documents, or all keys and values
         return 1.25 / size
     # The output of attention is saved by head and by token, and repeated key heads are.
-    heads = HEADS + 2 * (max(KEY_HEADS, size) - KEY_HEADS)
+    heads = context.HEADS + 2 * (max(context.KEY_HEADS, size) - context.KEY_HEADS)
     layers = numbers.get("num_hidden_layers") or numbers["n_layer"]
-    return bar + layers * TOKENS // size * heads * HEAD_DIM * 4 / whole
+    return bar + layers * context.TOKENS // size * heads * context.HEAD_DIM * 4 / whole
 
 
 def test_the_way_is_chosen_by_heads_and_bytes() -> None:
@@ -80,7 +71,9 @@ def test_the_way_is_chosen_by_heads_and_bytes() -> None:
 
 
 def test_leaks_over_ranks_are_refused_and_slices_are_evaluated_as_whole_rows() -> None:
-    for refusals, (whole, sliced), (whole_balance, balance) in on_ranks(2, refused_and_balanced):
+    for refusals, (whole, sliced), (whole_balance, balance) in on_ranks(
+        2, context.refused_and_balanced
+    ):
         for refusal in refusals:  # neither exchange nor boundaries; an exchange without boundaries
             assert "strategy.context_parallel_size=2: an edit of a document on one rank" in refusal
         assert ["slices of a row give other" in refusal for refusal in refusals] == [True, False]
@@ -89,7 +82,8 @@ def test_leaks_over_ranks_are_refused_and_slices_are_evaluated_as_whole_rows() -
 
 
 def test_bases_whose_rows_cannot_be_split_are_refused() -> None:
-    split, llama = DdpConfig(context_parallel_size=4), BaseDescription(name="base", config=LLAMA)
+    split = DdpConfig(context_parallel_size=4)
+    llama = BaseDescription(name="base", config=context.LLAMA)
     t5 = BaseDescription(name="base", config={"model_type": "t5"})
     for base, backend, message in (
         (t5, "sdpa", "t5 is an encoder-decoder;"),

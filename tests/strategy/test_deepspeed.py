@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from app.assembly.training import build_strategy
 from app.strategy.deepspeed import Zero, check_zero_config
 from app.strategy.deepspeed_config import (
     ALLOWED_KEYS,
@@ -22,7 +21,7 @@ from app.strategy.settings import ZeroConfig
 from app.training.module import skip_nonfinite_step
 from common.errors import UserError
 from tests.conftest import read_column
-from tests.ranks import on_ranks, prepare_strategy
+from tests.ranks import connect, on_ranks
 from tests.reliability.shell import Shell
 from tests.strategy import zero_training
 from tests.strategy.test_sharded import check_close_on_gpus
@@ -140,10 +139,7 @@ def test_the_norm_is_on_the_optimizers_device(one_rank: None, home: str, where: 
 
 def prepare_without_compiler() -> str:
     """Build a model on two ranks, each the first of its machine, of which one cannot compile."""
-    strategy: Any = build_strategy(
-        ZeroConfig(quantized_weights=True), accelerator="cpu", num_ranks=2
-    )
-    prepare_strategy(strategy)
+    strategy = connect(ZeroConfig(quantized_weights=True))
     is_second = strategy.global_rank == 1
     strategy.cluster_environment.local_rank = lambda: 0  # each is the first of its machine
 

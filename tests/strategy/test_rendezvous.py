@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.assembly.training import build_strategy
 from app.strategy.rendezvous import listen
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
-from tests.ranks import on_ranks, prepare_strategy
+from tests.ranks import connect, on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +54,7 @@ def is_loopback(address: str) -> bool:
 
 def meet(config: StrategyConfig) -> list[str]:
     """Connect as a rank of `config`, use two groups, and return where this rank listens."""
-    strategy = prepare_strategy(build_strategy(config, accelerator="cpu", num_ranks=2))
+    strategy = connect(config)
     ones = torch.ones(3)
     dist.all_reduce(ones)
     dist.all_reduce(ones, group=dist.new_group(backend="gloo"))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from app.assembly.training import build_strategy
 from app.evaluation.generation import EvaluationConfig, answer_prompts
 from app.model.adapter import probe_logits
 from app.model.save import save_model
@@ -18,7 +17,7 @@ from app.strategy.mixin import REPLICATED
 from app.strategy.settings import FsdpConfig
 from common.errors import TrainingFault
 from data_modules import Prompt
-from tests.ranks import on_ranks, prepare_strategy
+from tests.ranks import connect, on_ranks
 from tests.strategy.fsdp_training import ADAPTERS, model_builder
 
 pytestmark = pytest.mark.slow
@@ -67,9 +66,7 @@ def shard_and_save(cases: list[tuple[str, str]], folder: Path) -> list[dict[str,
     """Save each case on this rank."""
     found = []
     for name, kind in cases:
-        strategy: Any = prepare_strategy(
-            build_strategy(STRATEGIES[name], accelerator="cpu", num_ranks=2)
-        )
+        strategy = connect(STRATEGIES[name])
         model = strategy.build_model(model_builder(kind))
         train_weights(model, strategy)
         found.append(save(model, kind, folder / name / kind, strategy))
@@ -110,7 +107,7 @@ def test_saved_files_equal_those_of_one_process(
 
 def save_with_a_lost_shard(folder: Path) -> str:
     """Save on ranks of which rank 0 does not receive the other's shard."""
-    strategy: Any = prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    strategy = connect(FsdpConfig())
     model = strategy.build_model(model_builder("lora"))
     train_weights(model, strategy)
     gather = strategy.full_tensor
@@ -134,7 +131,7 @@ def test_a_shard_lost_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
 
 def fail_on_rank_0(folder: Path) -> str:
     """Run work that fails on rank 0; return the error of this rank."""
-    prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    connect(FsdpConfig())
 
     def write() -> None:
         raise PermissionError(13, "no room", str(folder))

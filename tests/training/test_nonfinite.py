@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import logging
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve
 from common.errors import Origin, TrainingFault
 from data_modules import Batch, StepRow
 from tests.batches import datamodule_of, micro_batches
+from tests.in_process import as_new_process
 from tests.reliability.shell import Shell
 from tests.runs import check_same_run
 from tests.tiny import SAMPLES, random_ids, small_run, tiny_llama
@@ -522,10 +522,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     """Run the verb in this process; return its exit code and stderr."""
 
     def run(folder: Path, *words: str) -> tuple[int, str]:
-        for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
-            os.environ.pop(name, None)
-        code = run_verb("train", train, words=[*small_run(*RUN, *words), f"output.dir={folder}"])
-        return code, capsys.readouterr().err
+        typed = [*small_run(*RUN, *words), f"output.dir={folder}"]
+        with as_new_process():
+            return run_verb("train", train, words=typed), capsys.readouterr().err
 
     return run
 

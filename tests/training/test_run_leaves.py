@@ -21,7 +21,6 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from transformers import AutoTokenizer
 
 from app.config import load_config, load_run_config, run_verb
-from app.evaluate import evaluate
 from app.merge import merge
 from app.model.adapter import LoraConfig
 from app.run.manifest import git_state
@@ -29,6 +28,7 @@ from app.training.run_documents import CSV_FILE, read_curves
 from common.errors import UserError
 from common.files import write_atomically
 from tests.conftest import TrainRun, read_column
+from tests.in_process import run_into
 from tests.reliability.shell import Shell
 from tests.resumed import contents
 from tests.tiny import SAMPLES, small_base, small_run, train_into
@@ -211,9 +211,7 @@ def test_a_file_is_on_the_disk_before_it_takes_the_old_one_s_name(
 
 def evaluated(folder: Path, *words: str) -> dict[str, float]:
     """Evaluate into `folder` in this process; returns its metrics.json."""
-    os.environ.pop("LOFT_RUN_DIR", None)
-    evaluate(load_config("evaluate", [*words, f"output.dir={folder}"]))
-    os.environ.pop("LOFT_RUN_DIR", None)
+    run_into("evaluate", folder, *words)
     return json.loads((folder / "metrics.json").read_text())
 
 

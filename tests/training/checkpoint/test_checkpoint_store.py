@@ -6,7 +6,6 @@ No pickle is run.
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import json
 import math
@@ -30,6 +29,7 @@ from app.training.checkpoint.disk import SaveError, check_space, describe_shorta
 from app.training.checkpoint.store import CheckpointStore
 from common.errors import ENVIRONMENT_ERROR, USER_ERROR, UserError, exit_code
 from tests.mutations import mutate_bytes
+from tests.resumed import entry_of, write_manifest
 from tests.training.checkpoint.saves import (
     is_as_saved,
     names_in,
@@ -185,21 +185,10 @@ def test_every_damage_is_found_and_named(whole: Path, tmp_path: Path) -> None:
         assert name in sentence or (name == "COMMITTED" and "manifest.json" in sentence)
 
 
-def write_manifest(step: Path, content: bytes) -> None:
-    """Write a manifest and a marker that fits it, as an attacker would."""
-    (step / "manifest.json").write_bytes(content)
-    (step / "COMMITTED").write_text(f"{hashlib.sha256(content).hexdigest()}\n")
-
-
 def reseal(step: Path, change: Callable[[dict], None]) -> None:
     manifest = json.loads((step / "manifest.json").read_text())
     change(manifest)
     write_manifest(step, json.dumps(manifest).encode())
-
-
-def entry_of(file: Path) -> dict[str, object]:
-    content = file.read_bytes()
-    return {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
 
 
 def name_a_file_outside(step: Path) -> None:

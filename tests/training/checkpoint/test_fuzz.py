@@ -18,10 +18,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.model.adapter import FullConfig, LoraConfig
@@ -54,7 +54,7 @@ from app.training.metrics import Metrics
 from app.training.optimizers import AdamWConfig, ScheduleFreeConfig
 from common.errors import ENVIRONMENT_ERROR, USER_ERROR, UserError, exit_code
 from tests.mutations import mutate_bytes, mutate_json, mutate_safetensors
-from tests.resumed import IDENTITY, seal, training_document
+from tests.resumed import IDENTITY, seal, training_document, write_manifest
 from tests.training.checkpoint.saves import in_a_child
 from tests.training.checkpoint.test_state import Training
 
@@ -112,10 +112,7 @@ def change_values(content: bytearray, dice: Dice) -> None:
 
 def lose_or_add(content: bytearray, dice: Dice) -> None:
     """Write the file again, sound, with a tensor less, one more, or one of another dtype."""
-    from safetensors.torch import load
-    from safetensors.torch import save as save_tensors
-
-    tensors: dict[str, Tensor] = load(bytes(content))
+    tensors: dict[str, Tensor] = safetensors.torch.load(bytes(content))
     name = dice.choice(sorted(tensors))
     what = dice.choice(("less", "more", "dtype", "empty", "none"))
     if what == "less":
@@ -129,7 +126,7 @@ def lose_or_add(content: bytearray, dice: Dice) -> None:
         tensors[name] = torch.empty(0)
     else:
         tensors.clear()
-    content[:] = save_tensors(tensors)
+    content[:] = safetensors.torch.save(tensors)
 
 
 def changed(content: bytes, name: str, dice: Dice) -> bytes:
@@ -144,13 +141,6 @@ def changed(content: bytes, name: str, dice: Dice) -> bytes:
     mutable = bytearray(content)
     change(mutable, dice)
     return bytes(mutable)
-
-
-def seal_manifest(folder: Path) -> None:
-    import hashlib
-
-    text = (folder / "manifest.json").read_bytes()
-    (folder / "COMMITTED").write_text(f"{hashlib.sha256(text).hexdigest()}\n")
 
 
 class Bench:
@@ -175,7 +165,7 @@ class Bench:
         self.last = name
         (self.folder / name).write_bytes(content)
         if fits and name == "manifest.json":
-            seal_manifest(self.folder)
+            write_manifest(self.folder, content)
         elif fits:
             seal(self.folder)
         try:
@@ -320,9 +310,9 @@ def test_tensors_that_do_not_fit_the_run_are_named(tmp_path: Path) -> None:
     for part, change, words in WRONG:
         folder = shutil.copytree(tmp_path / "saved", Path(tempfile.mkdtemp(dir=tmp_path)) / "run")
         folder /= f"step-{STEP}"
-        tensors = load_file(folder / f"{part}.safetensors")
+        tensors = safetensors.torch.load_file(folder / f"{part}.safetensors")
         change(tensors)
-        save_file(tensors, folder / f"{part}.safetensors")
+        safetensors.torch.save_file(tensors, folder / f"{part}.safetensors")
         seal(folder)
         with pytest.raises(UserError, match=words):
             resume(folder)
@@ -352,7 +342,7 @@ def test_documents_that_contradict_each_other_are_named(
     change(document)
     file.write_text(json.dumps(document))
     if name == "manifest":
-        seal_manifest(file.parent)
+        write_manifest(file.parent, file.read_bytes())
     else:
         seal(file.parent)
     with pytest.raises(UserError, match=words):

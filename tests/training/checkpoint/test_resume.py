@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from signal import SIGTERM
@@ -13,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import load_config
 from app.process import faults
 from app.process.signals import DataStalled
-from app.train import train
 from app.training.checkpoint import saving
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING
 from app.training.checkpoint.saving import SignalSync
@@ -26,7 +23,7 @@ from app.training.module import FinetuneModule
 from common.errors import Interrupted
 from tests.resumed import contents
 from tests.runs import check_same_run, figures_of
-from tests.tiny import SAMPLES, TINY_BASE, small_run
+from tests.tiny import SAMPLES, TINY_BASE, train_into
 
 RUN = (
     "trainer.max_steps=8",
@@ -69,9 +66,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Ids:
 
 
 def run_into(folder: Path, *words: str) -> Path:
-    os.environ.pop("LOFT_RUN_DIR", None)
-    train(load_config("train", [*small_run(*RUN, *words), f"output.dir={folder}"]))
-    return folder
+    return train_into(folder, *RUN, *words)
 
 
 def resume_from(run: Path, step: int, *words: str, total: int = 8) -> Path:
