@@ -5,8 +5,10 @@ Needs no torch.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +66,9 @@ if TYPE_CHECKING:
 
 _MAX_LABELS = 20
 """most labels that a message names"""
+_PLAIN_LABEL = re.compile(r"[a-z_][\w/-]*", re.ASCII | re.IGNORECASE)
+_NOT_TEXT = ("true", "false", "null", "nan", "inf")
+"""words that are not read as text without quotes"""
 _IN_PEFT = {"alpha": "lora_alpha", "dropout": "lora_dropout"} | {
     name: name
     for name in (
@@ -206,13 +211,19 @@ def _check_teacher(path: str) -> list[str]:
 
 def _missing_labels(found: Sequence[str]) -> str:
     shown = found[:_MAX_LABELS]
-    names = ", ".join(shown) + ", ..." * (len(found) > len(shown)) if found else "NAME, NAME, ..."
+    names = [*map(_typed_label, shown), *["..."] * (len(found) > len(shown))]
+    words = shlex.quote(f"model.labels=[{', '.join(names or ['NAME', 'NAME', '...'])}]")
     rows = f", and the first rows have {len(found):,}" if found else ""
     return (
         "objective=classify needs the names of the classes, in the order of the head's outputs"
-        f"{rows}; type 'model.labels=[{names}]', or model.labels=[NAME] if labels are numbers to "
-        "predict"
+        f"{rows}; type {words}, or model.labels=[NAME] if labels are numbers to predict"
     )
+
+
+def _typed_label(name: str) -> str:
+    """Return a name as an element of a list on the command line, in quotes unless it is a word."""
+    is_word = _PLAIN_LABEL.fullmatch(name) and name.lower() not in _NOT_TEXT
+    return name if is_word else json.dumps(name, ensure_ascii=False)
 
 
 def _check_templates(config: TrainConfig | TunedConfig) -> list[str]:

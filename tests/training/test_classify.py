@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
 
 from app.assembly.base import build_objective
+from app.config import load_config
 from app.model.adapter import FullConfig, LoraConfig
 from app.model.architecture import RatesTokens, hidden_as_logits
 from app.model.base import ModelConfig
@@ -255,6 +258,25 @@ def test_missing_labels_are_named_and_a_label_that_is_none_of_them_is_refused(
 ) -> None:
     said = run_command("objective=classify", "data=classes", "model=tiny")
     assert said.code == 2 and "'model.labels=[first, inside, last]'" in said.stderr
+    labels = [
+        "0",
+        "10",
+        "-1",
+        "1.5",
+        "true",
+        "none of them",
+        "a, b",
+        "O'Neil",
+        'a "b"',
+        "ä",
+        "sci/tech",
+    ]
+    rows = [{"text": f"Text {n}.", "label": label} for n, label in enumerate(labels)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    typed = ["objective=classify", "model=tiny", f"data.datasets={tmp_path / 'rows.jsonl'}"]
+    (word,) = re.findall(r"type (.*), or model\.labels=\[NAME\]", run_command(*typed).stderr)
+    found = load_config("train", [*typed, *shlex.split(word)]).model.labels
+    assert sorted(found) == sorted(labels)
     words = ["+experiment=classify_tiny", "model.labels=[first, last]"]
     words += [f"data.datasets=[{{path: {SAMPLES / 'classes.json'}}}]"]
     with pytest.raises(
