@@ -15,6 +15,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
 
 from app.evaluation.generation import decode_answer, first_stop, override_generation_config
+from app.evaluation.likelihood import encode_text
 from app.model.attention import generation_attention
 from common.errors import Origin, UserError
 from common.facts import setting
@@ -119,12 +120,8 @@ class Responder:
         Raises UserError if they exceed the context, or are not tokens of this model.
         """
         if isinstance(prompt, str):
-            # With the tokens before every text. Some tokenizers also end every text; what
-            # continues it would then start a new one.
-            encoded = self._tokenizer(prompt, return_special_tokens_mask=True)
-            ids: list[int] = encoded["input_ids"]
-            while not self._is_encoder_decoder and encoded["special_tokens_mask"][len(ids) - 1]:
-                ids.pop()
+            is_pair = self._is_encoder_decoder
+            ids = encode_text(self._tokenizer, prompt, is_encoder_decoder=is_pair)
         elif isinstance(prompt[0], Turn):
             ids = self.template.prompt_ids(cast("Sequence[Turn]", prompt))
         else:

@@ -109,11 +109,32 @@ def encode_pair(
         own: list[int] = tokenizer.encode(continuation, add_special_tokens=False)
         return Request(tokenizer.encode(stripped), own)
     if not stripped:
-        first, ids = first_token(tokenizer), tokenizer.encode(continuation)
-        return Request([first], ids[1:] if ids[:1] == [first] else ids)
-    whole: list[int] = tokenizer.encode(stripped + continuation)
-    num_context = len(tokenizer.encode(stripped))
+        return Request([first_token(tokenizer)], encode_after_first(tokenizer, continuation))
+    whole = encode_text(tokenizer, stripped + continuation)
+    num_context = len(encode_text(tokenizer, stripped))
     return Request(whole[:num_context], whole[num_context:])
+
+
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, is_encoder_decoder: bool = False
+) -> list[int]:
+    """Return the tokens of a text, with those that the tokenizer puts before every text.
+
+    Some tokenizers also end every text; what continues it would then start a new one. The text of
+    an encoder is ended.
+    """
+    encoded = tokenizer(text, return_special_tokens_mask=True)
+    ids: list[int] = encoded["input_ids"]
+    kept = len(ids)
+    while not is_encoder_decoder and kept and encoded["special_tokens_mask"][kept - 1]:
+        kept -= 1
+    return ids[: kept or len(ids)]
+
+
+def encode_after_first(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text that follow `first_token`, which is not in it a second time."""
+    ids = encode_text(tokenizer, text)
+    return ids[1:] if ids[:1] == [first_token(tokenizer)] else ids
 
 
 def first_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -71,11 +71,13 @@ def test_an_answer_as_long_as_the_context_leaves_room_for_the_end_of_its_prompt(
         return iter([[(0, Answer("yes", is_finished=True))]])
 
     monkeypatch.setattr(measure, "answer_batches", answer)
-    tokenizer: Any = SimpleNamespace(encode=lambda text: list(range(100)))
+    encoded = {"input_ids": list(range(100)), "special_tokens_mask": [0] * 100}
+    tokenizer: Any = lambda text, **_: encoded  # noqa: E731
+    model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
     harness = Harness(config=EvaluationConfig(), tokenizer=tokenizer, stop_ids=set(), max_len=64)
     for most, kept, new in ((8, 56, 8), (64, 16, 48), (4096, 16, 48)):
         requests = [("a prompt", {"until": [], "max_gen_toks": most})]
-        assert measure._answers(harness, None, RowRunner(), "key", requests) == ["yes"]
+        assert measure._answers(harness, model, RowRunner(), "key", requests) == ["yes"]
         assert seen.pop() == (list(range(100 - kept, 100)), new)
 
 

@@ -8,13 +8,16 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from app.evaluation.likelihood import (
     Likelihood,
     Request,
     can_share_prefixes,
+    encode_after_first,
     encode_pair,
+    encode_text,
     plan_groups,
     rolling_requests,
     score,
@@ -147,3 +150,21 @@ def test_spaces_belong_to_the_continuation_and_an_empty_context_is_bos() -> None
     alone = encode_pair(tokenizer, "", "calm")
     assert alone.context == [tokenizer.bos_token_id or tokenizer.eos_token_id]
     assert tokenizer.decode(alone.continuation) == "calm"
+
+
+def test_tokens_around_every_text_are_no_part_of_what_is_measured() -> None:
+    plain, tokenizer = (AutoTokenizer.from_pretrained(TINY_BASE) for _ in range(2))
+    first, last, text = plain.pad_token, plain.eos_token, "the sea is calm"
+    tokenizer.bos_token, own = first, plain.encode(text)
+    ids = [(token, plain.convert_tokens_to_ids(token)) for token in (first, last)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A {last}", special_tokens=ids
+    )
+    start, end = (index for _, index in ids)
+    assert tokenizer.encode(text) == [start, *own, end]
+    assert encode_text(tokenizer, text, is_encoder_decoder=True) == [start, *own, end]
+    assert encode_text(tokenizer, text) == [start, *own]
+    assert encode_after_first(tokenizer, text) == own
+    assert encode_pair(tokenizer, "", text) == ([start], own)
+    context, continuation = encode_pair(plain, "the sea ", "is calm")
+    assert encode_pair(tokenizer, "the sea ", "is calm") == ([start, *context], continuation)

@@ -26,7 +26,9 @@ from app.evaluation.generation import EvaluationConfig, answer_batches, first_st
 from app.evaluation.likelihood import (
     Likelihood,
     Request,
+    encode_after_first,
     encode_pair,
+    encode_text,
     first_token,
     rolling_requests,
     score_groups,
@@ -188,7 +190,7 @@ class TaskRunner:
         groups = []
         for question in questions:
             if task.form.kind == "perplexity":
-                ids = self._tokenizer.encode(question.item.continuations[0])
+                ids = encode_after_first(self._tokenizer, question.item.continuations[0])
                 own = rolling_requests(ids, first_token(self._tokenizer), self._max_len)
             else:
                 own = [
@@ -220,8 +222,12 @@ class TaskRunner:
         config = replace(self._config, max_new_tokens=max_new_tokens)
         prompts = []
         for question in questions:
-            ids = self._tokenizer.encode(question.item.contexts[0])[-max_prompt:]
-            prompts.append(Prompt(ids, question.item.reference, question.origin))
+            ids = encode_text(
+                self._tokenizer,
+                question.item.contexts[0],
+                is_encoder_decoder=model.config.is_encoder_decoder,
+            )
+            prompts.append(Prompt(ids[-max_prompt:], question.item.reference, question.origin))
         stop_texts = task.form.stop_texts
         for batch in answer_batches(
             model, self._tokenizer, prompts, self._stop_ids, config, sharding, stop_texts
@@ -504,7 +510,8 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
             texts, first = [request.args[0] for request in requests], first_token(tokenizer)
             groups = [
-                rolling_requests(tokenizer.encode(text), first, harness.max_len) for text in texts
+                rolling_requests(encode_after_first(tokenizer, text), first, harness.max_len)
+                for text in texts
             ]
             found = _likelihoods(harness, model, runner, key_of("-texts", requests), groups)
             return [logprob for logprob, _ in found]
@@ -548,9 +555,11 @@ def _answers(
         max_new_tokens = min(longest, harness.max_len - _MIN_CONTEXT)
         max_prompt = harness.max_len - max_new_tokens
         numbers = [n for n, (_, own) in enumerate(requests) if own == settings]
+        encode = partial(
+            encode_text, harness.tokenizer, is_encoder_decoder=model.config.is_encoder_decoder
+        )
         prompts = [
-            Prompt(harness.tokenizer.encode(requests[n][0])[-max_prompt:], "", Origin(key, n + 1))
-            for n in numbers
+            Prompt(encode(requests[n][0])[-max_prompt:], "", Origin(key, n + 1)) for n in numbers
         ]
         config = replace(harness.config, max_new_tokens=max_new_tokens)
         work = partial(_answer_batches, harness, model, prompts, config, stops)
