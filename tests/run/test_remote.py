@@ -526,7 +526,7 @@ def test_a_checkpoint_damaged_on_its_way_to_another_machine_stops_the_run(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = Launch(num_ranks=2, num_local_ranks=1)
-    monkeypatch.setattr("app.run.upload.read_launch", lambda: launch)
+    monkeypatch.setattr("app.run.upload.launch.read_launch", lambda: launch)
     monkeypatch.setattr("app.run.upload.url_of", lambda folder: URL)
     monkeypatch.setattr("app.run.upload.run_on_rank0", lambda work: None)
     monkeypatch.setattr("app.run.upload.run_on_ranks", lambda work, runs: work())
