@@ -151,7 +151,7 @@ def test_a_signal_ends_a_measurement_on_all_ranks(
         return SIGTERM if len(done) == (2 if is_sharded or not is_first else 1) else None
 
     monkeypatch.setattr(during, "all_gather", lambda own: seen.append("gather") or [own])
-    monkeypatch.setattr(during, "suspend_deadline", lambda: seen.append("suspend"))
+    monkeypatch.setattr(during.signals, "suspend_deadline", lambda: seen.append("suspend"))
     with pytest.raises(MeasurementInterrupted, match="will be repeated"):
         measure(work, {"is_first": is_first, "is_sharded": is_sharded}, poll)
     expected = ["gather", "suspend", "poll"] if stalls else ["gather", "poll"]
