@@ -114,6 +114,10 @@ def test_a_mask_rule_holds_in_every_document(
     groups = group_documents(LENGTHS, (1, TOKENS), torch.device("cpu"))
     output, _ = attend_by_document(LAYER, *parts(TOKENS), rule(kind, size), documents=groups)
     torch.testing.assert_close(output, expected(kind, size))
+    if kind == "window":  # which layers pass as an argument, too, in some models alone
+        how = {"documents": groups, "sliding_window": size}
+        output, _ = attend_by_document(LAYER, *parts(TOKENS), None, **how)
+        torch.testing.assert_close(output, expected(kind, size))
 
 
 def test_a_mask_of_more_than_positions_is_refused() -> None:
