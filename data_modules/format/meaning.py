@@ -8,6 +8,7 @@ Rows whose format is guessed are refused if they mean more, with settings to typ
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,8 @@ _ANSWERS = (
 )
 _EXTRAS = ("input", "context", "passage")
 _TEXTS = ("text", "content", "body", "document", "article", "code", "markdown")
+_BREAKS = re.compile(r"[,{}\[\]]|: |\s#|^[\"'&*!|>%@`?-]|:$")
+"""what ends a value that is not in quotes, in a list on the command line or in YAML"""
 _MAX_DEPTH = 3
 """nesting below a column to which texts are searched for suggestions"""
 _TURNS = ("messages", "conversations", "conversation")
@@ -178,8 +181,16 @@ def _settings_for_chosen(values: Mapping[str, Any], name: str | None) -> str:
 
 def _named(name: str, columns: Mapping[str, str]) -> str:
     """Return the settings for a format whose fields are in these columns."""
-    named = [f"{field}: {path}" for field, path in columns.items() if path not in ("", field)]
+    named = [
+        f"{field}: {_typed(path)}" for field, path in columns.items() if path not in ("", field)
+    ]
     return f"format: {name}, columns: {{{', '.join(named)}}}" if named else ""
+
+
+def _typed(path: str) -> str:
+    """Return a column as it is typed, in quotes if settings would read it otherwise."""
+    is_read = path == path.strip() and path.lower() not in ("true", "false", "null")
+    return path if is_read and not _BREAKS.search(path) else json.dumps(path, ensure_ascii=False)
 
 
 def _role_of(turn: Any) -> str:
@@ -194,7 +205,7 @@ def suggest_settings(values: Mapping[str, Any]) -> str:
     """
     for name, value in values.items():
         if is_turns(value):
-            return f"format: messages, columns: {{messages: {name}}}"
+            return f"format: messages, columns: {{messages: {_typed(name)}}}"
     question = _find_text(values, _QUESTIONS)
     inner = ((name, value) for name, value in values.items() if isinstance(value, (list, dict)))
     nested = (path for name, value in inner if (path := _text_path(value, name, _ANSWERS)))
@@ -207,7 +218,9 @@ def suggest_settings(values: Mapping[str, Any]) -> str:
         return _named("alpaca", columns)
     texts = [name for name, value in values.items() if isinstance(value, str) and value.strip()]
     text = _find_text(values, _TEXTS) or (texts[0] if len(texts) == 1 and not answer else "")
-    return f"format: completion, columns: {{text: {text}}}" if text and not question else ""
+    if not text or question:
+        return ""
+    return f"format: completion, columns: {{text: {_typed(text)}}}"
 
 
 def suggest_pair(values: Mapping[str, Any]) -> str:

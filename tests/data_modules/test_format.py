@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.config import load_config
 from data_modules.format import EmptyAnswerError, MissingColumnError, RowError
 from data_modules.format.fields import read_path
 from data_modules.format.format import FORMATS, format_of
@@ -217,6 +218,18 @@ def test_any_row_is_converted_or_raises_row_error(name: str, data: st.DataObject
         assert all(found in values or "." in found for found in unread)
     suggested = yaml.safe_load("{" + suggest_settings(values) + "}").get("columns", {})
     assert all(read_path(values, path, "") for path in suggested.values())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["my turns", "chat (en)", "a, b", "a: b", "t{1}", "turns[0]", " lead", "true", '"q"', "it's"],
+)
+def test_a_suggestion_names_any_column_as_it_is_typed(name: str) -> None:
+    for value in ("only this text", [{"role": "user", "content": "a"}]):
+        said = f"[{{path: sample:lists, {suggest_settings({name: value})}}}]"
+        (typed,) = load_config("train", [f"data.datasets={said}"]).data.datasets
+        for columns in (typed.columns, yaml.safe_load(said)[0]["columns"]):
+            assert [*columns.values()] == [name]
 
 
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=20)
