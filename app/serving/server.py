@@ -104,18 +104,6 @@ def build_app(
         api.check_no_control_tokens(found.turns, responder.control_texts)
         return completions.response(found, arrived)
 
-    async def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):
-            route = f"{request.method} {printable(request.url.path)[:80]}"
-            error = api.RequestError(
-                f"{route} is not available; {_ROUTES}", status=error.status_code
-            )
-        if not isinstance(error, api.RequestError):
-            error = api.RequestError(
-                api.INTERNAL_ERROR, status=500
-            )  # `_AccessMiddleware` prints the cause
-        return JSONResponse(error.body, error.status, error.headers)
-
     app = Starlette(
         routes=[
             Route("/", show_page),
@@ -125,10 +113,19 @@ def build_app(
             Route("/v1/chat/completions", complete, methods=["POST"]),
             Route("/v1/completions", complete, methods=["POST"]),
         ],
-        exception_handlers={api.RequestError: refuse, HTTPException: refuse, Exception: refuse},
+        exception_handlers=dict.fromkeys((api.RequestError, HTTPException, Exception), _refuse),
     )
     app.router.redirect_slashes = False
     return _AccessMiddleware(app, config.host, key)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        route = f"{request.method} {printable(request.url.path)[:80]}"
+        error = api.RequestError(f"{route} is not available; {_ROUTES}", status=error.status_code)
+    if not isinstance(error, api.RequestError):  # `_AccessMiddleware` prints the cause
+        error = api.RequestError(api.INTERNAL_ERROR, status=500)
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 def _page_policy(page: str) -> str:
