@@ -174,13 +174,21 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
 
 
 def _unlike_objectives(trials: Sequence[TrainConfig]) -> list[str]:
-    measures = {trial.objective.name: trial.objective.compared_by for trial in trials}
-    if len(set(measures.values())) < 2:
+    objectives = [trial.objective for trial in trials]
+    # An accuracy against the base counts which answers have gained, another one which are likelier.
+    measures = {
+        (each.name, each.compared_by + " against the base" * each.compares_with_base): each
+        for each in objectives
+    }
+    if len({metric for _, metric in measures}) < 2:
         return []
-    compared = ", ".join(f"{name} by {metric}" for name, metric in measures.items())
+    names = list(dict.fromkeys(name for name, _ in measures))
+    compared = ", ".join(f"{name} by {metric}" for name, metric in measures)
+    first = objectives[0]
+    fix = f"={first.name}" if len(names) > 1 else f".reference={first.reference_source}"
     return [
-        f"objective={','.join(measures)}: their runs are not compared by one metric ({compared}); "
-        f"type a sweep for each, as objective={next(iter(measures))}"
+        f"objective={','.join(names)}: their runs are not compared by one metric ({compared}); "
+        f"type a sweep for each, as objective{fix}"
     ]
 
 

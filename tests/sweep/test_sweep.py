@@ -145,8 +145,26 @@ def test_settings_that_rescale_the_loss_are_ranked_by_accuracy(
     assert {row["metric"] for row in rows} == {"val/accuracy"}
     assert rows[0]["objective"] == pytest.approx(0.5)
     assert "highest val/accuracy (0.5000) of 3 completed trials" in result.stdout
-    result = sweep(*overrides, *PAIRS, "objective=dpo,sft", code=2)
-    assert "(dpo by val/accuracy, sft by val/loss); type a sweep for each" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "compared", "fix"),
+    [
+        (["objective=dpo,sft"], "dpo by val/accuracy against the base, sft by val/loss", "=dpo"),
+        (["objective=simpo,ipo"], "simpo by val/accuracy, ipo by val/accuracy against", "=simpo"),
+        (
+            ["objective=dpo", "objective.reference=base,none"],
+            "dpo by val/accuracy against the base, dpo by val/accuracy",
+            ".reference=base",
+        ),
+    ],
+)
+def test_objectives_that_measure_otherwise_need_a_sweep_each(
+    overrides: list[str], words: list[str], compared: str, fix: str
+) -> None:
+    result = sweep(*overrides, *PAIRS, *words, code=2)
+    assert compared in result.stderr
+    assert f"type a sweep for each, as objective{fix}" in result.stderr
 
 
 def test_the_printed_command_leaves_out_settings_of_the_sweep_file(
