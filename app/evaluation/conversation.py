@@ -91,6 +91,8 @@ class Reply:
     """number of tokens generated so far, including the stop token"""
     is_finished: bool = False
     """whether a stop token or a stop text was generated"""
+    continues_text: bool = False
+    """whether the answer goes on with the text of the prompt, from its last character"""
 
 
 class Responder:
@@ -160,13 +162,15 @@ class Responder:
         if self._context_len is not None and not self._is_encoder_decoder:
             limit = min(limit, self._context_len - len(reply.prompt_ids))
         shown, text, tokens = "", "", []
+        continues = reply.continues_text and not self._is_encoder_decoder
+        after = reply.prompt_ids if continues else ()
         for token in self._tokens(reply.prompt_ids, limit, config, seed):
             reply.num_tokens += 1
             reply.is_finished = token in self._stops
             if reply.is_finished:
                 break
             tokens.append(token)
-            text = decode_answer(self._tokenizer, tokens)
+            text = decode_answer(self._tokenizer, tokens, after)
             end = first_stop(text, stop_texts)
             reply.is_finished = end is not None
             if reply.is_finished:

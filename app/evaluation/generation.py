@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _MIN_FINISHED = 0.25
 """share of a batch's rows that must be finished before they are replaced: replacing copies the
 cache"""
+_MAX_BEFORE = 8
+"""tokens of a text with which what continues it is decoded"""
 _UNSUPPORTED_TYPES = frozenset({"cpmant", "mpt"})
 """model types whose cache cannot be split and joined by row: CPM-Ant prepends its own tokens to a
 prompt, and MPT's ALiBi table ends at the longest row"""
@@ -126,6 +128,7 @@ def answer_batches(
     seconds: float = math.inf,
     temperature: float = 0.0,
     context_len: int | None = None,
+    continues_text: bool = False,
 ) -> Iterator[list[tuple[int, Answer]]]:
     """Answer each prompt up to the first of `stop_ids`; yield batches of (index, answer).
 
@@ -133,7 +136,8 @@ def answer_batches(
     `sharding`: the strategy that shards the weights, None if each rank holds the whole model; all
     ranks must then answer the same prompts. Generation also ends after one of `stop_texts`, which
     stays in the answer, and cuts off answers after `seconds`, which ranks do not agree on. With a
-    `temperature` answers are sampled, from torch's generator; 0 is greedy.
+    `temperature` answers are sampled, from torch's generator; 0 is greedy. With `continues_text` an
+    answer keeps the space by which it continues its prompt.
     """
     until = time.monotonic() + seconds
     with eval_mode(model), generation_attention(model):
@@ -158,19 +162,28 @@ def answer_batches(
             answers = []
             for number, tokens in batch:
                 end = next((n for n, token in enumerate(tokens) if token in stop_ids), None)
-                text = decode_answer(tokenizer, tokens[:end])
+                after = prompts[number].input_ids if continues_text else ()
+                text = decode_answer(tokenizer, tokens[:end], after)
                 answers.append((number, Answer(text, end is not None)))
             yield answers
 
 
-def decode_answer(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+def decode_answer(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], after: Sequence[int] = ()
+) -> str:
     """Return the text of tokens, without special ones, with all spaces that they have.
 
-    Some tokenizers would else remove those before punctuation, as in "[1 , 2]".
+    `after`: the tokens of a text that they continue. A tokenizer of SentencePiece's kind drops the
+    space before its first token, and some drop those before punctuation, as in "[1 , 2]".
     """
-    return str(
-        tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    )
+
+    def decode(ids: Sequence[int]) -> str:
+        how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(tokenizer.decode(list(ids), **how))
+
+    before = decode(after[-_MAX_BEFORE:]) if after else ""
+    whole = decode([*after[-_MAX_BEFORE:], *tokens]) if before else ""
+    return whole[len(before) :] if before and whole.startswith(before) else decode(tokens)
 
 
 def first_stop(text: str, stop_texts: Sequence[str]) -> int | None:

@@ -392,7 +392,7 @@ class _CompletionQueue:
             raise api.RequestError(str(error), name, code=code) from error
         except DataError as error:
             raise api.RequestError(f"messages: {error}", "messages") from error
-        reply = Reply(ids)
+        reply = Reply(ids, continues_text=not request.is_chat)
         pieces = self._responder.answer(
             reply, request.sampling, stop_texts=request.stop_texts, seed=request.seed
         )

@@ -67,8 +67,13 @@ def test_an_answer_has_the_spaces_that_were_generated_each_piece_once() -> None:
         def _tokens(self, *_: Any) -> Iterator[int]:
             yield from tokenizer.encode(text)
 
-    model: Any = SimpleNamespace()
+    model: Any = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
     template: Any = None
     responder = Scripted(model, tokenizer, template, set())
     answer = list(responder.answer(Reply([1]), ConversationConfig()))
     assert "".join(answer) == text and len(answer) > 10
+    # The space by which a text goes on is dropped in a chat, and kept in a completion.
+    for continues, start in ((False, ""), (True, " ")):
+        reply = Reply(tokenizer.encode("do"), continues_text=continues)
+        answer = list(responder.answer(reply, ConversationConfig()))
+        assert "".join(answer) == start + text

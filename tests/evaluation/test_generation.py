@@ -86,6 +86,20 @@ def test_an_answer_ends_before_any_stop_token_and_is_unfinished_without_one() ->
     assert answers("a", "d", stops={STOP, *prompt("d").input_ids}) == ["bc", ""]
 
 
+@pytest.mark.parametrize(("continues", "text"), [(True, " b c d"), (False, "b c d")])
+def test_a_program_keeps_the_space_by_which_it_continues_its_prompt(
+    continues: bool, text: str
+) -> None:
+    class Spaced(Spelled):
+        def decode(self, ids: list[int], **how: Any) -> str:
+            return " ".join(super().decode(ids, **how))  # none before the first, as SentencePiece
+
+    config, prompts = EvaluationConfig(max_new_tokens=8), [prompt("a")]
+    how = {"continues_text": continues}
+    ((pair,),) = answer_batches(chain_model(), Spaced(), prompts, {STOP}, config, **how)
+    assert pair == (0, Answer(text, is_finished=True))
+
+
 @pytest.mark.parametrize("is_split", [True, False])
 def test_answers_are_cut_off_when_their_time_is_over(
     is_split: bool, monkeypatch: pytest.MonkeyPatch

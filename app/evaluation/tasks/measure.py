@@ -229,8 +229,10 @@ class TaskRunner:
             )
             prompts.append(Prompt(ids[-max_prompt:], question.item.reference, question.origin))
         stop_texts = task.form.stop_texts
+        is_program = task.form.kind == "code" and not model.config.is_encoder_decoder
         for batch in answer_batches(
-            model, self._tokenizer, prompts, self._stop_ids, config, sharding, stop_texts
+            *(model, self._tokenizer, prompts, self._stop_ids, config, sharding, stop_texts),
+            continues_text=is_program,
         ):
             yield [
                 (number, score_answer(task, questions[number], answer.text, answer.is_finished))
