@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -100,9 +101,17 @@ class TrainedRun:
 def train(config: TrainConfig, callbacks: Sequence[L.Callback] = ()) -> TrainedRun:
     """Fine-tune in this process as `config` says, with further callbacks of Lightning.
 
-    Raises UserError for settings and data, TrainingFault if training went bad.
+    Raises UserError for settings and data, TrainingFault if training went bad, and
+    KeyboardInterrupt where a notebook's cell is interrupted.
     """
-    train_here(config, callbacks=callbacks)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        train_here(config, callbacks=callbacks)
+    except SystemExit as end:
+        if not isinstance(end.__context__, KeyboardInterrupt):
+            raise
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal before it exits
+        raise KeyboardInterrupt from None
     return TrainedRun(_folder())
 
 

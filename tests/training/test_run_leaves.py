@@ -8,12 +8,14 @@ import hashlib
 import io
 import json
 import os
+import signal
 import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,12 +25,13 @@ from transformers import AutoTokenizer
 from app.config import load_config, load_run_config, run_verb
 from app.merge import merge
 from app.model.adapter import LoraConfig
+from app.python import train
 from app.run.manifest import git_state
 from app.training.run_documents import CSV_FILE, read_curves
 from common.errors import UserError
 from common.files import write_atomically
 from tests.conftest import TrainRun, read_column
-from tests.in_process import run_into
+from tests.in_process import as_new_process, run_into
 from tests.reliability.shell import Shell
 from tests.resumed import contents
 from tests.tiny import SAMPLES, small_base, small_run, train_into
@@ -334,3 +337,19 @@ def test_the_longer_context_is_merged_with_the_adapter(shell: Shell, tmp_path: P
     assert saved["max_position_embeddings"] == 4096
     assert saved["rope_parameters"]["rope_type"] == "linear"
     assert saved["rope_parameters"]["factor"] == 4.0
+
+
+def test_an_interrupted_cell_of_a_notebook_raises_and_its_run_resumes(tmp_path: Path) -> None:
+    class Interrupted(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    words = small_run(f"output.dir={tmp_path / 'run'}", "trainer.checkpoint.every_steps=1")
+    before = signal.getsignal(signal.SIGINT)
+    with as_new_process(), pytest.raises(KeyboardInterrupt):
+        train(load_config("train", words), callbacks=[Interrupted()])
+    assert signal.getsignal(signal.SIGINT) is before
+    with as_new_process():
+        run = train(load_config("train", {"resume": str(tmp_path / "run")}))
+    assert [row["step"] for row in run.rows if "train/loss" in row][-1] == 4
