@@ -126,9 +126,9 @@ def encode_text(
     encoded = tokenizer(text, return_special_tokens_mask=True)
     ids: list[int] = encoded["input_ids"]
     kept = len(ids)
-    while not is_encoder_decoder and kept and encoded["special_tokens_mask"][kept - 1]:
+    while not is_encoder_decoder and kept > 1 and encoded["special_tokens_mask"][kept - 1]:
         kept -= 1
-    return ids[: kept or len(ids)]
+    return ids[:kept]
 
 
 def encode_after_first(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -196,6 +196,8 @@ def score_groups(
     group_of = [number for number, group in enumerate(groups) for _ in group]
     starts = list(itertools.accumulate(map(len, groups), initial=0))
     likelihoods: dict[int, Likelihood] = {}
+    if not all(groups):
+        yield [(number, []) for number, group in enumerate(groups) if not group]
     num_pending = [len(group) for group in groups]
     for batch in score(model, [request for group in groups for request in group], **options):
         finished = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,11 +11,12 @@ from typing import Any, cast
 import pytest
 
 from app.evaluation.generation import EvaluationConfig
+from app.evaluation.likelihood import Likelihood
 from app.evaluation.metrics import Answer
 from app.evaluation.row_runner import RowRunner
 from app.evaluation.tasks import measure
-from app.evaluation.tasks.measure import Harness, check_harness
-from app.evaluation.tasks.questions import SAMPLES
+from app.evaluation.tasks.measure import Harness, TaskRunner, check_harness
+from app.evaluation.tasks.questions import SAMPLES, TaskConfig, build_tasks
 from tests.evaluation.test_evaluate_tasks import run_evaluation
 from tests.tiny import TINY_BASE
 
@@ -26,6 +28,22 @@ doc_to_target: "{{choices.label.index(answerKey)}}"
 doc_to_choice: "{{choices.text}}"
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """
+
+
+class Ended:
+    """A tokenizer that puts 0 before every text and 99 after it."""
+
+    bos_token_id, eos_token_id = 0, 99
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text), "special_tokens_mask": [1, *[0] * 98, 1]}
+
+    def encode(self, text: str) -> list[int]:
+        return list(range(100))
+
+
+ENDED: Any = Ended()
+DECODER = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
 
 
 @pytest.fixture
@@ -71,14 +89,40 @@ def test_an_answer_as_long_as_the_context_leaves_room_for_the_end_of_its_prompt(
         return iter([[(0, Answer("yes", is_finished=True))]])
 
     monkeypatch.setattr(measure, "answer_batches", answer)
-    encoded = {"input_ids": list(range(100)), "special_tokens_mask": [0] * 100}
-    tokenizer: Any = lambda text, **_: encoded  # noqa: E731
-    model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
-    harness = Harness(config=EvaluationConfig(), tokenizer=tokenizer, stop_ids=set(), max_len=64)
+    harness = Harness(config=EvaluationConfig(), tokenizer=ENDED, stop_ids=set(), max_len=64)
     for most, kept, new in ((8, 56, 8), (64, 16, 48), (4096, 16, 48)):
         requests = [("a prompt", {"until": [], "max_gen_toks": most})]
-        assert measure._answers(harness, model, RowRunner(), "key", requests) == ["yes"]
-        assert seen.pop() == (list(range(100 - kept, 100)), new)
+        assert measure._answers(harness, DECODER, RowRunner(), "key", requests) == ["yes"]
+        assert seen.pop() == (list(range(99 - kept, 99)), new)
+
+
+def test_what_a_task_gives_to_a_model_begins_once_and_has_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def answer(_: Any, __: Any, prompts: list[Any], *___: Any, **____: Any) -> Any:
+        seen.extend(prompt.input_ids for prompt in prompts)
+        return iter([[(n, Answer("yes", is_finished=True)) for n in range(len(prompts))]])
+
+    def score(_: Any, groups: list[Any], **__: Any) -> Any:
+        seen.extend([*context, *text] for ((context, text),) in groups)
+        return iter([[(n, [Likelihood(0.0, 1, True)]) for n in range(len(groups))]])
+
+    monkeypatch.setattr(measure, "answer_batches", answer)
+    monkeypatch.setattr(measure, "score_groups", score)
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", cast(Any, SimpleNamespace(LM=object)))
+    (tmp_path / "texts.jsonl").write_text('{"text": "a text"}\n')
+    texts = TaskConfig(name="texts", path=str(tmp_path / "texts.jsonl"), kind="perplexity")
+    config = EvaluationConfig(tasks=[TaskConfig(name="gsm8k"), texts])
+    TaskRunner(config, build_tasks(config), ENDED, set(), 512).measure(
+        "tuned", DECODER, RowRunner()
+    )
+    harness = Harness(config=config, tokenizer=ENDED, stop_ids=set(), max_len=512)
+    model = measure._language_model(harness, "tuned", DECODER, RowRunner())
+    request = SimpleNamespace(args=("a text",), task_name="own")
+    assert model.loglikelihood_rolling([request]) == [0.0]
+    assert len(seen) > 2 and seen == [list(range(99))] * len(seen)
 
 
 def test_a_folder_of_tasks_needs_allow_code(

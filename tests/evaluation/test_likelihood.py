@@ -21,6 +21,7 @@ from app.evaluation.likelihood import (
     plan_groups,
     rolling_requests,
     score,
+    score_groups,
 )
 from tests.tiny import TINY_BASE, tiny_gpt2, tiny_llama, tiny_t5
 
@@ -140,6 +141,14 @@ def test_rolling_requests_predict_each_token_once() -> None:
         Request([16, 17], [18, 19, 20]),
     ]
     assert rolling_requests(text[:3], 1, 4) == [Request([1], [10, 11, 12])]
+    assert rolling_requests([], 1, 4) == []
+
+
+def test_a_text_without_tokens_has_no_likelihoods() -> None:
+    groups = [[Request(ids(4), ids(2))], [], [Request(ids(4), ids(2))]]
+    batches = score_groups(tiny_llama(), groups, max_len=128, batch_tokens=256)
+    found = dict(pair for batch in batches for pair in batch)
+    assert [len(found[number]) for number in range(3)] == [1, 0, 1]
 
 
 def test_spaces_belong_to_the_continuation_and_an_empty_context_is_bos() -> None:
@@ -165,6 +174,7 @@ def test_tokens_around_every_text_are_no_part_of_what_is_measured() -> None:
     assert encode_text(tokenizer, text, is_encoder_decoder=True) == [start, *own, end]
     assert encode_text(tokenizer, text) == [start, *own]
     assert encode_after_first(tokenizer, text) == own
+    assert encode_text(tokenizer, "") == [start] and encode_after_first(tokenizer, "") == []
     assert encode_pair(tokenizer, "", text) == ([start], own)
     context, continuation = encode_pair(plain, "the sea ", "is calm")
     assert encode_pair(tokenizer, "the sea ", "is calm") == ([start, *context], continuation)
