@@ -79,7 +79,7 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
     if found is not None:
         refuse_special_entries(found)
         if not is_training_run(found / CONFIG_FILE):
-            raise UserError(f"output.dir={found} holds an evaluation; type another folder")
+            raise UserError(f"output.dir={where} holds an evaluation; type another folder")
     return found
 
 
@@ -215,9 +215,14 @@ def finished_runs() -> list[Path]:
 def files_in_outputs(name: str) -> Iterator[Path]:
     """Yield the files of this name in run folders under outputs/, at any depth.
 
-    A run may remove folders of its own meanwhile, by which `Path.rglob` fails.
+    `Path.rglob` fails if a running job removes a folder during the walk, and follows no links.
     """
-    for folder, subfolders, files in os.walk(OUTPUTS):
+    seen: set[str] = set()
+    for folder, subfolders, files in os.walk(OUTPUTS, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            subfolders.clear()
+            continue
+        seen.add(real)
         subfolders[:] = [each for each in subfolders if each != CHECKPOINTS]
         if name in files:
             yield Path(folder) / name

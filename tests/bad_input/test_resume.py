@@ -126,7 +126,9 @@ def test_what_resume_and_resume_allow_do_not_take(
 def test_what_is_no_training_resumes_nothing(run: Path, words: list[str], tmp_path: Path) -> None:
     assert "a preview trains nothing" in refused(*words, f"resume={run}", verb="preview")
     (tmp_path / "config.yaml").write_text("model:\n  path: null\n")
-    assert "holds an evaluation" in refused(*words, f"output.dir={tmp_path}", "resume=auto")
+    for typed in (str(tmp_path), f"{tmp_path}/"):
+        said = f"output.dir={typed} holds an evaluation"
+        assert said in refused(*words, f"output.dir={typed}", "resume=auto")
 
 
 def test_a_run_goes_on_in_its_own_folder_alone(run: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from app.config.dispatch import run_plain_verb
 from app.process.launch import set_run_dir
 from app.process.reporting import report
 from app.process.status import STATUS_FILE, begin_status, end_status, restart_status, update_status
+from app.run.find import files_in_outputs
 from app.status import StatusConfig, show_status
 from common.errors import Interrupted
 from tests.conftest import ROOT
@@ -134,6 +136,23 @@ def test_the_newest_run_is_shown(
         os.utime(folder / STATUS_FILE, (0, 10 + number))
         assert ask() == 75
         assert capsys.readouterr().out.splitlines()[-1] == f"run: outputs/{name}"
+
+
+def test_runs_are_found_behind_links_and_while_folders_vanish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("scratch/a", "scratch/b", "outputs/kept/checkpoints"):
+        Path(folder).mkdir(parents=True)
+        begin_status(Path(folder), 1)
+    Path("outputs/mine").symlink_to(tmp_path / "scratch")
+    Path("scratch/a/again").symlink_to(tmp_path / "scratch")
+    found = files_in_outputs(STATUS_FILE)
+    assert {file.parent for file in found} == {Path("outputs/mine/a"), Path("outputs/mine/b")}
+    found = files_in_outputs(STATUS_FILE)
+    seen = next(found).parent
+    shutil.rmtree({"a": "scratch/b", "b": "scratch/a"}[seen.name])
+    assert list(found) == []
 
 
 def test_the_verbs_import_no_torch(tmp_path: Path) -> None:
