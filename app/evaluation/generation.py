@@ -222,7 +222,7 @@ def _generate(
         return _limit(len(prompts[index].input_ids), config.max_new_tokens, context_len)
 
     # Prompts of similar length share a batch, for less padding, if their answers may be equally
-    # long: `generate` counts on the positions of a row that has ended.
+    # long: `generate` keeps advancing the positions of finished rows.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].input_ids))
     batches = [
         batch
@@ -301,7 +301,7 @@ def override_generation_config(
 
 
 def _limit(prompt_len: int, max_new_tokens: int, context_len: int | None) -> int:
-    """Return how many tokens an answer may have; behind their context some models fail."""
+    """Return how many tokens an answer may have; some models fail beyond their context."""
     room = max_new_tokens if context_len is None else context_len - prompt_len
     return max(1, min(max_new_tokens, room))
 

@@ -157,8 +157,8 @@ def _check_launch(
             )
         elif _is_typed_absolute(path, typed):
             yield (
-                f"{key}={path}: this folder is uploaded into another one: type "
-                f"{os.path.relpath(path)} in its place"
+                f"{key}={path}: the current folder is uploaded to another path on the cluster; "
+                f"type {os.path.relpath(path)} instead"
             )
 
 

@@ -374,7 +374,7 @@ REFUSED: list[tuple[str, str]] = [
     ("launcher=sky launch.image=i", "pip install 'skypilot"),
     ("launcher=kubernetes launch.image=i data.datasets=[{path: DATA}]", "exists only on this"),
     ("launcher=ray model.path=MODEL", "model.path"),
-    ("launcher=ray data.datasets=[{path: HERE/a.jsonl}]", "type a.jsonl in its place"),
+    ("launcher=ray data.datasets=[{path: HERE/a.jsonl}]", "type a.jsonl instead"),
     ("launcher=ray data.datasets=[{path: outputs/a.jsonl}]", "exists only on this"),
     ("launcher=ray data.chat_template=TEMPLATE", "exists only on this"),
     ("launcher=sky launch.image=i evaluation.task_dir=MODEL", "exists only on this"),

@@ -338,10 +338,11 @@ ROWS_OF_SETTINGS = (
           rows=(
         Conflict(lambda c, d: set(c.data.roles_to_train) != {"assistant"}
                  and ", ".join(c.data.roles_to_train),
-                 "data.roles_to_train=[{found}]: {name}, and of nothing else",
+                 "data.roles_to_train=[{found}]: {name} only",
                  "data.roles_to_train=[assistant]"),
         Conflict(lambda c, d: c.data.train_on_eos == "all",
-                 "data.train_on_eos=all: {name}, and the stop tokens of a prompt are none of them",
+                 "data.train_on_eos=all: {name}, which do not include the stop tokens "
+                 "of the prompt",
                  "data.train_on_eos=turn"),
     )),
     Group(lambda c, d: is_training(c) and c.objective.row_format is not None
