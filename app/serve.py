@@ -101,13 +101,15 @@ def _vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: bo
 
     `has_key`: whether clients must send the API key that is set in the environment.
     """
+    from app.model.tokenizer_file import save_tokenizer
+
     if tuned.template.is_encoder_decoder:
         raise UserError(
             "serve.engine=vllm: vLLM does not serve encoder-decoder models; leave it out"
         )
     stops = {"eos_token_id": sorted(tuned.stop_ids)}
     write_atomically(folder / "generation_config.json", json.dumps(stops, indent=2) + "\n")
-    tuned.tokenizer.save_pretrained(folder)
+    save_tokenizer(tuned.tokenizer, folder)
     model, adapter, rank = str(tuned.folder or config.model.path), None, 0
     lines = ["# in a separate environment with vLLM"]
     if tuned.folder is not None and is_adapter(tuned.folder):

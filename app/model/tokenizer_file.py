@@ -164,7 +164,9 @@ def _name_as_in_v4(file: Path) -> None:
     """Name class and special tokens as transformers 4 does, which 5 reads in the same way."""
     if not file.is_file():
         return
-    settings, _ = read_json_object(file)
+    settings, problem = read_json_object(file)
+    if problem is not None:
+        return  # one beyond the limits stays as it was saved
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):

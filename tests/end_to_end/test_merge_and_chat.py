@@ -417,8 +417,12 @@ def test_the_vllm_command_has_adapter_template_and_stop_tokens(
         for word in ("vllm serve", "--chat-template", "--generation-config", "--host 127.0.0.1"):
             assert word in line
         assert (f"--max-lora-rank 8 --lora-modules tiny_base={own}" in line) is not merges
-        stops = json.loads((tmp_path / f"vllm-{own.name}" / "generation_config.json").read_text())
+        stops, tokenizer = (
+            json.loads((tmp_path / f"vllm-{own.name}" / f"{name}_config.json").read_text())
+            for name in ("generation", "tokenizer")
+        )
         assert stops["eos_token_id"] and "VLLM_API_KEY" not in line
+        assert tokenizer["tokenizer_class"] != "TokenizersBackend"  # unknown to transformers 4
     monkeypatch.setenv("LOFT_SERVE_KEY", "s3cret")
     run_into("serve", tmp_path / "key", *words)
     printed = capsys.readouterr().out

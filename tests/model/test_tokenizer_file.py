@@ -206,6 +206,18 @@ def test_versions_4_and_5_read_what_is_saved(tmp_path: Path) -> None:
         assert ids(opened) == ids(own) and opened.extra_special_tokens == ["<x>"]
 
 
+def test_settings_beyond_the_limits_stay_as_they_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path / "base", "byte_level", "TokenizersBackend", "", padding_side="left")
+    tokenizer = build(tmp_path / "base")
+    monkeypatch.setenv("LOFT_LIMITS", "json_key=1")
+    (saved := tmp_path / "saved").mkdir()
+    save_tokenizer(tokenizer, saved)
+    settings = json.loads((saved / "tokenizer_config.json").read_text())
+    assert (settings["eos_token"], settings["padding_side"]) == ("<|end|>", "left")
+
+
 def test_settings_stay_and_the_file_decides_about_tokens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
