@@ -197,6 +197,7 @@ CONFLICTS = [
     (0, "data=pairs objective=dpo adapter=full"),
     (0, "data=pairs objective=dpo objective.reference=cached data.streaming=true "
      "data.val_set_size=0 trainer.max_steps=9"),
+    (0, "data=pairs objective=dpo objective.reference=cached quantization.method=int8"),
     (0, "data=pairs objective=dpo adapter=full objective.reference=cached model.from_scratch=true"),
     (0, "data=pairs objective=dpo adapter.init=pissa"),
     (0, "data=pairs objective=dpo trainer.compile=true"),

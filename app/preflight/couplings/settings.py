@@ -369,6 +369,11 @@ ROWS_OF_SETTINGS = (
                  "data.streaming=true does not know its pairs before the first step, when {name} "
                  "computes what the base says of them",
                  "data.streaming=false, or objective.reference=base"),
+        Conflict(lambda c, d: c.quantization.method == "int8" and not d.on_gpu,
+                 "quantization=int8 on a CPU rounds activations in validations but not in training "
+                 "steps, with which {name} computes the base: its margins of validations would be "
+                 "off by that rounding",
+                 "objective.reference=base", is_of_machine=True),
         Conflict(lambda c, d: c.model.from_scratch and (
                      "objective=orpo" if c.objective.name == "kto" else "objective.reference=none"),
                  "model.from_scratch=true has no base whose log-probabilities {name} could store",
