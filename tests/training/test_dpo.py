@@ -7,6 +7,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,13 @@ from app.config import run_verb
 from app.model import cpu
 from app.model.adapter.fused import FusedLoraLinear
 from app.model.attention import attention_implementation
+from app.model.base import ModelConfig
 from app.model.head import fuse_head
 from app.model.kernels import FusedNorm, fuse_layers
+from app.model.quantization import QuantizationConfig
 from app.train import train
 from app.training.metrics import FirstLoss
-from app.training.objective.distill import measure_references
+from app.training.objective.distill import _identity_of, measure_references
 from app.training.objective.objective import DatasetSums, RowSums, batch_loss, losses_by_dataset
 from app.training.objective.pairs import (
     PairObjective,
@@ -515,6 +518,33 @@ def test_ranks_share_the_pass_of_the_base(full: Path, shell: Shell, tmp_path: Pa
     check_close(tmp_path / "split", full, ("val/rejected_log_prob",), rel=1e-4, abs=1e-5)
 
 
+def test_stored_log_probabilities_are_of_one_base_wherever_it_is() -> None:
+    files = {"path": "/a", "revision": None, "fingerprint": "f", "weights": "w"}
+    base = {
+        "description": files,
+        "config": ModelConfig(path="/a"),
+        "quantization": QuantizationConfig(),
+        "dtype": torch.float32,
+        "backend": "sdpa",
+    }
+
+    def identity(precision: str = "fp32", **changed: Any) -> str:
+        of_base: Any = SimpleNamespace(**base | changed)
+        return _identity_of(of_base, precision)
+
+    moved = {"description": files | {"path": "/b"}, "config": ModelConfig(path="/b")}
+    assert identity(**moved) == identity()
+    others = [
+        identity("bf16"),
+        identity(description=files | {"weights": "x"}),
+        identity(config=ModelConfig(path="/a", rope_len=9)),
+        identity(quantization=QuantizationConfig(method="nf4")),
+        identity(dtype=torch.bfloat16),
+        identity(backend="eager"),
+    ]
+    assert len({identity(), *others}) == 1 + len(others)
+
+
 @pytest.mark.slow
 def test_a_resumed_run_reads_the_stored_reference_and_never_computes_it(
     full: Path, shell: Shell, tmp_path: Path
@@ -529,7 +559,7 @@ def test_a_resumed_run_reads_the_stored_reference_and_never_computes_it(
     shutil.rmtree(own)
     shutil.move(kept, own)
     said = shell.train_into(cut, *FULL, "resume=auto", code=2)
-    assert "type data.cache_dir=FOLDER if the run had another one" in said
+    assert "if the run used another folder, type data.cache_dir=FOLDER again" in said
     base = shutil.copytree(TINY_BASE, tmp_path / "moved")
     words = [word for word in words if not word.startswith("model.path")]
     said = shell.train_into(cut, *words, f"model.path={base}", "resume=auto")

@@ -224,9 +224,9 @@ def open_references(
         raise UserError(
             "objective.reference=cached: the log-probabilities of the base, which the run computed "
             f"before its first step, are gone from data.cache_dir={data.cache_dir}, or settings "
-            "that determine them have changed; type data.cache_dir=FOLDER if the run had another "
-            "one (it is not read from a run), put the folder back, or type resume=never to start "
-            "again"
+            "that determine them have changed, or the run began with an older version of loft; if "
+            "the run used another folder, type data.cache_dir=FOLDER again (a resumed run does not "
+            "remember it); else put the folder back, or type resume=never to start again"
         )
     return store_references
 
