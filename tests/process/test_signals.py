@@ -14,7 +14,7 @@ import pytest
 
 from app.process import signals
 from tests.conftest import ROOT
-from tests.processes import LONGEST, ends_within
+from tests.processes import AT_ONCE, LONGEST, ends_within
 
 BEGIN = """
 import os, signal, sys, time
@@ -121,8 +121,10 @@ def test_a_second_signal_ends_a_step_immediately(
     process.send(signum)
     process.read("received")
     time.sleep(seconds)
+    before = time.monotonic()
     process.send(signal.SIGINT)
     assert process.end() == (130, "SIGINT: exited immediately (a second signal)\n")
+    assert time.monotonic() - before < AT_ONCE
 
 
 def test_a_program_that_catches_every_exception_is_ended() -> None:

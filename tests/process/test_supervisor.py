@@ -456,7 +456,7 @@ def test_a_second_signal_ends_all_ranks_immediately(tmp_path: Path) -> None:
     assert process.poll() is None
     before = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert process.wait() == 143
+    assert process.wait(AT_ONCE) == 143
     run = SupervisedRun(tmp_path, 0, "", 0)
     wait_for(lambda: not run.has_live_ranks(), before + AT_ONCE - time.monotonic())
 
