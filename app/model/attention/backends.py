@@ -43,8 +43,8 @@ IN_TRANSFORMERS = {
     "flash2": "flash_attention_2",
     "flash3": "flash_attention_3",
 }
-"""backend -> its name in transformers; with "sdpa" in one, it refuses models without an sdpa of
-their own"""
+"""backend -> its name in transformers; no name of ours contains "sdpa": transformers would then
+refuse models without an sdpa of their own"""
 
 # Properties of model types that config.json does not contain (transformers 5.23). The lists give an
 # early message; the probes at the start of training refuse the models that are missing here.
