@@ -204,7 +204,9 @@ class AnswerFinder:
         return 0
 
     def _boundary(self, text: str, most: int) -> int:
-        """Return the last position up to `most` that is not inside a word."""
+        """Return the last position up to `most` that is not inside a special token or a word."""
+        tokens = self.special.finditer(text)
+        most = min((t.start() for t in tokens if t.start() < most < t.end()), default=most)
         ends = (token.end() for token in self.special.finditer(text))
         token_end = max((end for end in ends if end <= most), default=0)
         while most > token_end and not text[most - 1].isspace():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
-from data_modules.template.rendering import Chat
+from data_modules.template.rendering import Chat, RowRefusedError
 from data_modules.types import Conversation, Encoded, Turn
 from tests.data_modules.conftest import ORIGIN, build_tokenizer
 from tests.data_modules.published import tokenizer_for
@@ -181,6 +181,22 @@ def test_the_end_of_an_empty_question_is_not_trained_on() -> None:
     turns = (Turn("system", ""), Turn("user", ""), Turn("assistant", "yes"))
     chat = Conversation((*turns, Turn("user", ""), Turn("assistant", "no")), ORIGIN)
     assert trained_texts(template, encode(template, chat)) == " yes</s> no</s>"
+
+
+def test_an_answer_starts_with_a_special_token_that_differs_from_the_prompts() -> None:
+    """Not after a space inside it, as in Dolly's `### Response:`."""
+    tokenizer = build_tokenizer(["### Ask:\n", "### Reply:\n", "### Prompt:\n", "</s>"], eos="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '### Ask:\n' + m.content }}"
+        "{% else %}{{ '\n\n### Reply:\n' + m.content + eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\n\n### Prompt:\n' }}{% endif %}"
+    )
+    template = ChatTemplate.resolve(tokenizer, None)
+    chat = Chat((Turn("user", "what"), Turn("assistant", "yes")))
+    (rendered,) = template._finder.render([chat])
+    assert not isinstance(rendered, RowRefusedError)
+    span = rendered.spans[-1]
+    assert rendered.text[span.start : span.stop_end] == "### Reply:\nyes</s>"
 
 
 @pytest.mark.parametrize("style", ["plain", "gemma", "no prefix"])
