@@ -201,16 +201,16 @@ def _is_typed_absolute(path: str, typed: str) -> bool:
 
 
 def _outside(config: TrainConfig, words: Sequence[str]) -> list[str]:
-    """Return the files and folders outside of the current folder that the run reads."""
+    """Return the files and folders outside of the current folder that the run reads or caches."""
     here, found = Path.cwd().resolve(), set()
-    for _, path in _local_paths(config, words):
+    for path in (*(path for _, path in _local_paths(config, words)), config.data.cache_dir):
         place = Path(path).expanduser().absolute()
-        while not place.exists():  # the pattern of a glob
+        while not place.exists():  # the pattern of a glob, or a new cache
             place = place.parent
         for one in (place, place.resolve()):
             if not one.is_relative_to(here) and not one.is_relative_to(_SAMPLES):
                 found.add(str(one))
-    return sorted(found)
+    return sorted(found - {here.root})
 
 
 def _upload_hint(key: str, path: str, folder: str) -> str:

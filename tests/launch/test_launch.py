@@ -270,11 +270,15 @@ def test_a_run_can_keep_its_folder_in_a_bucket(
         assert f"output.dir={URL}" in words and "trainer.devices=auto" in words
 
 
-def test_a_container_on_slurm_sees_what_the_run_reads(cwd: Path, tmp_path: Path) -> None:
+def test_a_container_on_slurm_sees_what_the_run_reads_and_caches(
+    cwd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, data = make_model(tmp_path / "base"), make_data(tmp_path / "real.jsonl")
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("LOFT_DATA_CACHE", str(scratch / "new"))
     (cwd / "link.jsonl").symlink_to(data)
     typed = [f"model.path={model}", "data.datasets=[{path: link.jsonl, format: alpaca}]", *SMALL]
-    mounts = [cwd, cwd / "outputs/launch/launched", model, data]
+    mounts = [cwd, cwd / "outputs/launch/launched", model, data, scratch]
     listed = ",".join(f"{folder}:{folder}" for folder in mounts)
     assert f"--container-mounts={listed} " in write("slurm", *typed)
 
@@ -378,6 +382,17 @@ REFUSED: list[tuple[str, str]] = [
     ("launcher=ray data.datasets=[{path: outputs/a.jsonl}]", "exists only on this"),
     ("launcher=ray data.chat_template=TEMPLATE", "exists only on this"),
     ("launcher=sky launch.image=i evaluation.task_dir=MODEL", "exists only on this"),
+    ("launcher=ray evaluation.harness_dir=MODEL", "evaluation.harness_dir="),
+    (
+        "launcher=ray evaluation.metric=MODEL/m.py:f evaluation.allow_code=true",
+        "evaluation.metric=",
+    ),
+    ("launcher=ray evaluation.tasks=[{name: x, path: DATA, kind: perplexity}]", "tasks[0].path="),
+    (
+        "launcher=ray evaluation.tasks=[{name: x, path: sample:orders, few_shot_path: DATA}]",
+        "tasks[0].few_shot_path=",
+    ),
+    ("launcher=ray data.datasets=[{path: 'MODEL/*.json'}]", "exists only on this"),
     ("launcher=kubernetes launch.image=i mine.yaml", "experiment=mine.yaml: exists only"),
     ("launcher=kubernetes launch.image=i +experiment=mine.yaml", "+experiment=mine.yaml"),
     ("launcher=slurm data.datasets=[{path: 'https://me:Zq7password@host/a.jsonl'}]", "a secret"),
@@ -397,6 +412,7 @@ def test_what_cannot_run_there_is_refused_before_it_is_submitted(
     elsewhere = tmp_path / "elsewhere"
     data = make_data(tmp_path / "data.jsonl")
     model = make_model(elsewhere / "model")
+    (model / "m.py").write_text("def f(answer, reference):\n    return {'score': 1.0}\n")
     (cwd / "mine.yaml").write_text("# @package _global_\nseed: 3\n")
     (template := elsewhere / "own.jinja").write_text("{{ messages[0].content }}")
     (cwd / "outputs").mkdir()
