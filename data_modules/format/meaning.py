@@ -57,8 +57,10 @@ _ANSWERS = (
 )
 _EXTRAS = ("input", "context", "passage")
 _TEXTS = ("text", "content", "body", "document", "article", "code", "markdown")
-_BREAKS = re.compile(r"[,{}\[\]]|: |\s#|^[\"'&*!|>%@`?-]|:$")
-"""what ends a value that is not in quotes, in a list on the command line or in YAML"""
+_UNQUOTED = re.compile(
+    r"(?!(true|false|null|yes|no|on|off|nan|inf)$)[a-z_][\w./-]*( [\w./-]+)*", re.ASCII | re.I
+)
+"""a name that is read as it is without quotes, in a list on the command line and in YAML"""
 _MAX_DEPTH = 3
 """nesting below a column to which texts are searched for suggestions"""
 _TURNS = ("messages", "conversations", "conversation")
@@ -189,8 +191,7 @@ def _named(name: str, columns: Mapping[str, str]) -> str:
 
 def _typed(path: str) -> str:
     """Return a column as it is typed, in quotes if settings would read it otherwise."""
-    is_read = path == path.strip() and path.lower() not in ("true", "false", "null")
-    return path if is_read and not _BREAKS.search(path) else json.dumps(path, ensure_ascii=False)
+    return path if _UNQUOTED.fullmatch(path) else json.dumps(path, ensure_ascii=False)
 
 
 def _role_of(turn: Any) -> str:
