@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _REFERENCE_FILE = "reference.npy"
 _VAL_KEY = "data.val_datasets"
 _NOTABLE_RATIO = 2
-"""validation rows beside what a share of the used rows would be, above which that is said"""
+"""a note is printed if more than this many times the share of the used rows is held out"""
 Mask = npt.NDArray[np.bool_]
 PairValues = npt.NDArray[np.float64]
 """log-probabilities of a base for the answers of pairs [n, 2]"""
@@ -276,7 +276,13 @@ class PreparedData:
             notes = [*ready.data.notes]
             if ready.is_trained:
                 share = self._config.held_out
-                notes += _share_notes(ready.config.max_rows, share, train_rows, validation_rows)
+                notes += _share_notes(
+                    ready.config.max_rows,
+                    share,
+                    train_rows,
+                    validation_rows,
+                    is_only=len(self._config.datasets) == 1,
+                )
             of_dataset = self.train_examples.datasets == index
             reports.append(
                 DatasetReport(
@@ -555,17 +561,22 @@ class ReferenceStore:
 
 
 def _share_notes(
-    max_rows: int | None, share: float, train_rows: int, validation_rows: int
+    max_rows: int | None, share: float, train_rows: int, validation_rows: int, *, is_only: bool
 ) -> list[str]:
-    """Return a note if `max_rows` leaves many more validation rows than the share of all rows."""
+    """Return a note if `max_rows` leaves many more validation rows than the share of all rows.
+
+    `is_only`: no other data set gets the setting that it names.
+    """
     if max_rows is None or not 0 < share < 1:
         return []
     if validation_rows <= _NOTABLE_RATIO * share * (train_rows + validation_rows):
         return []
-    fewer = max(1, round(share * max_rows))
+    fix = "data.val_set_size=N holds out N rows of each data set"
+    if is_only:
+        fewer = max(1, round(share * max_rows))
+        fix = f"type data.val_set_size={fewer} to hold out fewer rows"
     return [
-        f"data.val_set_size={share:g} is a share of all rows, not of max_rows={max_rows:,}: type "
-        f"data.val_set_size={fewer} for fewer"
+        f"data.val_set_size={share:g} is a share of all rows, not of max_rows={max_rows:,}: {fix}"
     ]
 
 

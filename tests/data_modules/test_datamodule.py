@@ -347,8 +347,17 @@ def test_a_share_that_holds_out_more_rows_than_the_used_ones_suggest_is_said(
     ):
         dataset = replace(file, max_rows=max_rows)
         lines = build([dataset], tokenizer, data={"val_set_size": size}).summary()
-        note = "0.2 is a share of all rows, not of max_rows=10: type data.val_set_size=2 for fewer"
-        assert any(note in line for line in lines) == said
+        note = "0.2 is a share of all rows, not of max_rows=10: "
+        fix = "type data.val_set_size=2 to hold out fewer rows"
+        assert any(note + fix in line for line in lines) == said
+    other = write_jsonl(tmp_path / "e.jsonl", numbers(100))
+    datasets = [replace(file, max_rows=10), other]
+    (line,) = [
+        line
+        for line in build(datasets, tokenizer, data={"val_set_size": 0.2}).summary()
+        if note in line
+    ]
+    assert "data.val_set_size=N holds out N rows of each data set" in line
 
 
 def test_prompts_are_held_out_rows_at_any_position(tmp_path: Path, tokenizer: Any) -> None:
