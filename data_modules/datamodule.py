@@ -94,7 +94,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     @property
     def cache_dir(self) -> Path:
-        """Return the folder in which tokens, and what is said of them, are stored."""
+        """Return the folder that caches tokens and reference log-probabilities."""
         return Path(self._config.cache_dir).expanduser()
 
     @property
@@ -413,7 +413,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Store the values of `referenced_examples` in the cache; each row gets its own."""
         assert self._references is not None
         self._references.write(values)
-        self._take_references()
+        is_stored = self._take_references()
+        assert is_stored, "the stored log-probabilities cannot be read back"
 
     def _take_references(self) -> bool:
         assert self._references is not None

@@ -134,7 +134,9 @@ def test_a_pair_is_stored_and_collated_as_one_example_of_two_documents(tmp_path:
     assert padded.unit_weights is not None and padded.unit_weights.tolist() == [0.5, 1.0]
 
 
-def test_stored_references_stay_with_their_pairs_whatever_is_held_out(tmp_path: Path) -> None:
+def test_stored_references_stay_with_their_pairs_whatever_is_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = build_tokenizer(ModelConfig(path=str(TINY_BASE)))
 
     def made(seed: int, **dataset: Any) -> FinetuneDataModule:
@@ -163,6 +165,9 @@ def test_stored_references_stay_with_their_pairs_whatever_is_held_out(tmp_path: 
         assert batch.reference is not None
         assert batch.reference[:, 0].tolist() == rows[: len(batch.reference)]
     assert module.val_order and module.val_examples[0].origin != again.val_examples[0].origin
+    monkeypatch.setattr("data_modules.tokens.prepare.is_whole", lambda folder: False)
+    with pytest.raises(AssertionError, match="cannot be read back"):
+        module.store_references(np.stack([lines, -lines], axis=1))
 
 
 def test_the_longer_answer_of_a_long_pair_is_cut_and_one_without_a_difference_is_left_out() -> None:
