@@ -17,7 +17,10 @@ VALUES: list[Any] = [
     *("\ud800", "x" * 200_000, "(a+)+$", "(", "*" * 50, [], [[]], {}, {"a": 1}, [0, 1], ["a", 1]),
     *(HUGE_DIGITS, "DEEP LIST", "DEEP OBJECT"),
 ]
-KEYS = ["", "nope", "model_type", "r", "__class__", "self", "x" * 10_000, "\0", "torch_dtype"]
+KEYS = [
+    *("", "nope", "model_type", "r", "__class__", "self", "x" * 10_000, "\0", "torch_dtype"),
+    *("role", "weight", "\u00e9"),
+]
 
 
 def mutate_bytes(content: bytes, rng: random.Random) -> bytes:

@@ -18,7 +18,7 @@ import pytest
 from common.errors import DataError
 from data_modules import DataConfig, check_datasets, open_regular
 from data_modules.source import ReadLimits, fingerprint, opening, read_chunks, tables
-from tests.bad_input.prepared import named, prepare, problems_of
+from tests.bad_input.prepared import named, prepare, problems_of, write
 from tests.data_modules.conftest import zst
 
 GOOD = {"instruction": "q", "output": "one"}
@@ -189,6 +189,26 @@ def test_a_row_beyond_a_limit_is_named(name: str, suffix: str, tmp_path: Path, b
     limits = {"nesting": {"nesting": 300}, "columns": {"columns": 20_000}}.get(name)
     if limits is not None:
         assert prepare(file, base, limits=ReadLimits(**limits)).counts.kept == 3
+
+
+def test_the_deepest_call_within_the_limit_is_tokenized(tmp_path: Path, base: Any) -> None:
+    def row(depth: int) -> dict[str, Any]:
+        value: Any = "deep"
+        for number in range(depth):
+            value = [value] if number % 2 else {"a": value}
+        tool = {"name": "look", "parameters": {"type": "object", "properties": value}}
+        function = {"name": "look", "arguments": {"at": value}}
+        turns = [
+            {"role": "user", "content": "see"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        ]
+        return {"messages": turns, "tools": [{"type": "function", "function": tool}]}
+
+    settings = {"chat_template": "qwen3", "on_long": "truncate_left"}
+    file = write(tmp_path / "d.jsonl", [row(93)])
+    assert prepare(file, base, **settings).counts.kept == 1
+    (problem,) = problems_of(write(file, [row(94)]), base, **settings)
+    assert problem.startswith("d.jsonl:1 is nested more than 100 deep")
 
 
 def test_a_key_that_occurs_twice_among_many_is_found_at_once(tmp_path: Path, base: Any) -> None:
