@@ -96,8 +96,8 @@ class Segment:
 class Document:
     """Raw text without a chat template; the tokenizer's EOS is appended. `label` as of a chat.
 
-    `weight` is that of the row, which segments without a weight of their own get if inputs are
-    trained on; the weights of the others include it.
+    `weight` is the row's weight. With `train_on_inputs`, segments of weight 0 get it; the weights
+    of other segments include it already.
     """
 
     segments: tuple[Segment, ...]

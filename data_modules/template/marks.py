@@ -94,7 +94,7 @@ def find_marks(text: str, chat: Chat) -> list[Mark] | None:
         start, end = found.span()
         if found["id"]:
             number = int(found["id"])
-            # Inside of a mark, it is text of the row's own.
+            # Inside a mark, it belongs to the row's own text.
             if opened is None and number < len(turns_of_ids):
                 marks.append(Mark(turns_of_ids[number], "i", number, start, end))
             continue
