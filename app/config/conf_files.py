@@ -176,7 +176,7 @@ def read_conf_file(
 ) -> ConfFile:
     """Read one file; UserError with file:line if it is not a YAML mapping or exceeds the limits.
 
-    `is_global`: an experiment or a sweep: begins with `# @package _global_`, and has full keys.
+    `is_global`: an experiment or a sweep, which has full keys.
     """
     with reading(display_path(path), "correct it, or write it again"):
         text, problem = read_text(path, "yaml_mib")
@@ -212,10 +212,15 @@ def read_conf_file(
                 f"{display_path(path)}:{lines['defaults']}: defaults={as_typed(defaults)[:80]}: "
                 "expected a list of `override /GROUP: OPTION` and _self_"
             )
-        if is_global and not text.startswith("# @package _global_"):
-            raise UserError(f"{display_path(path)}:1: the first line must be `# @package _global_`")
         values = python_keys("", values) if is_global else values
         return ConfFile(path, package, defaults, values, lines, choices)
+
+
+def check_package_line(file: ConfFile) -> list[str]:
+    """Return the problem of an experiment or a sweep that lacks `# @package _global_`."""
+    if file.path.read_text(encoding="utf-8-sig").startswith("# @package _global_"):
+        return []
+    return [f"{display_path(file.path)}:1: the first line must be `# @package _global_`"]
 
 
 def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:
@@ -424,21 +429,23 @@ def words_to_type(config: verbs.TrainConfig, verb: str = "train") -> list[str]:
 
 
 def experiment_from_run(
-    run: Path, config: verbs.TrainConfig, verb: str, typed: AbstractSet[str]
+    file: Path, config: verbs.TrainConfig, verb: str, typed: AbstractSet[str]
 ) -> ConfFile:
-    """Return a run's settings as an experiment, for Hydra to compose under what was typed.
+    """Return saved settings as an experiment, for Hydra to compose under what was typed.
+
+    `file`: the config.yaml of a run, or a copy of one.
 
     UserError if a setting that is never inherited must be typed: one that grants something, or one
     whose secret was removed when the run was saved.
     """
     taken = _taken_by(verb, typed)
     skip = {field.name for field in dataclasses.fields(config)}.difference(taken)
-    resets, problems = settle(not_taken(config, typed, skip=skip), run / CONFIG_FILE)
+    resets, problems = settle(not_taken(config, typed, skip=skip), file)
     for granting in resets:
         reset_to_default(config, granting)
     run_values = dataclasses.asdict(config)
     values = {name: run_values[name] for name in taken if name in run_values}
-    problems += _check_secrets(run, config, values, typed)
+    problems += _check_secrets(file, config, values, typed)
     if problems:
         raise UserError(problems)
     defaults = [
@@ -447,10 +454,12 @@ def experiment_from_run(
         if group in values
     ]
     if verb == "train":
-        values["output"] = run_values["output"] | {"dir": str(run)}
+        values["output"] = run_values["output"] | {"dir": str(file.parent)}
     else:
         # outputs/NAME/TIME, or the folder that a person has named.
-        named = config.output.name if run.parent.name == config.output.name else run.name
+        run = file.parent
+        is_named = file.name == CONFIG_FILE and run.parent.name != config.output.name
+        named = run.name if is_named else config.output.name
         is_name = NAME_PATTERN.fullmatch(f"{named}-{verb}")
         values["output"] = {"name": f"{named if is_name else config.output.name or 'run'}-{verb}"}
         for part in {"trainer", "evaluation"} & values.keys():
@@ -461,16 +470,16 @@ def experiment_from_run(
                 for name, value in values[part].items()
                 if name in inherited and value != "auto"
             }
-    return ConfFile(run / CONFIG_FILE, "", [*defaults, "_self_"], values, {})
+    return ConfFile(file, "", [*defaults, "_self_"], values, {})
 
 
 def _check_secrets(
-    run: Path, config: verbs.TrainConfig, settings: dict[str, Any], typed: AbstractSet[str]
+    file: Path, config: verbs.TrainConfig, settings: dict[str, Any], typed: AbstractSet[str]
 ) -> list[str]:
     """List the settings whose secrets were removed from a run's file and that were not typed."""
     without_secret = {key.partition("[")[0] for key in redacted_keys(settings)}
     return [
-        f"{run / CONFIG_FILE}: the secret in {key} was replaced by {REDACTED}, because files never "
+        f"{file}: the secret in {key} was replaced by {REDACTED}, because files never "
         "hold secrets; type it again: "
         f"'{key}={as_typed(functools.reduce(getattr, key.split('.'), config))}'"
         for key in sorted(without_secret - typed)

@@ -37,7 +37,7 @@ from app.process.logs import set_verbose
 from app.process.reporting import report
 from app.run import NEVER, ExistingRun, compare_existing
 from app.run.find import check_selected
-from app.run.folder import check_output, discard_unused
+from app.run.folder import check_output, discard_unused, verb_line
 from app.run.ranks import check_nodes, check_supervise
 from app.run.remote import check_store
 from app.strategy.rendezvous import check_network
@@ -126,7 +126,7 @@ def _dispatch(
         raise UserError(f"{sweep_words[0]}: sweep settings have no effect in a single run; add -m")
     if shows_settings:
         settings = dataclasses.asdict(compose(verb, words))
-        text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+        text = verb_line(verb) + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
         print(printable(redact(text), keep="\n"), end="")
         return DONE
     config = load_config(verb, words)

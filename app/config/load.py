@@ -24,6 +24,7 @@ from app.config.conf_files import (
     CONF,
     ConfFile,
     PlainLoader,
+    check_package_line,
     display_path,
     experiment_from_run,
     find_option,
@@ -68,6 +69,8 @@ Config = TrainConfig | TunedConfig
 EXPERIMENT_NODE = "typed-experiment"
 """name in Hydra's ConfigStore of the experiment that this module has read"""
 _MAX_NAME_LENGTH = 72
+_MAX_FIRST_LINE = 200
+"""number of characters in which the first line of a saved file ends"""
 _FEW_KEYS = 64
 """number of an experiment's keys up to which each unknown one is explained"""
 _MIN_ITEM = len("a: 1,")
@@ -117,8 +120,12 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     try:
         choices = [override for override in overrides if override.key in known]
         experiment = _check_options(verb, choices, typed, known, conf)
+        if experiment is not None and not _is_saved_config(experiment.path):
+            problems += check_package_line(experiment)
         if experiment is None and (run := find_source_run(verb, typed, load_run_config)):
-            experiment = experiment_from_run(run, load_run_config(run), verb, typed.keys())
+            experiment = experiment_from_run(
+                run / CONFIG_FILE, load_run_config(run), verb, typed.keys()
+            )
         for_hydra += [] if experiment is None else [f"+experiment={EXPERIMENT_NODE}"]
         values, options = _compose_values(verb, for_hydra, experiment, conf)
     except UserError as error:
@@ -183,12 +190,12 @@ def _check_base(
         )
 
 
-def _run_of_saved(file: Path) -> Path | None:
-    """Return the folder of a run, if `file` is its config.yaml; None for another experiment."""
+def _is_saved_config(file: Path) -> bool:
+    """Whether `file` is a run's config.yaml, under any name, or what `--cfg job` printed."""
     if not file.is_file():
-        return None
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        return file.parent if VERB_LINE.match(stream.readline()) else None
+        return False
+    with file.open(encoding="utf-8-sig", errors="replace") as stream:
+        return VERB_LINE.match(stream.readline(_MAX_FIRST_LINE)) is not None
 
 
 def _check_options(
@@ -222,9 +229,8 @@ def _check_options(
             if option is None and chosen_in is not None:
                 continue
             file = find_option(conf, group, option)
-            saved = _run_of_saved(file) if is_experiment and file.name == CONFIG_FILE else None
-            if saved is not None:
-                experiment = experiment_from_run(saved, load_run_config(saved), verb, typed.keys())
+            if is_experiment and _is_saved_config(file):
+                experiment = experiment_from_run(file, _load_saved(file), verb, typed.keys())
                 experiment.values["output"].pop("dir", None)  # a new run
             elif is_experiment:
                 experiment = read_conf_file(file, package="", is_global=True)
@@ -434,7 +440,10 @@ def load_run_config(folder: Path) -> TrainConfig:
     Cached until the file changes. For comparing and showing it: a command inherits settings by
     `experiment_from_run` alone, since the folder may be somebody else's.
     """
-    file = folder / CONFIG_FILE
+    return _load_saved(folder / CONFIG_FILE)
+
+
+def _load_saved(file: Path) -> TrainConfig:
     mtime_ns = file.stat().st_mtime_ns if file.is_file() else 0
     config = copy.deepcopy(_read_run_once(file.absolute(), mtime_ns))
     _resolve_paths(config)

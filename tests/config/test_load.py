@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from app import config as door
 from app.config import conf_files, schema
 from app.config.overrides import PLAIN_VALUE, quote_value, words_of_mapping
-from app.config.verbs import OPTION_ALIASES, PARTS, VERBS
+from app.config.verbs import OPTION_ALIASES, PARTS, VERBS, PlanConfig
 from app.model.adapter import FullConfig
 from app.process.launch import read_launch
 from app.run.folder import OutputConfig, decide_run_dir
@@ -185,6 +185,22 @@ def test_cfg_prints_settings_that_load_again() -> None:
     values = yaml.safe_load(printed)
     assert values["adapter"] == {"name": "full", "neftune_alpha": None}
     assert set(values) == set(hints_of(VERBS["train"]))
+
+
+def test_printed_settings_and_a_runs_settings_are_an_experiment_under_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["+experiment=quickstart", "adapter.r=4", "optimizer=muon", "seed=7"]
+    config = door.load_config("train", words)
+    Path("printed.yaml").write_text(run_command(*words, "--cfg", "job").stdout)
+    conf_files.save_config(config, Path("copied.yaml"))
+    for name in ("printed", "copied"):
+        assert door.load_config("train", [f"+experiment={name}.yaml"]) == config
+        plan = door.load_config("plan", [f"+experiment={name}.yaml", "adapter.r=8"])
+        assert plan.output.name == "quickstart-plan"
+        assert isinstance(plan, PlanConfig)
+        assert (plan.seed, plan.optimizer.name) == (7, "muon")
 
 
 def all_schemas() -> set[type]:

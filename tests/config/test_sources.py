@@ -106,6 +106,16 @@ def test_an_experiment_without_its_package_line_is_refused(conf: Path) -> None:
         door.load_config("train", ["experiment=mine"], conf)
 
 
+def test_the_words_of_another_tools_file_are_explained_with_its_first_line(conf: Path) -> None:
+    file = conf / "experiment" / "mine.yaml"
+    file.write_text("model_name_or_path: org/name\nlora_rank: 8\n")
+    with pytest.raises(UserError) as caught:
+        door.load_config("train", ["experiment=mine"], conf)
+    first, *others = caught.value.problems
+    assert "the first line must be `# @package _global_`" in first
+    assert "type model.path=org/name" in others[0] and "type adapter.r=8" in others[1]
+
+
 def test_hydras_own_settings_are_unknown() -> None:
     said = refused("+experiment=quickstart", *(own := ("hydra.run.dir=x", "hydra/launcher=x")))
     assert all(f"unknown key {word}" in said for word in own)
