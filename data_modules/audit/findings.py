@@ -84,6 +84,8 @@ _LIMITS = {
     "max_overlap_share": ("held-out documents overlap with training", "remove them from training"),
 }
 """setting -> what of more than its share is said, and the fix"""
+_OF_TURNS = frozenset({"roles_to_train", "last_turn_only", "reasoning", "unsupported_turns"})
+"""settings of the loss mask that rows without turns do not read"""
 _MAX_NAMED = 12
 """number of characters that a warning names"""
 _NAMES = {"\n": "newline", "\t": "tab", "\r": "carriage return", " ": "blank"} | {
@@ -142,11 +144,13 @@ class RunSettings:
     """Settings of the run that explain unusual counts.
 
     `trains_prompts`: data.train_on_inputs is set, or data.roles_to_train has other roles than the
-    assistant. `sequence_len`: most tokens of a document; None = unknown. `has_own_template`: the
-    chat template is the tokenizer's.
+    assistant. `mask`: name -> value, as typed, of the settings of the loss mask that differ from
+    their defaults. `sequence_len`: most tokens of a document; None = unknown. `has_own_template`:
+    the chat template is the tokenizer's.
     """
 
     trains_prompts: bool = False
+    mask: Mapping[str, str] = field(default_factory=dict)
     train_on_eos: str = "turn"
     is_encoder_decoder: bool = False
     sequence_len: int | None = None
@@ -503,6 +507,7 @@ def apply_rules(
 ) -> None:
     for dataset, fact in zip(audit.datasets, facts, strict=True):
         _apply_row_rules(audit, dataset, fact)
+        audit.findings += find_unused_settings(fact.name, fact.format, fact.counts, run.mask)
         if run.has_own_template and fact.format == "prompt_completion" and not fact.is_chat:
             statement = (
                 "are texts of prompt and completion, trained on without the tokenizer's chat "
@@ -529,6 +534,22 @@ def apply_rules(
     for test in audit.benchmarks:
         counts = test.overlapping, test.rows
         _apply_limit(audit, config, "max_overlap_share", f"test data {test.name}", *counts)
+
+
+def find_unused_settings(
+    name: str, format: str, counts: Counts, mask: Mapping[str, str], unit: str = "rows"
+) -> list[AuditWarning]:
+    """Return a warning if no row of a data set reads some of the settings `mask`, as typed."""
+    if format == "pretokenized":
+        unused, kind = list(mask), "hold token ids with a mask of their own"
+    else:
+        unused = [] if counts.chats else [each for each in mask if each in _OF_TURNS]
+        kind = "are texts without turns"
+    if not (unused and counts.rows):
+        return []
+    typed = ", ".join(f"data.{each}={mask[each]}" for each in unused)
+    statement = f"{kind}, on which {typed} {'has' if len(unused) == 1 else 'have'} no effect"
+    return [AuditWarning(name, counts.rows, counts.rows, unit, statement)]
 
 
 def warn_of_long_rows(audit: Audit, facts: Sequence[DatasetFacts], run: RunSettings) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import DataError
+from common.facts import as_typed, default_of
 from common.text import shown
 from data_modules.template import rendering
 from data_modules.template.marks import RenderedChat, TurnSpan
@@ -49,6 +50,11 @@ class MaskConfig:
     def of(cls, config: DataConfig) -> MaskConfig:
         """Return the settings of these names in `config`."""
         return cls(**{setting.name: getattr(config, setting.name) for setting in fields(cls)})
+
+    def changed(self) -> dict[str, str]:
+        """Return the settings that differ from their defaults, as typed."""
+        values = {each.name: (getattr(self, each.name), default_of(each)) for each in fields(self)}
+        return {name: as_typed(own) for name, (own, default) in values.items() if own != default}
 
 
 class WeightedRange(NamedTuple):

@@ -23,7 +23,12 @@ from common.redaction import redact
 from common.text import counted
 from data_modules import source
 from data_modules.audit.audit import audit_documents
-from data_modules.audit.findings import Audit, DatasetFacts, RunSettings
+from data_modules.audit.findings import (
+    Audit,
+    DatasetFacts,
+    RunSettings,
+    find_unused_settings,
+)
 from data_modules.format import PREFERENCE, sort_unread
 from data_modules.packing import Indices, seeded_generator
 from data_modules.settings import (
@@ -34,7 +39,7 @@ from data_modules.settings import (
     dataset_names,
 )
 from data_modules.stream import validation_slice
-from data_modules.template import ChatTemplate
+from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.tokens import encode, prepare
 from data_modules.tokens.encode import TokenSpec
 from data_modules.tokens.prepare import Key, Prepared
@@ -223,7 +228,7 @@ class PreparedData:
     def audit(self) -> Audit:
         """The audit of the training data; for a stream, of the rows read."""
         config = self._config
-        is_stream = config.streaming
+        is_stream, mask = config.streaming, MaskConfig.of(config).changed()
         stores = [data.store for data in self._tests.values()]
         examples = self.train_examples, self.val_examples
         if is_stream:  # what was read, with the numbers of `datasets`
@@ -249,6 +254,7 @@ class PreparedData:
             benchmark_names=list(self._tests),
             run=RunSettings(
                 trains_prompts=config.train_on_inputs or set(config.roles_to_train) > {"assistant"},
+                mask=mask,
                 train_on_eos=config.train_on_eos,
                 sequence_len=self._spec.sequence_len,
                 is_encoder_decoder=self._template.is_encoder_decoder,
@@ -257,11 +263,15 @@ class PreparedData:
         )
         if is_stream:
             audit.facts.append("a stream: only the validation rows were audited")
-        if is_stream and not config.val_set_size:
-            named = zip(dataset_names(config.datasets), config.datasets, strict=True)
-            found = {name: encode.unread_in_first_rows(one, config) for name, one in named}
-        else:
-            found = {ready.name: ready.data.counts.unread for ready in self.datasets}
+        found = {ready.name: ready.data.counts.unread for ready in self.datasets}
+        if is_stream and not config.held_out:
+            names = dataset_names(config.loss_datasets)
+            for name, one in zip(names, config.datasets, strict=False):
+                format_name, counts = encode.count_first_rows(one, config)
+                found[name] = counts.unread
+                audit.findings += find_unused_settings(
+                    name, format_name, counts, mask, unit="first rows"
+                )
         found |= {f"test data {name}": data.counts.unread for name, data in self._tests.items()}
         audit.unread = {name: sort_unread(unread) for name, unread in found.items() if unread}
         return audit

@@ -453,14 +453,16 @@ def chunks_of(
     )
 
 
-def unread_in_first_rows(dataset: DatasetConfig, data: DataConfig) -> dict[str, tuple[int, str]]:
-    """Return what nothing reads in the first chunk of a stream, and in how many of its rows."""
+def count_first_rows(dataset: DatasetConfig, data: DataConfig) -> tuple[str, Counts]:
+    """Return the format of a stream, and its first chunk's rows, chats and what nothing reads."""
     counts = Counts()
     format_name, chunks = find_format(dataset, chunks_of(dataset, data))
     for chunk in itertools.islice(chunks, 1):
-        for _ in read_chunk(chunk, format_name or "", dataset, counts):
-            pass
-    return counts.unread
+        for found in read_chunk(chunk, format_name or "", dataset, counts):
+            if not isinstance(found, Rejected):
+                counts.rows += 1
+                counts.chats += isinstance(found[0], Conversation)
+    return format_name or "", counts
 
 
 class FirstRows:

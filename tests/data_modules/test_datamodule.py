@@ -22,7 +22,7 @@ from data_modules.datamodule import FinetuneDataModule
 from data_modules.settings import MixtureConfig, check_datasets
 from data_modules.types import BatchSpec, ModelSpec
 from tests.batches import micro_batches
-from tests.data_modules.conftest import write_jsonl
+from tests.data_modules.conftest import alpaca, write_jsonl
 
 NUMBERS = ["one", "two", "three", "one two", "two three"]
 ROW = {"instruction": "q", "output": "a"}
@@ -511,6 +511,38 @@ def test_a_stream_leaves_out_validation_rows(
     batches = iter(micro_batches(module))
     assert len(held_out) == 10
     assert all(set(next(batches).dataset_ids.flatten().tolist()) <= {0} for _ in range(3))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_settings_that_no_row_of_a_data_set_reads_are_said(
+    tmp_path: Path, tokenizer: Any, val: DatasetConfig, streaming: bool
+) -> None:
+    ids = [{"input_ids": [5, 6, 7, n], "labels": [-100, 6, 7, n], "seen": 1} for n in range(8, 40)]
+    texts = [{"text": f"text {n}"} for n in range(32)]
+    chats = alpaca(*map(str, range(32)))
+    kinds = {"ids": ids, "texts": texts, "chats": chats}
+    files = [write_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in kinds.items()]
+    changes: dict[str, Any] = {
+        "train_on_eos": "none",
+        "roles_to_train": ["user", "assistant"],
+        "val_set_size": 0,
+    }
+    if streaming:
+        changes |= {"streaming": True, "mixture": MixtureConfig(weights="rows")}
+    for more in ({}, {"val_datasets": [val]}):
+        found = build(files, tokenizer, data=changes | more, max_steps=3).audit
+        typed = "data.roles_to_train=[user, assistant]"
+        said = [text for text in found.warnings if "no effect" in text]
+        unit = "32 of 32 first rows" if streaming else "32 of 32 rows"
+        assert said == [
+            f"ids: {unit} hold token ids with a mask of their own, on which {typed}, "
+            "data.train_on_eos=none have no effect",
+            f"texts: {unit} are texts without turns, on which {typed} has no effect",
+        ]
+        assert [name for name, *_ in found.unread["ids"]] == ["seen"]
+    defaults = {**changes, "train_on_eos": "turn", "roles_to_train": ["assistant"]}
+    found = build(files, tokenizer, data=defaults, max_steps=3).audit
+    assert not any("no effect" in text for text in found.warnings)
 
 
 def test_wrong_settings_are_refused_by_their_key(train: DatasetConfig, val: DatasetConfig) -> None:

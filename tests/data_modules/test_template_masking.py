@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import copy
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_modules.audit.findings import find_unused_settings
 from data_modules.template import TEMPLATE_NAMES, ChatTemplate, MaskConfig
 from data_modules.template.named_templates import named_template
 from data_modules.template.rendering import RowRefusedError
+from data_modules.tokens.encode import Counts
 from data_modules.types import (
     Conversation,
     Document,
@@ -398,3 +401,56 @@ def test_results_are_in_the_order_of_the_rows() -> None:
         assert isinstance(encoded, Encoded)
         text = template.tokenizer.decode(encoded.input_ids)
         assert text == text_of(template, item) and ("# Tools" in text) == bool(item.tools)
+
+
+NO_SYSTEM = (
+    "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no system') }}{%- endif -%}"
+    + named_template("chatml")
+)
+CHANGES: dict[str, Any] = {
+    "train_on_inputs": True,
+    "roles_to_train": ["user", "assistant"],
+    "train_on_eos": "none",
+    "last_turn_only": True,
+    "reasoning": "mask",
+    "control_tokens": "escape",
+    "unsupported_turns": "refuse",
+}
+THOUGHT = f"<think>hm</think> a {END} b"
+ROWS_OF_ALL: dict[str, dict[str, Any]] = {
+    "pretokenized": {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
+    "prompt_completion": {"prompt": f"q {END}", "completion": THOUGHT},
+    "completion": {"segments": [{"text": f"q {END}", "weight": 0}, {"text": THOUGHT}]},
+    "messages": {
+        "messages": [
+            *({"role": "system", "content": "s"}, {"role": "user", "content": "q"}),
+            *({"role": "assistant", "content": THOUGHT}, {"role": "user", "content": "r"}),
+            {"role": "assistant", "content": "a", "reasoning": "hm"},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROWS_OF_ALL)
+def test_every_setting_has_an_effect_on_the_rows_of_a_format_or_is_said_to_have_none(
+    name: str,
+) -> None:
+    assert CHANGES.keys() == {each.name for each in fields(MaskConfig)}
+
+    def encoded(**mask: Any) -> list[Any]:
+        results = template_of(text=NO_SYSTEM, **mask).encode(items_of(ROWS_OF_ALL[name], name))
+        return [
+            str(each)
+            if isinstance(each, RowRefusedError)
+            else (each.input_ids.tolist(), each.weights.tolist())
+            for each in results
+        ]
+
+    for setting, value in CHANGES.items():
+        mask = MaskConfig(**{setting: value})
+        (typed,) = mask.changed().items()
+        counts = Counts(rows=1, chats=int(name == "messages"))
+        said = find_unused_settings("a", name, counts, dict([typed]))
+        assert bool(said) == (encoded(**{setting: value}) == encoded()), setting
+        assert all(f"data.{setting}={typed[1]} has no effect" in each.text for each in said)
+    assert MaskConfig().changed() == {}

@@ -28,6 +28,7 @@ from app.strategy.settings import (
     shards_weights,
 )
 from common.errors import nearest
+from common.facts import as_typed
 from common.installation import install_extra, verb_command
 from data_modules import dataset_names
 
@@ -344,6 +345,21 @@ ROWS_OF_SETTINGS = (
                  "data.train_on_eos=all: {name}, which do not include the stop tokens "
                  "of the prompt",
                  "data.train_on_eos=turn"),
+    )),
+    Group(lambda c, d: is_training(c) and c.objective.row_format == "classification",
+          "{objective} reads the whole text, not a part that is trained on", rows=(
+        Conflict(lambda c, d: [
+                     (name, as_typed(getattr(c.data, name)), as_typed(right)) for name, right in (
+                         ("roles_to_train", ["assistant"]), ("last_turn_only", False))
+                     if getattr(c.data, name) != right],
+                 "data.{found[0]}={found[1]}: {name}",
+                 "data.{found[0]}={found[2]}"),
+        Conflict(lambda c, d: c.data.train_on_eos != "turn",
+                 "data.train_on_eos={c.data.train_on_eos}: {name}, with its stop tokens",
+                 "data.train_on_eos=turn"),
+        Conflict(lambda c, d: c.data.reasoning == "mask",
+                 "data.reasoning=mask: {name}",
+                 "data.reasoning=keep or strip"),
     )),
     Group(lambda c, d: is_training(c) and c.objective.row_format is not None
           and c.objective.compares_with_base, "{objective} compares with the base", rows=(
