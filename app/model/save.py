@@ -29,6 +29,7 @@ from app.model.base import INDEX, WEIGHTS
 from app.model.multimodal import copy_processors, read_towers
 from app.process.collectives import all_gather_list, broadcast_from_rank0, is_rank0, run_on_rank0
 from common.errors import TrainingFault
+from common.files import write_atomically
 from common.untrusted import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ MAX_SHARD_BYTES = 5 * 10**9
 """largest file, unless a single weight is larger"""
 _ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor")
 """values of `rope_parameters` that transformers 4 has beside `rope_scaling`, not in it"""
+_ROPE_BY_LAYER = ("gemma3_text", "gemma3n_text", "olmo3")
+"""families of transformers 4 whose layers with a sliding window have rope settings of their own"""
+_ROPE_OF_GPT_NEOX = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+"""names that transformers 4 has in GPT-NeoX -> those of `rope_parameters`"""
 _LAYER_PREFIX = re.compile(r".*?\.\d+\.")
 """matches the common prefix of the names of a layer's weights"""
 
@@ -513,18 +518,34 @@ def _add_rope_of_v4(kind: type[PretrainedConfig], folder: Path) -> None:
     own, expected = file.read_text(encoding="utf-8"), kind.from_pretrained(folder).to_dict()
     content = json.loads(own)
     for part in (content, *content.values()):
-        rope = part.get("rope_parameters") if isinstance(part, dict) else None
-        if not isinstance(rope, dict) or "rope_theta" not in rope:
-            continue
-        part.update({name: rope[name] for name in _ROPE_OUTSIDE if name in rope})
-        if rope.get("rope_type", "default") != "default":
-            scaling = {name: rope[name] for name in rope if name not in _ROPE_OUTSIDE}
-            part["rope_scaling"] = scaling
+        if isinstance(part, dict) and isinstance(part.get("rope_parameters"), dict):
+            part.update(_rope_of_v4(part))
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
-    file.write_text(f"{text}\n", encoding="utf-8")
+    write_atomically(file, f"{text}\n")
     read = kind.from_pretrained(folder).to_dict()
     if read != read | expected:
-        file.write_text(own, encoding="utf-8")
+        write_atomically(file, own)
+
+
+def _rope_of_v4(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what transformers 4 reads in place of the `rope_parameters` of a config."""
+    rope, family = part["rope_parameters"], part.get("model_type")
+    found: dict[str, Any] = {}
+    if family in _ROPE_BY_LAYER and "full_attention" in rope:
+        found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if "rope_theta" not in rope:
+        return {}
+    found |= {name: rope[name] for name in _ROPE_OUTSIDE if name in rope}
+    if family == "gpt_neox":
+        found |= {name: rope[own] for name, own in _ROPE_OF_GPT_NEOX.items() if own in rope}
+    scaling = {name: rope[name] for name in rope if name not in _ROPE_OUTSIDE}
+    kind = scaling.get("rope_type", "default")
+    if kind == "longrope" and family == "phi3":  # refuses more than these three
+        scaling = {"type": kind} | {name: scaling[name] for name in ("short_factor", "long_factor")}
+    if kind != "default" or scaling.keys() - {"rope_type", "type"}:
+        found["rope_scaling"] = scaling
+    return found
 
 
 def has_config_of_its_own(model: PreTrainedModel) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
@@ -21,7 +22,7 @@ from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config
 from app.model.adapter.apply import apply_adapter
 from app.model.adapter.saved import probe_logits, save_adapter
 from app.model.adapter.settings import ADAPTER_FILE
-from app.model.save import INDEX, WEIGHTS, save_model, write_model
+from app.model.save import INDEX, WEIGHTS, _add_rope_of_v4, save_model, write_model
 from common.errors import TrainingFault
 from tests import tiny
 from tests.model.test_experts import tiny_mixture
@@ -288,3 +289,42 @@ def test_versions_before_rope_parameters_find_the_same_angles(
     assert scaling | {"rope_theta": content["rope_theta"]} == content["rope_parameters"]
     read = AutoConfig.from_pretrained(tmp_path)
     assert read.rope_parameters == model.config.rope_parameters
+
+
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LINEAR, LOCAL = {"rope_type": "linear", "factor": 8.0}, {"rope_type": "default", "rope_theta": 1e4}
+BY_LAYER = {"full_attention": LINEAR | {"rope_theta": 1e6}, "sliding_attention": LOCAL}
+MROPE = {"type": "default", "rope_type": "default", "mrope_section": [2, 3, 3]}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "added"),
+    [
+        (
+            "phi3",
+            FACTORS | {"type": "longrope", "rope_type": "longrope", "rope_theta": 1e4},
+            {"rope_theta": 1e4, "rope_scaling": FACTORS | {"type": "longrope"}},
+        ),
+        (
+            "gemma3_text",
+            BY_LAYER,
+            {"rope_theta": 1e6, "rope_scaling": LINEAR, "rope_local_base_freq": 1e4},
+        ),
+        (
+            "gpt_neox",
+            LOCAL | {"partial_rotary_factor": 0.5},
+            {"rotary_emb_base": 1e4, "rotary_pct": 0.5},
+        ),
+        ("qwen2_vl_text", MROPE | {"rope_theta": 1e6}, {"rope_theta": 1e6, "rope_scaling": MROPE}),
+    ],
+)
+def test_rope_settings_of_single_families_are_written_as_version_4_reads_them(
+    family: str, rope: dict[str, Any], added: dict[str, Any], tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(
+        family, hidden_size=32, num_attention_heads=2, rope_parameters=copy.deepcopy(rope)
+    )
+    config.save_pretrained(tmp_path)
+    _add_rope_of_v4(type(config), tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert {name: content.get(name) for name in added} == added
