@@ -259,6 +259,7 @@ def test_a_run_can_keep_its_folder_in_a_bucket(
     name: str, hardware: str, cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.config.dispatch.check_store", lambda config: [])
+    monkeypatch.delenv("LOFT_DATA_CACHE")  # in another folder
     text = write(name, "+experiment=llama8b", f"hardware={hardware}", f"output.dir={URL}")
     assert schedulers.SHARED not in text and f"output.dir={URL}" in text
     if name == "slurm":
