@@ -511,19 +511,24 @@ def _shape_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def _add_rope_of_v4(kind: type[PretrainedConfig], folder: Path) -> None:
     """Add to config.json the rope settings under their names in transformers 4.
 
-    It and servers built on it do not read `rope_parameters`: they would rotate by other angles. The
-    file stays as it was if version 5 then reads another config.
+    Transformers 4, and servers built on it, ignore `rope_parameters` and would use other angles.
+    The file stays as it was if version 5 then reads another config, or none.
     """
     file = folder / "config.json"
-    own, expected = file.read_text(encoding="utf-8"), kind.from_pretrained(folder).to_dict()
+    own = file.read_text(encoding="utf-8")
     content = json.loads(own)
-    for part in (content, *content.values()):
-        if isinstance(part, dict) and isinstance(part.get("rope_parameters"), dict):
-            part.update(_rope_of_v4(part))
-    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
-    write_atomically(file, f"{text}\n")
-    read = kind.from_pretrained(folder).to_dict()
-    if read != read | expected:
+    try:
+        expected = kind.from_pretrained(folder).to_dict()
+        for part in (content, *content.values()):
+            if isinstance(part, dict) and isinstance(part.get("rope_parameters"), dict):
+                part.update(_rope_of_v4(part))
+        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+        write_atomically(file, f"{text}\n")
+        read = kind.from_pretrained(folder).to_dict()
+        is_same = read == read | expected
+    except Exception:  # noqa: BLE001  classes raise any type for values that they do not know
+        is_same = False
+    if not is_same:
         write_atomically(file, own)
 
 

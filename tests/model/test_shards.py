@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
@@ -328,3 +328,23 @@ def test_rope_settings_of_single_families_are_written_as_version_4_reads_them(
     _add_rope_of_v4(type(config), tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     assert {name: content.get(name) for name in added} == added
+
+
+@pytest.mark.parametrize("error", [None, KeyError("rope_theta")])
+def test_a_config_that_version_5_would_then_read_otherwise_stays_as_it_was(
+    error: Exception | None, tmp_path: Path
+) -> None:
+    class Changed(LlamaConfig):
+        @classmethod
+        def from_pretrained(cls, *given: Any, **more: Any) -> Any:
+            config = super().from_pretrained(*given, **more)
+            if "rope_theta" in json.loads((tmp_path / "config.json").read_text()):
+                if error is not None:
+                    raise error
+                config.vocab_size += 1
+            return config
+
+    Changed().save_pretrained(tmp_path)
+    before = (tmp_path / "config.json").read_text()
+    _add_rope_of_v4(Changed, tmp_path)
+    assert (tmp_path / "config.json").read_text() == before
