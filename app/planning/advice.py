@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import saves_whole_model
 from app.model.quantization import QuantizationConfig
-from app.model.recompute import BY_SPEED
+from app.model.recompute import BY_SPEED, RecomputeConfig
 from app.planning import choose
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import (
@@ -159,8 +159,19 @@ def _of_micro_batches(
     packs = run.micro_batch_size * run.accumulation
     if mode != config.recompute.mode:
         overrides += (f"recompute={mode}",)
-    run = replace(run, recompute=mode)
-    base = replace(base, recompute=replace(config.recompute, mode=mode))
+    recompute = replace(config.recompute, mode=mode)
+    if mode == "none":
+        # Refused beside it, since they would have no effect.
+        overrides += ("recompute.every=1",) if recompute.every > 1 else ()
+        overrides += () if recompute.num_layers is None else ("recompute.num_layers=null",)
+        recompute = RecomputeConfig(mode=mode)
+    run = replace(
+        run,
+        recompute=mode,
+        recompute_every=recompute.every,
+        recompute_layers=recompute.num_layers,
+    )
+    base = replace(base, recompute=recompute)
     if config.trainer.micro_batch_size == "auto":
         number = choose.choose_micro_batch(run).size
         return [_candidate(base, run.with_micro_batch(number), overrides)]

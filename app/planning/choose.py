@@ -376,7 +376,9 @@ def choose_micro_batch(run: PlannedRun) -> MicroBatchChoice:
     if is_pipeline:
         reason = f"more would leave stages of the pipeline idle; {reason}"
     if not chosen.fits:
-        reason = f"not even one pack fits; {reason}"
+        is_tight = _Need.of(run.with_micro_batch(number)).fits
+        why = "one pack fits, but barely" if is_tight else "not even one pack fits"
+        reason = f"{why}; {reason}"
     elif larger := [other for other in needs if other > number]:
         other = larger[-1]
         reason += f"; {other}, the next divisor, would take {needs[other].activations:.1f}"

@@ -119,6 +119,21 @@ def test_the_fastest_variant_comes_first_and_is_written_as_an_experiment(tmp_pat
             assert again[figure] == pytest.approx(best[figure])
 
 
+@pytest.mark.parametrize("typed", ["recompute.num_layers=16", "recompute.every=2"])
+def test_advice_against_recompute_also_resets_its_other_settings(
+    typed: str, tmp_path: Path
+) -> None:
+    words = ("+experiment=llama8b", "hardware=rtx4090", "recompute=full", typed)
+    file = tmp_path / "best.yaml"
+    facts, _ = plan_of(tmp_path / "out", *words, f"plan.write={file}")
+    best = facts["advice"][0]
+    assert best["recompute"] == "none"
+    written = plan_of(tmp_path / "a", f"+experiment={file}", words[1])[0]
+    for again in (written, plan_of(tmp_path / "b", *words, *best["type"].split())[0]):
+        assert again["tokens_per_second"] == pytest.approx(best["tokens_per_second"])
+        assert again["fits"] and "not even one" not in " ".join(again["chosen"])
+
+
 @pytest.mark.parametrize(("gib", "fits"), [(100, False), (0, True)])
 def test_a_disk_too_small_for_checkpoints(gib: int, fits: bool, tmp_path: Path) -> None:
     """0: not known."""
