@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ _WRITTEN = re.compile(
     r"additional_chat_templates(/[\w.-]+\.jinja)?"
 )
 """what a run writes into `adapter/` or `model/`: nothing else there is uploaded"""
+
+_WEIGHTS = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|adapter_config\.json"
+)
+"""files of a repository that would be loaded in place of, or on top of, a model's"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,6 +111,7 @@ def push(config: PushConfig) -> str:
         _print_files(repo, copy, left_out)
         try:
             api.create_repo(repo, private=config.private, exist_ok=True)
+            _refuse_other_weights(repo, api.list_repo_files(repo), copy)
             commit = api.upload_folder(
                 repo_id=repo, folder_path=copy, commit_message=f"Trained by loft: {run.name}"
             )
@@ -154,6 +161,22 @@ def _print_files(repo: str, folder: Path, left_out: Sequence[str]) -> None:
     if left_out:
         print(f"left out, since the run did not write them: {printable(', '.join(left_out))}")
     sys.stdout.flush()
+
+
+def _refuse_other_weights(repo: str, existing: Iterable[str], copy: Path) -> None:
+    """Refuse a model beside other weights: transformers prefers an adapter, and one file to many.
+
+    `existing`: the files of the repository. An adapter is found beside any of them.
+    """
+    if (copy / ADAPTER_CONFIG).is_file():
+        return
+    found = [name for name in existing if _WEIGHTS.fullmatch(name) and not (copy / name).is_file()]
+    if found:
+        names = shlex.join(sorted(found))
+        raise UserError(
+            f"repo={repo}: it has other weights, which would be loaded in place of these: {names}; "
+            f"type another repo, or first `hf repos delete-files {repo} {names}`"
+        )
 
 
 def save_checkpoint(config: PushConfig, run: Path, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -329,12 +330,18 @@ def _plan_teacher(objective: ObjectiveConfig, precision: str) -> PlannedModel | 
     except UserError as error:
         log.debug("%s", error)
     if teacher is None:
-        log.warning(
-            "objective.teacher=%s: its config.json is not on this machine, or of a family whose "
-            "sizes it does not tell: the teacher's memory and time are not in the plan",
-            path,
-        )
+        _warn_unknown_teacher(path)
     return teacher
+
+
+@functools.cache
+def _warn_unknown_teacher(path: str) -> None:
+    """Say it once, and not for each of a plan's candidates."""
+    log.warning(
+        "objective.teacher=%s: its config.json is not on this machine, or of a family whose "
+        "sizes it does not tell: the teacher's memory and time are not in the plan",
+        path,
+    )
 
 
 def is_stored_quantized(config_json: Mapping[str, Any]) -> bool:

@@ -112,6 +112,7 @@ class Hub:
         self.client = mock.create_autospec(HfApi, instance=True)
         self.client.whoami.side_effect = self._whoami
         self.client.create_repo.side_effect = self._create_repo
+        self.client.list_repo_files.side_effect = lambda _: list(self.files)
         self.client.upload_folder.side_effect = self._upload_folder
 
     def _whoami(self) -> dict[str, str]:
@@ -207,6 +208,29 @@ def test_a_pushed_run_gets_its_own_card_and_only_what_it_wrote_is_uploaded(
     own = json.loads((run / "adapter/adapter_config.json").read_text())
     assert own["base_model_name_or_path"] == str(small_base())
     assert not list(run.glob(".push*"))
+
+
+def test_a_model_is_not_pushed_beside_weights_that_would_be_loaded_instead(
+    run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"run={run}", f"repo={REPO}"]
+    assert run_plain_verb("push", PushConfig, push, words) == 0
+    hub.files["model.safetensors"] = b"of a full run"
+    assert run_plain_verb("push", PushConfig, push, words) == 0, "an adapter is found beside it"
+    (run / "adapter").rename(run / "model")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (run / "model" / name).unlink()
+    (run / "model/config.json").write_text('{"model_type": "llama"}')
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+        (run / "model" / name).write_text("{}")
+    before = dict(hub.files)
+    assert run_plain_verb("push", PushConfig, push, words) == 2
+    fix = f"`hf repos delete-files {REPO} adapter_config.json model.safetensors`"
+    assert fix in capsys.readouterr().err and hub.files == before
+    del hub.files["adapter_config.json"], hub.files["model.safetensors"]
+    for _ in range(2):
+        assert run_plain_verb("push", PushConfig, push, words) == 0
+    assert hub.files["model-00001-of-00002.safetensors"] == b"{}"
 
 
 def test_no_folder_of_this_machine_is_passed_on(
