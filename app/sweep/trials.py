@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 RESULTS_FILE, TABLE_FILE, SWEEP_PAGE = "sweep.json", "sweep.csv", "sweep.html"
 TRAIN = tuple(child_command("app.train")[1:])
 """Python arguments that start a trial"""
+_HELD_OUT = "val/tokens/"
+"""prefix of the metrics with the number of held-out tokens of a data set"""
 _MAX_ERROR_LINES = 200
 """number of last lines of a trial's log that are searched for its error"""
 _JOBS_FOLDER = "slurm"
@@ -538,6 +540,22 @@ def _explain_best(
         interval, value = parameter.interval, values[parameter.key]
         if interval is not None and interval.is_edge(float(value)):
             yield f"{parameter.key}={value} is at the edge of {interval}: search a wider interval"
+    held_out = [_held_out_tokens(Path(trial.folder)) for trial in completed]
+    if any(tokens != held_out[0] for tokens in held_out):
+        totals = sorted({sum(tokens.values()) for tokens in held_out})
+        yield (
+            f"these trials were not validated on the same tokens ({totals[0]:,.0f} to "
+            f"{totals[-1]:,.0f}), and their {best.metric} measures different things: compare them "
+            "by evaluate, typing the same data settings, such as data.val_datasets"
+        )
+
+
+def _held_out_tokens(folder: Path) -> dict[str, float]:
+    """Return the number of tokens of each data set on which a finished run was validated."""
+    metrics, problem = documents.find_problem(folder / METRICS_FILE, documents.METRICS)
+    if problem is not None:
+        return {}
+    return {name: value for name, value in metrics.items() if name.startswith(_HELD_OUT)}
 
 
 def _completed(trials: Sequence[Trial]) -> list[Trial]:

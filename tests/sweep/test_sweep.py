@@ -16,7 +16,7 @@ from app.sweep.trials import LocalJob, Trial, print_results
 from common.errors import UserError
 from common.installation import verb_command
 from tests.in_process import CommandResult, make_words, run_command
-from tests.sweep.short_trials import short_trials
+from tests.sweep.short_trials import GRID_TRIAL, short_trials
 from tests.tiny import SAMPLES
 
 
@@ -62,6 +62,19 @@ def test_every_combination_runs_in_a_process_and_is_listed(
         assert fragment in result.stdout
     (best,) = re.findall(r"(?m)^best: .*\n  .*\n  \S*python\S* -m app\.train (.*)$", result.stdout)
     assert shlex.split(best) == summary[0]["overrides"]  # quoted for the shell
+
+
+def test_trials_that_were_validated_on_different_tokens_are_said_not_to_compare(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    counted = GRID_TRIAL.replace('"val/loss": loss', '"val/tokens/rows": TOKENS, "val/loss": loss')
+    for tokens, differs in (("750", False), ('values["adapter.r"] + "00"', True)):
+        script = counted.replace("TOKENS", f"float({tokens})")
+        with short_trials(script):
+            folder = tmp_path / f"differs-{differs}"
+            said = sweep(*overrides, "adapter.r=2,4", f"output.dir={folder}").stdout
+        note = "not validated on the same tokens (200 to 400), and their val/loss measures"
+        assert (note in " ".join(said.split())) is differs
 
 
 def test_a_failed_trial_does_not_stop_the_others(
