@@ -27,7 +27,14 @@ from common.text import counted
 from data_modules.collator import Batch, Collator
 from data_modules.packing import pack_documents, seeded_generator
 from data_modules.settings import DataConfig, DatasetConfig
-from data_modules.tokens.encode import BadRows, ChunkEncoder, EncodedChunk, chunks_of
+from data_modules.tokens.encode import (
+    BadRows,
+    ChunkEncoder,
+    Counts,
+    EncodedChunk,
+    check_dropped,
+    chunks_of,
+)
 from data_modules.types import Example
 
 if TYPE_CHECKING:
@@ -152,11 +159,13 @@ class TokenStream(IterableDataset[Batch]):
         """Yield a data set's documents, again and again."""
         dataset, encoder = self._config.datasets[index], self._encoders[index]
         while True:
-            num_examples = 0
+            num_examples, counts = 0, Counts()
             rows = int(self._config.held_out), None
             for chunk in chunks_of(dataset, self._config, rows=rows, shard=shard):
                 part = encoder(chunk)
                 self._check(part)
+                if not num_examples:
+                    counts.merge(part.counts)
                 if part.documents is None:
                     continue
                 digests = part.documents.digests.tolist()
@@ -165,6 +174,8 @@ class TokenStream(IterableDataset[Batch]):
                         num_examples += 1
                         yield example
             if not num_examples:
+                if counts.rows:
+                    check_dropped(counts, dataset.path, self._config, self._spec.sequence_len)
                 raise DataError(
                     f"{dataset.path}: no row to train on for rank {shard[0]} of {shard[1]}; it is "
                     "too small for a stream: set data.streaming=false"

@@ -86,6 +86,8 @@ _LIMITS = {
 """setting -> what of more than its share is said, and the fix"""
 _OF_TURNS = frozenset({"roles_to_train", "last_turn_only", "reasoning", "unsupported_turns"})
 """settings of the loss mask that rows without turns do not read"""
+_FIRST_ROWS = "first rows"
+"""unit of warnings of a stream, of which no more is read before training"""
 _MAX_NAMED = 12
 """number of characters that a warning names"""
 _NAMES = {"\n": "newline", "\t": "tab", "\r": "carriage return", " ": "blank"} | {
@@ -340,7 +342,10 @@ class Audit:
         self, dataset: DatasetAudit, count: int, unit: str, statement: str, **more: Any
     ) -> None:
         """Add the warning that `count` of the rows or documents of a data set ..."""
-        totals = {"rows": dataset.rows, "validation documents": dataset.validation}
+        totals = {
+            **dict.fromkeys(("rows", _FIRST_ROWS), dataset.rows),
+            "validation documents": dataset.validation,
+        }
         total = totals.get(unit, dataset.train)
         self.findings.append(AuditWarning(dataset.name, count, total, unit, statement, **more))
 
@@ -506,15 +511,7 @@ def apply_rules(
     audit: Audit, facts: Sequence[DatasetFacts], config: AuditConfig, run: RunSettings
 ) -> None:
     for dataset, fact in zip(audit.datasets, facts, strict=True):
-        _apply_row_rules(audit, dataset, fact)
-        audit.findings += find_unused_settings(fact.name, fact.format, fact.counts, run.mask)
-        if run.has_own_template and fact.format == "prompt_completion" and not fact.is_chat:
-            statement = (
-                "are texts of prompt and completion, trained on without the tokenizer's chat "
-                "template"
-            )
-            advice = "to train on chats, name the columns instruction and output"
-            audit.warn(dataset, dataset.rows, "rows", statement, advice=advice)
+        _apply_row_rules(audit, dataset, fact, run)
         if fact.is_chat and dataset.train:
             _apply_mask_rules(audit, dataset, run)
             _apply_stop_rules(audit, dataset, run.train_on_eos)
@@ -537,42 +534,73 @@ def apply_rules(
 
 
 def find_unused_settings(
-    name: str, format: str, counts: Counts, mask: Mapping[str, str], unit: str = "rows"
+    fact: DatasetFacts, mask: Mapping[str, str], unit: str = "rows"
 ) -> list[AuditWarning]:
     """Return a warning if no row of a data set reads some of the settings `mask`, as typed."""
-    if format == "pretokenized":
+    counts = fact.counts
+    if fact.format == "pretokenized":
         unused, kind = list(mask), "hold token ids with a mask of their own"
     else:
-        unused = [] if counts.chats else [each for each in mask if each in _OF_TURNS]
+        unused = [] if fact.is_chat else [each for each in mask if each in _OF_TURNS]
         kind = "are texts without turns"
     if not (unused and counts.rows):
         return []
     typed = ", ".join(f"data.{each}={mask[each]}" for each in unused)
     statement = f"{kind}, on which {typed} {'has' if len(unused) == 1 else 'have'} no effect"
-    return [AuditWarning(name, counts.rows, counts.rows, unit, statement)]
+    return [AuditWarning(fact.name, counts.rows, counts.rows, unit, statement)]
 
 
 def warn_of_long_rows(audit: Audit, facts: Sequence[DatasetFacts], run: RunSettings) -> None:
     """Warn of the data sets that lose many tokens with long rows."""
     for dataset, fact in zip(audit.datasets, facts, strict=True):
-        if dataset.lost_share <= _REPORTED_ABOVE:
-            continue
-        count, action, advice = dataset.truncated, "cut", "a larger data.sequence_len keeps them"
-        if not (fact.is_chat or run.is_encoder_decoder):
-            advice = f"data.on_long=split or {advice}"
-        if fact.on_long == "drop":
-            # Of a tree of conversations only some branches may be too long.
-            count, action = dataset.dropped + dataset.notes.get("branch_dropped", 0), "dropped"
-            advice += ", data.on_long=truncate_right keeps a part"
-        limit = "" if run.sequence_len is None else f"={run.sequence_len}"
-        statement = f"are longer than data.sequence_len{limit} and {action}"
-        rows = fact.counts.longest
-        longest = f"; the longest has {rows[0][0]:,} tokens" if rows else ""
-        share = dataset.lost_share
-        audit.warn(dataset, count, "rows", statement, share=share, advice=advice, detail=longest)
+        _warn_of_long_rows(audit, dataset, fact, run)
 
 
-def _apply_row_rules(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None:
+def warn_of_first_rows(audit: Audit, fact: DatasetFacts, run: RunSettings) -> None:
+    """Add the warnings about the first rows of a stream; `kept_tokens` of them must be known."""
+    counts, kept = fact.counts, fact.kept_tokens or 0
+    first = DatasetAudit(
+        name=fact.name,
+        path=fact.path,
+        rows=counts.rows,
+        train=counts.kept,
+        validation=0,
+        tokens=kept,
+        trained=0,
+        dropped=counts.dropped,
+        truncated=counts.truncated,
+        lost_share=counts.lost_tokens / max(1, counts.lost_tokens + kept),
+        empty=counts.empty,
+        notes={kind: count for kind, (count, _) in counts.notes.items()},
+    )
+    if fact.on_long != "error":  # of which the stream says more
+        _warn_of_long_rows(audit, first, fact, run, _FIRST_ROWS)
+    _warn_of_rows(audit, first, fact, run, _FIRST_ROWS)
+
+
+def _warn_of_long_rows(
+    audit: Audit, dataset: DatasetAudit, fact: DatasetFacts, run: RunSettings, unit: str = "rows"
+) -> None:
+    if dataset.lost_share <= _REPORTED_ABOVE:
+        return
+    count, action, advice = dataset.truncated, "cut", "a larger data.sequence_len keeps them"
+    if not (fact.is_chat or run.is_encoder_decoder):
+        advice = f"data.on_long=split or {advice}"
+    if fact.on_long == "drop":
+        # Of a tree of conversations only some branches may be too long.
+        count, action = dataset.dropped + dataset.notes.get("branch_dropped", 0), "dropped"
+        advice += ", data.on_long=truncate_right keeps a part"
+    limit = "" if run.sequence_len is None else f"={run.sequence_len}"
+    statement = f"are longer than data.sequence_len{limit} and {action}"
+    rows = fact.counts.longest
+    longest = f"; the longest has {rows[0][0]:,} tokens" if rows else ""
+    share = dataset.lost_share
+    audit.warn(dataset, count, unit, statement, share=share, advice=advice, detail=longest)
+
+
+def _apply_row_rules(
+    audit: Audit, dataset: DatasetAudit, fact: DatasetFacts, run: RunSettings
+) -> None:
     counts = fact.counts
     if not (dataset.train if fact.is_trained else dataset.validation):
         use = "to train on" if fact.is_trained else "for validation"
@@ -582,13 +610,20 @@ def _apply_row_rules(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) ->
             f"train on, {dataset.validation:,} for validation); give more rows, or a larger "
             "data.sequence_len"
         )
+    _warn_of_rows(audit, dataset, fact, run)
+
+
+def _warn_of_rows(
+    audit: Audit, dataset: DatasetAudit, fact: DatasetFacts, run: RunSettings, unit: str = "rows"
+) -> None:
+    counts = fact.counts
     if dataset.empty:
         statement = "have nothing to train on (no answer, or it was cut off) and are left out"
         first = tuple(counts.empty_origins)
-        audit.warn(dataset, dataset.empty, "rows", statement, first=first, joiner=", ")
+        audit.warn(dataset, dataset.empty, unit, statement, first=first, joiner=", ")
     for kind, (count, seen) in counts.notes.items():
         statement, advice = _NOTES.get(kind, (f"have the note: {kind.replace('_', ' ')}", ""))
-        audit.warn(dataset, count, "rows", statement, first=(seen,), advice=advice)
+        audit.warn(dataset, count, unit, statement, first=(seen,), advice=advice)
     if dataset.double_bos:
         statement = "begin with two BOS tokens"
         advice = "remove the BOS from the rows, or from the chat template"
@@ -601,7 +636,14 @@ def _apply_row_rules(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) ->
         )
         advice = "use a base whose vocabulary has them, or write the rows without them"
         first = (counts.first_lossy,)
-        audit.warn(dataset, counts.lossy_rows, "rows", statement, first=first, advice=advice)
+        audit.warn(dataset, counts.lossy_rows, unit, statement, first=first, advice=advice)
+    audit.findings += find_unused_settings(fact, run.mask, unit)
+    if run.has_own_template and fact.format == "prompt_completion" and not fact.is_chat:
+        statement = (
+            "are texts of prompt and completion, trained on without the tokenizer's chat template"
+        )
+        advice = "to train on chats, name the columns instruction and output"
+        audit.warn(dataset, dataset.rows, unit, statement, advice=advice)
 
 
 def _apply_mask_rules(audit: Audit, dataset: DatasetAudit, run: RunSettings) -> None:

@@ -27,7 +27,7 @@ from data_modules.audit.findings import (
     Audit,
     DatasetFacts,
     RunSettings,
-    find_unused_settings,
+    warn_of_first_rows,
 )
 from data_modules.format import PREFERENCE, sort_unread
 from data_modules.packing import Indices, seeded_generator
@@ -228,7 +228,7 @@ class PreparedData:
     def audit(self) -> Audit:
         """The audit of the training data; for a stream, of the rows read."""
         config = self._config
-        is_stream, mask = config.streaming, MaskConfig.of(config).changed()
+        is_stream = config.streaming
         stores = [data.store for data in self._tests.values()]
         examples = self.train_examples, self.val_examples
         if is_stream:  # what was read, with the numbers of `datasets`
@@ -252,29 +252,44 @@ class PreparedData:
             *examples,
             benchmarks=Examples(stores, [np.arange(len(store)) for store in stores]),
             benchmark_names=list(self._tests),
-            run=RunSettings(
-                trains_prompts=config.train_on_inputs or set(config.roles_to_train) > {"assistant"},
-                mask=mask,
-                train_on_eos=config.train_on_eos,
-                sequence_len=self._spec.sequence_len,
-                is_encoder_decoder=self._template.is_encoder_decoder,
-                has_own_template=self._template.is_tokenizers_own,
-            ),
+            run=self._run_settings(),
         )
         if is_stream:
             audit.facts.append("a stream: only the validation rows were audited")
         found = {ready.name: ready.data.counts.unread for ready in self.datasets}
         if is_stream and not config.held_out:
-            names = dataset_names(config.loss_datasets)
-            for name, one in zip(names, config.datasets, strict=False):
-                format_name, counts = encode.count_first_rows(one, config)
-                found[name] = counts.unread
-                audit.findings += find_unused_settings(
-                    name, format_name, counts, mask, unit="first rows"
-                )
+            for fact in self._first_rows():
+                found[fact.name] = fact.counts.unread
+                warn_of_first_rows(audit, fact, self._run_settings())
         found |= {f"test data {name}": data.counts.unread for name, data in self._tests.items()}
         audit.unread = {name: sort_unread(unread) for name, unread in found.items() if unread}
         return audit
+
+    def _run_settings(self) -> RunSettings:
+        config = self._config
+        return RunSettings(
+            trains_prompts=config.train_on_inputs or set(config.roles_to_train) > {"assistant"},
+            mask=MaskConfig.of(config).changed(),
+            train_on_eos=config.train_on_eos,
+            sequence_len=self._spec.sequence_len,
+            is_encoder_decoder=self._template.is_encoder_decoder,
+            has_own_template=self._template.is_tokenizers_own,
+        )
+
+    def _first_rows(self) -> Iterator[DatasetFacts]:
+        """Yield what happened to the first rows of each data set of a stream."""
+        spec = token_spec(self._spec, self._template)
+        names = dataset_names(self._config.loss_datasets)
+        for name, dataset in zip(names, self._config.datasets, strict=False):
+            format_name, counts, num_tokens = encode.encode_first_rows(dataset, spec)
+            yield DatasetFacts(
+                name=name,
+                path=redact(dataset.path),
+                format=format_name,
+                counts=counts,
+                kept_tokens=num_tokens,
+                on_long=self._config.on_long,
+            )
 
     def report(self) -> DataReport:
         reports = []

@@ -453,16 +453,14 @@ def chunks_of(
     )
 
 
-def count_first_rows(dataset: DatasetConfig, data: DataConfig) -> tuple[str, Counts]:
-    """Return the format of a stream, and its first chunk's rows, chats and what nothing reads."""
-    counts = Counts()
-    format_name, chunks = find_format(dataset, chunks_of(dataset, data))
-    for chunk in itertools.islice(chunks, 1):
-        for found in read_chunk(chunk, format_name or "", dataset, counts):
-            if not isinstance(found, Rejected):
-                counts.rows += 1
-                counts.chats += isinstance(found[0], Conversation)
-    return format_name or "", counts
+def encode_first_rows(dataset: DatasetConfig, spec: TokenSpec) -> tuple[str, Counts, int]:
+    """Return the format of a stream, and the counts and the tokens of its first chunk."""
+    format_name, chunks = find_format(dataset, chunks_of(dataset, spec.config))
+    encoder, counts, num_tokens = ChunkEncoder(dataset, format_name or "", spec), Counts(), 0
+    for part in map(encoder, itertools.islice(chunks, 1)):
+        counts = part.counts
+        num_tokens = part.documents.num_tokens if part.documents is not None else 0
+    return encoder.format, counts, num_tokens
 
 
 class FirstRows:

@@ -514,6 +514,39 @@ def test_a_stream_leaves_out_validation_rows(
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+def test_the_first_rows_of_a_stream_are_warned_of_as_those_of_a_file(
+    tmp_path: Path, tokenizer: Any, val: DatasetConfig, streaming: bool
+) -> None:
+    """Rows that are too long, have no answer, or hold a control token are not passed over."""
+    rows = [*numbers(60), {"instruction": "long", "output": "one " * 300}]
+    chats: list[list[dict[str, Any]]] = [
+        [
+            {"role": "user", "content": row["instruction"]},
+            {"role": "assistant", "content": row["output"]},
+        ]
+        for row in rows
+    ]
+    chats[0][0]["content"] = "q </s>"
+    chats.append([{"role": "user", "content": "q"}, {**chats[1][1], "weight": 0}])
+    file = write_jsonl(tmp_path / "many.jsonl", [{"messages": turns} for turns in chats])
+    data = {"val_datasets": [val], "streaming": streaming}
+    found = build([file], tokenizer, data=data, max_steps=3).audit
+    unit = "first rows" if streaming else "rows"
+    said = " | ".join(text for text in found.warnings if text.startswith("many:"))
+    assert f"many: 1 of 62 {unit} (" in said and "=128 and dropped" in said
+    assert f"many: 1 of 62 {unit} have nothing to train on" in said
+    assert f"many: 1 of 62 {unit} have control tokens in their text" in said
+
+
+def test_a_stream_whose_rows_are_all_too_long_says_so(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"instruction": "q", "output": f"{n} " * 300} for n in range(4)]
+    file = write_jsonl(tmp_path / "long.jsonl", rows)
+    module = build([file], tokenizer, data={"streaming": True, "val_set_size": 0}, max_steps=3)
+    with pytest.raises(DataError, match="no row of 4 is left: 4 are longer than 128 tokens"):
+        next(iter(micro_batches(module)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 def test_settings_that_no_row_of_a_data_set_reads_are_said(
     tmp_path: Path, tokenizer: Any, val: DatasetConfig, streaming: bool
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_modules.audit.findings import find_unused_settings
+from data_modules.audit.findings import DatasetFacts, find_unused_settings
 from data_modules.template import TEMPLATE_NAMES, ChatTemplate, MaskConfig
 from data_modules.template.named_templates import named_template
 from data_modules.template.rendering import RowRefusedError
@@ -450,7 +450,8 @@ def test_every_setting_has_an_effect_on_the_rows_of_a_format_or_is_said_to_have_
         mask = MaskConfig(**{setting: value})
         (typed,) = mask.changed().items()
         counts = Counts(rows=1, chats=int(name == "messages"))
-        said = find_unused_settings("a", name, counts, dict([typed]))
+        facts = DatasetFacts(name="a", path="a.jsonl", format=name, counts=counts)
+        said = find_unused_settings(facts, dict([typed]))
         assert bool(said) == (encoded(**{setting: value}) == encoded()), setting
         assert all(f"data.{setting}={typed[1]} has no effect" in each.text for each in said)
     assert MaskConfig().changed() == {}
