@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from app.config import load_config
 from app.config.dispatch import check_before_start
-from app.evaluate import evaluate
+from app.evaluate import evaluate, evaluate_in_ranks
 from app.evaluation.significance import paired_bootstrap
 from common.errors import UserError
 from common.text import percent
@@ -142,6 +143,18 @@ def test_two_ranks_give_the_same_metrics_as_one(shell: Shell, tmp_path: Path) ->
     lines = [list(map(json.loads, (tmp_path / n / "predictions.jsonl").open())) for n in "12"]
     for one, other in zip(*lines, strict=True):
         assert one | {"metrics": 0} == other | {"metrics": 0}
+
+
+def test_a_failed_evaluation_is_continued_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("app.evaluate.run_shares", lambda *_: 3)  # as if its ranks had failed
+    folder = f"output.dir={tmp_path}/it's mine"
+    words = ["evaluation.tasks=[{name: arc}]", "trainer.accelerator=cpu", "trainer.devices=2"]
+    with pytest.raises(SystemExit, match="3"):
+        evaluate_in_ranks(load_config("evaluate", [f"model.path={TINY_BASE}", folder, *words]))
+    said = capsys.readouterr().err
+    assert shlex.split(said.partition(": type the same command with ")[2]) == [folder]
 
 
 # lm-eval 0.4.13, HFLM in fp32, `acc`, `acc_norm` and the sums of log-likelihoods of the right

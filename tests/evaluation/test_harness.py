@@ -99,10 +99,11 @@ def test_an_answer_as_long_as_the_context_leaves_room_for_the_end_of_its_prompt(
 def test_what_a_task_gives_to_a_model_begins_once_and_has_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    seen, continues = [], []
 
-    def answer(_: Any, __: Any, prompts: list[Any], *___: Any, **____: Any) -> Any:
+    def answer(_: Any, __: Any, prompts: list[Any], *___: Any, **how: Any) -> Any:
         seen.extend(prompt.input_ids for prompt in prompts)
+        continues.append(how["continues_text"])
         return iter([[(n, Answer("yes", is_finished=True)) for n in range(len(prompts))]])
 
     def score(_: Any, groups: list[Any], **__: Any) -> Any:
@@ -111,13 +112,16 @@ def test_what_a_task_gives_to_a_model_begins_once_and_has_no_end(
 
     monkeypatch.setattr(measure, "answer_batches", answer)
     monkeypatch.setattr(measure, "score_groups", score)
+    monkeypatch.setattr(measure, "program_passes", lambda program: False)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", cast(Any, SimpleNamespace(LM=object)))
     (tmp_path / "texts.jsonl").write_text('{"text": "a text"}\n')
     texts = TaskConfig(name="texts", path=str(tmp_path / "texts.jsonl"), kind="perplexity")
-    config = EvaluationConfig(tasks=[TaskConfig(name="gsm8k"), texts])
-    TaskRunner(config, build_tasks(config), ENDED, set(), 512).measure(
+    tasks = [TaskConfig(name="gsm8k"), TaskConfig(name="humaneval"), texts]
+    config = EvaluationConfig(tasks=tasks, allow_code=True)
+    TaskRunner(config, build_tasks(config), ENDED, set(), 1024).measure(
         "tuned", DECODER, RowRunner()
     )
+    assert continues == [False, True]  # only a program keeps the space at its start
     harness = Harness(config=config, tokenizer=ENDED, stop_ids=set(), max_len=512)
     model = measure._language_model(harness, "tuned", DECODER, RowRunner())
     request = SimpleNamespace(args=("a text",), task_name="own")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from app.evaluation import evaluator as evaluator_module
-from app.evaluation.evaluator import Predictions
+from app.evaluation.evaluator import Evaluator, Predictions
 from app.evaluation.generation import Answer, EvaluationConfig
 from common.errors import Origin
 from data_modules import Prompt
@@ -53,6 +53,29 @@ def test_predictions_have_one_line_per_prompt(
     answers["silent"] = [Answer("", True), Answer(" \n", False)]
     predictions.answer("silent", cast(Any, "silent"))
     assert caplog.messages == ["sums: 2 of 2 answers of silent are empty"]
+
+
+@pytest.mark.parametrize(("start", "end"), [(None, 64), (0, None)], ids=["decoder", "pair"])
+def test_answers_to_held_out_prompts_end_with_the_context_of_a_decoder(
+    start: int | None, end: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def answer(*_: object, context_len: int | None, **__: object) -> Any:
+        seen.append(context_len)
+        return iter([[(0, Answer("4", True))]])
+
+    monkeypatch.setattr(evaluator_module, "answer_batches", answer)
+    rows = {"sums": [Prompt([1, 2], "4", Origin("sums.jsonl", 1))]}
+    spec = SimpleNamespace(context_len=64, decoder_start_token_id=start)
+    base: Any = SimpleNamespace(spec=spec, stop_ids={2}, tokenizer=None, backend="sdpa")
+    data: Any = SimpleNamespace(
+        stop_token_ids=set(), sequence_len=32, prompts=lambda max_rows: rows
+    )
+    config = EvaluationConfig(exact_match=True)
+    evaluator = Evaluator(config, base, data, [], cast(Any, None))
+    evaluator.predictions.answer("base", cast(Any, None))
+    assert seen == [end]
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

@@ -317,7 +317,7 @@ def test_exit_code_and_message_of_a_run_survive_its_launcher(
     state, code, message, expected = ending
     asked = {"state": state, "code": code, "message": message}
     monkeypatch.setenv("LOFT_ENDING", json.dumps(asked))
-    folder = cwd / "runs" / "one"
+    folder = cwd / "runs" / "it's one"
     model, data = make_model(cwd / "model"), make_data(cwd / "data.jsonl")
     words = [*f"launcher={name}".split(), "launch.watch=true", *SMALL, f"output.dir={folder}"]
     words += [f"model.path={model}", f"data.datasets=[{{path: {data}, format: alpaca}}]"]
@@ -329,6 +329,8 @@ def test_exit_code_and_message_of_a_run_survive_its_launcher(
     assert start(*words) == expected
     out = capsys.readouterr().out
     assert message is None or message in out
+    printed = re.findall(r"^  (.*)   # its progress", out, re.MULTILINE)
+    assert [shlex.split(line)[-1] for line in printed] == [f"run={folder}"] * (name == "slurm")
     given = json.loads((programs / "words.json").read_text())
     placed = set() if name == "ray" else {"trainer.num_nodes=2", "trainer.devices=2"}
     assert placed | {"resume=auto"} <= set(given)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -96,10 +98,14 @@ def test_more_gpus_are_suggested_if_nothing_fits(tmp_path: Path) -> None:
     assert any(words.startswith("hardware=") for words in facts["to_fit"])
 
 
-def test_the_fastest_variant_comes_first_and_is_written_as_an_experiment(tmp_path: Path) -> None:
-    file = tmp_path / "best run.yaml"
+def test_the_fastest_variant_comes_first_and_is_written_as_an_experiment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "it's best.yaml"
     words = ("+experiment=llama8b", "hardware=4xl40s", "hardware.price_per_hour=1.5")
     facts, _ = plan_of(tmp_path / "out", *words, "plan.tokens=10000000", f"plan.write={file}")
+    (printed,) = re.findall(r"^written: .*?; (.*)", capsys.readouterr().out, re.MULTILINE)
+    assert shlex.split(printed)[-1] == f"+experiment={file}"
     speeds = [row["tokens_per_second"] for row in facts["advice"] if row["fits"]]
     assert speeds == sorted(speeds, reverse=True)
     hours = 1e7 / facts["tokens_per_second"] / 3600

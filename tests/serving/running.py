@@ -27,6 +27,7 @@ class ScriptedResponder:
         self.control_texts = ("<|im_end|>",)
         self.num_generated = 0
         self.num_turns: list[int] = []
+        self.continues: list[bool] = []
         self.has_ended = threading.Event()
 
     def prompt_ids(self, turns: Sequence[Turn]) -> list[int]:
@@ -36,6 +37,7 @@ class ScriptedResponder:
     def answer(
         self, reply: Reply, config: ConversationConfig, **_: Any
     ) -> Generator[str, None, None]:
+        self.continues.append(reply.continues_text)
         try:
             for piece in self.pieces:
                 self.before()

@@ -103,6 +103,14 @@ def test_openai_client_continues_a_text(address: str, responder: Responder) -> N
             assert refused.value.param == "prompt"
 
 
+def test_only_a_text_is_continued_with_its_space() -> None:
+    responder = ScriptedResponder("b")
+    with serving(responder) as address:
+        assert send(address, REQUEST)[0] == 200
+        assert send(address, {"model": NAME, "prompt": "a"}, "/v1/completions")[0] == 200
+    assert responder.continues == [False, True]
+
+
 def test_stop_texts_end_an_answer_and_a_seed_reproduces_it(
     address: str, responder: Responder
 ) -> None:

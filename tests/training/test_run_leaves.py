@@ -347,9 +347,9 @@ def test_an_interrupted_cell_of_a_notebook_raises_and_its_run_resumes(tmp_path: 
 
     words = small_run(f"output.dir={tmp_path / 'run'}", "trainer.checkpoint.every_steps=1")
     before = signal.getsignal(signal.SIGINT)
-    with as_new_process(), pytest.raises(KeyboardInterrupt):
-        train(load_config("train", words), callbacks=[Interrupted()])
-    assert signal.getsignal(signal.SIGINT) is before
     with as_new_process():
+        with pytest.raises(KeyboardInterrupt):
+            train(load_config("train", words), callbacks=[Interrupted()])
+        assert signal.getsignal(signal.SIGINT) is before
         run = train(load_config("train", {"resume": str(tmp_path / "run")}))
     assert [row["step"] for row in run.rows if "train/loss" in row][-1] == 4
