@@ -377,7 +377,7 @@ def choose_micro_batch(run: PlannedRun) -> MicroBatchChoice:
         reason = f"more would leave stages of the pipeline idle; {reason}"
     if not chosen.fits:
         is_tight = _Need.of(run.with_micro_batch(number)).fits
-        why = "one pack fits, but barely" if is_tight else "not even one pack fits"
+        why = "one pack barely fits" if is_tight else "not even one pack fits"
         reason = f"{why}; {reason}"
     elif larger := [other for other in needs if other > number]:
         other = larger[-1]

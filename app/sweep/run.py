@@ -175,7 +175,7 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
 
 def _unlike_objectives(trials: Sequence[TrainConfig]) -> list[str]:
     objectives = [trial.objective for trial in trials]
-    # An accuracy against the base counts which answers have gained, another one which are likelier.
+    # Against the base, accuracy counts answers that gained; otherwise those that are likelier.
     measures = {
         (each.name, each.compared_by + " against the base" * each.compares_with_base): each
         for each in objectives
