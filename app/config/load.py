@@ -54,13 +54,13 @@ from app.config.verbs import (
 )
 from app.model.base import ModelConfig
 from app.run import NEVER, find_run_to_resume
-from app.run.folder import CONFIG_FILE, NO_URL, VERB_LINE, expand_home
+from app.run.folder import CONFIG_FILE, NO_URL, VERB_LINE, expand_home, is_training_run
 from app.run.remote import run_folder
 from app.strategy.deepspeed_config import read_deepspeed_file
 from app.strategy.settings import ZeroConfig
 from common.errors import MAX_PROBLEMS, UserError
 from common.facts import facts_of, hints_of, leaves_of
-from common.installation import ROOT
+from common.installation import ROOT, verb_command
 from common.untrusted import reading
 from data_modules import TEMPLATE_NAMES
 
@@ -230,6 +230,12 @@ def _check_options(
                 continue
             file = find_option(conf, group, option)
             if is_experiment and _is_saved_config(file):
+                if not is_training_run(file):
+                    raise UserError(
+                        f"{display_path(file)}:1: settings of another verb than train; an "
+                        f"experiment is what `{verb_command('train')} ... --cfg job` prints, or "
+                        "the config.yaml of a training run"
+                    )
                 experiment = experiment_from_run(file, _load_saved(file), verb, typed.keys())
                 experiment.values["output"].pop("dir", None)  # a new run
             elif is_experiment:

@@ -201,6 +201,10 @@ def test_printed_settings_and_a_runs_settings_are_an_experiment_under_any_name(
         assert plan.output.name == "quickstart-plan"
         assert isinstance(plan, PlanConfig)
         assert (plan.seed, plan.optimizer.name) == (7, "muon")
+    Path("plan.yaml").write_text(run_command(*words, "--cfg", "job", verb="plan").stdout)
+    for verb in ("plan", "train"):
+        with pytest.raises(UserError, match=r"^plan\.yaml:1: settings of another verb than train;"):
+            door.load_config(verb, ["+experiment=plan.yaml"])
 
 
 def all_schemas() -> set[type]:
