@@ -151,7 +151,8 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
         other, found = _check_trial(values)
         problems += found
         trials += [] if other is None else [other]
-    problems += _unlike_objectives(trials)
+    if words.folder is None:  # such sweeps of earlier versions can still be resumed
+        problems += _unlike_objectives(trials)
     granting = [each for one in trials for each in not_taken(one, frozenset(), skip=_OF_SWEEP)]
     resets: list[Granting] = []
     if words.folder is not None:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from app.sweep import run_sweep
-from app.sweep.parameters import parse_parameters
+from app.sweep.parameters import parse_parameters, save_words
 from app.sweep.trials import LocalJob, Trial, print_results
 from common.errors import UserError
 from common.installation import verb_command
@@ -178,6 +178,15 @@ def test_objectives_that_measure_otherwise_need_a_sweep_each(
     result = sweep(*overrides, *PAIRS, *words, code=2)
     assert compared in result.stderr
     assert f"type a sweep for each, as objective{fix}" in result.stderr
+
+
+def test_such_a_sweep_that_an_earlier_version_started_resumes(
+    overrides: list[str], commands: list[list[str]]
+) -> None:
+    (folder := Path("earlier")).mkdir()
+    save_words(folder, [*overrides[1:], *PAIRS, "objective=dpo,orpo"])
+    sweep("-m", f"resume={folder}")
+    assert len(commands) == 2
 
 
 def test_the_printed_command_leaves_out_settings_of_the_sweep_file(
