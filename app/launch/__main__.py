@@ -60,7 +60,6 @@ _EVALUATION_FILES = re.compile(
     r"evaluation\.(task_dir|harness_dir|metric|tasks\[\d+\]\.(few_shot_)?path)"
 )
 """settings of files that `paths_in` does not list: they stay as typed"""
-_LEFT_OUT = [(name,) for name in NOT_UPLOADED]
 _OF_SLURM = ("partition", "account", "minutes", "gpus")
 """settings of the launcher that only SLURM's jobs have"""
 
@@ -89,6 +88,8 @@ def launch(config: LaunchConfig, words: Sequence[str]) -> None:
     job = _build_job(config, words, folder, here.absolute(), job_name(name))
     if scheduler.shares_folder:
         _check_here(config, folder)
+        if config.launch.image is not None:  # whose container mounts it
+            _make_cache(config.data.cache_dir)
     with into_folder(here):
         here.mkdir(parents=True, exist_ok=True)
     submission = Submission(scheduler=scheduler, job=job, file=here / scheduler.file)
@@ -158,7 +159,7 @@ def _check_launch(
         elif _is_typed_absolute(path, typed):
             yield (
                 f"{key}={path}: the current folder is uploaded to another path on the cluster; "
-                f"type {os.path.relpath(path)} instead"
+                f"type {os.path.relpath(Path(path).expanduser().resolve())} instead"
             )
 
 
@@ -184,14 +185,15 @@ def _local_paths(config: TrainConfig, words: Sequence[str]) -> Iterator[tuple[st
 
 def _typed_text(words: Sequence[str]) -> str:
     """Return the overrides, and the text of the experiments that they name."""
-    files = [Path(path) for _, path in _experiment_files(words)]
+    files = [Path(path).expanduser() for _, path in _experiment_files(words)]
     return "\n".join(
         [*words, *(file.read_text(errors="replace") for file in files if file.is_file())]
     )
 
 
 def _is_typed_absolute(path: str, typed: str) -> bool:
-    """Return whether a path of the current folder is named from the root, or from the home."""
+    """Return whether a path of the current folder is typed as an absolute path, or from ~."""
+    path = os.path.expanduser(path)
     if Path(path).resolve().is_relative_to(_SAMPLES):
         return False
     home = Path.home()
@@ -203,10 +205,10 @@ def _is_typed_absolute(path: str, typed: str) -> bool:
 def _outside(config: TrainConfig, words: Sequence[str]) -> list[str]:
     """Return the files and folders outside of the current folder that the run reads or caches."""
     here, found = Path.cwd().resolve(), set()
-    for path in (*(path for _, path in _local_paths(config, words)), config.data.cache_dir):
-        place = Path(path).expanduser().absolute()
-        while not place.exists():  # the pattern of a glob, or a new cache
-            place = place.parent
+    read = [Path(path).expanduser().absolute() for _, path in _local_paths(config, words)]
+    # Of the pattern of a glob, the folder.
+    existing = [next(each for each in (one, *one.parents) if each.exists()) for one in read]
+    for place in (*existing, Path(config.data.cache_dir).expanduser().absolute()):
         for one in (place, place.resolve()):
             if not one.is_relative_to(here) and not one.is_relative_to(_SAMPLES):
                 found.add(str(one))
@@ -235,8 +237,9 @@ def reaches(path: str, scheduler: Scheduler) -> bool:
     resolved, here = Path(path).expanduser().resolve(), Path.cwd().resolve()
     if resolved.is_relative_to(_SAMPLES):
         return True
-    is_here = resolved.is_relative_to(here)
-    return scheduler.uploads and is_here and resolved.relative_to(here).parts[:1] not in _LEFT_OUT
+    if not scheduler.uploads or not resolved.is_relative_to(here):
+        return False
+    return not set(NOT_UPLOADED) & set(resolved.relative_to(here).parts)
 
 
 def _check_here(config: LaunchConfig, folder: str) -> None:
@@ -248,6 +251,16 @@ def _check_here(config: LaunchConfig, folder: str) -> None:
         problems += [] if existing is None else existing.problems
     if problems:
         raise UserError(problems)
+
+
+def _make_cache(folder: str) -> None:
+    try:
+        Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"data.cache_dir={folder}: cannot be written: {error.strerror}; type "
+            "data.cache_dir=FOLDER of your own"
+        ) from error
 
 
 def _build_job(

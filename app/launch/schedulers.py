@@ -51,7 +51,8 @@ _MAX_RESTARTS = 3
 _CONTAINER = "node"
 """name by which Kubeflow finds the container to which it gives PET_NNODES"""
 NOT_UPLOADED = (".git", ".venv", "outputs")
-"""parts of the current folder that Ray is told to leave out, and SkyPilot by .gitignore"""
+"""folders that are not uploaded, wherever they are: Ray is told to exclude them, and SkyPilot
+follows .gitignore"""
 RAY_VARIABLE = "LOFT_RAY_JOB"
 """variable in which the driver on Ray finds what to train"""
 _CLOUD_NAMES = {

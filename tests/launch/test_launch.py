@@ -279,9 +279,10 @@ def test_a_container_on_slurm_sees_what_the_run_reads_and_caches(
     monkeypatch.setenv("LOFT_DATA_CACHE", str(scratch / "new"))
     (cwd / "link.jsonl").symlink_to(data)
     typed = [f"model.path={model}", "data.datasets=[{path: link.jsonl, format: alpaca}]", *SMALL]
-    mounts = [cwd, cwd / "outputs/launch/launched", model, data, scratch]
+    mounts = [cwd, cwd / "outputs/launch/launched", model, data, scratch / "new"]
     listed = ",".join(f"{folder}:{folder}" for folder in mounts)
     assert f"--container-mounts={listed} " in write("slurm", *typed)
+    assert (scratch / "new").is_dir()
 
 
 ENDINGS: list[tuple[str | None, int, str | None, int]] = [
@@ -382,7 +383,12 @@ REFUSED: list[tuple[str, str]] = [
     ("launcher=kubernetes launch.image=i data.datasets=[{path: DATA}]", "exists only on this"),
     ("launcher=ray model.path=MODEL", "model.path"),
     ("launcher=ray data.datasets=[{path: HERE/a.jsonl}]", "type a.jsonl instead"),
+    ("launcher=ray data.datasets=[{path: LINK/a.jsonl}]", "type a.jsonl instead"),
+    ("launcher=ray data.datasets=[{path: '~/work/a.jsonl'}]", "type a.jsonl instead"),
+    ("launcher=ray evaluation.task_dir='~/work'", "type . instead"),
+    ("launcher=ray +experiment=~/work/mine.yaml", "type mine.yaml instead"),
     ("launcher=ray data.datasets=[{path: outputs/a.jsonl}]", "exists only on this"),
+    ("launcher=ray data.datasets=[{path: b/outputs/a.jsonl}]", "exists only on this"),
     ("launcher=ray data.chat_template=TEMPLATE", "exists only on this"),
     ("launcher=sky launch.image=i evaluation.task_dir=MODEL", "exists only on this"),
     ("launcher=ray evaluation.harness_dir=MODEL", "evaluation.harness_dir="),
@@ -418,10 +424,12 @@ def test_what_cannot_run_there_is_refused_before_it_is_submitted(
     (model / "m.py").write_text("def f(answer, reference):\n    return {'score': 1.0}\n")
     (cwd / "mine.yaml").write_text("# @package _global_\nseed: 3\n")
     (template := elsewhere / "own.jinja").write_text("{{ messages[0].content }}")
-    (cwd / "outputs").mkdir()
-    for file in (cwd / "a.jsonl", cwd / "outputs" / "a.jsonl"):
-        file.write_bytes(data.read_bytes())
-    places = {"DATA": data, "MODEL": model, "HERE": cwd, "TEMPLATE": template}
+    (link := tmp_path / "link").symlink_to(cwd)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in (cwd, cwd / "outputs", cwd / "b" / "outputs"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "a.jsonl").write_bytes(data.read_bytes())
+    places = {"DATA": data, "MODEL": model, "HERE": cwd, "TEMPLATE": template, "LINK": link}
     for name, place in places.items():
         typed = typed.replace(name, str(place))
     words = re.findall(r"(?:\[.*?\]|'.*?'|\S)+", typed)
