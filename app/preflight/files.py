@@ -5,7 +5,6 @@ Needs no torch.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -221,9 +220,14 @@ def _missing_labels(found: Sequence[str]) -> str:
 
 
 def _typed_label(name: str) -> str:
-    """Return a name as an element of a list on the command line, in quotes unless it is a word."""
+    """Return a name as an element of a list on the command line, in quotes unless it is a word.
+
+    "..." for a name that cannot be typed: Hydra undoes no escape but that of the quotes.
+    """
+    if "\\" in name or not name.isprintable():
+        return "..."
     is_word = _PLAIN_LABEL.fullmatch(name) and name.lower() not in _NOT_TEXT
-    return name if is_word else json.dumps(name, ensure_ascii=False)
+    return name if is_word else '"' + name.replace('"', '\\"') + '"'
 
 
 def _check_templates(config: TrainConfig | TunedConfig) -> list[str]:

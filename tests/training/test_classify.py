@@ -277,6 +277,10 @@ def test_missing_labels_are_named_and_a_label_that_is_none_of_them_is_refused(
     (word,) = re.findall(r"type (.*), or model\.labels=\[NAME\]", run_command(*typed).stderr)
     found = load_config("train", [*typed, *shlex.split(word)]).model.labels
     assert sorted(found) == sorted(labels)
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": "a", "label": each}) + "\n" for each in ("x", "a\\b", "a\nb"))
+    )
+    assert "'model.labels=[..., ..., x]'" in run_command(*typed).stderr  # cannot be typed
     words = ["+experiment=classify_tiny", "model.labels=[first, last]"]
     words += [f"data.datasets=[{{path: {SAMPLES / 'classes.json'}}}]"]
     with pytest.raises(
