@@ -74,9 +74,9 @@ class TrainedRun:
             from app.training.trainer import resolve_single_device
 
             env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
-            self._loaded = None  # only one model is in memory at a time
             with tempfile.TemporaryDirectory() as folder:
                 selected = with_checkpoint(config, env, Path(folder))
+                self._loaded = None  # only one model is in memory at a time
                 tuned = open_tuned(selected, env)
                 self._loaded = described, tuned.responder(tuned.load(env), env)
         _, responder = self._loaded

@@ -190,7 +190,7 @@ def test_the_blocks_of_the_python_page_run_in_order(
     assert run._loaded is loaded
     with pytest.raises(UserError, match="checkpoint=step-9: the run has step-1"):
         run.generate(["2 1"], {"checkpoint": "step-9"})
-    assert run._loaded is None  # before another model is loaded
+    assert run._loaded is loaded
     run.generate(["2 1"], {"checkpoint": "step-1", "chat.max_new_tokens": 1})
     final, of_step = (dict(own[1].model.named_parameters()) for own in (loaded, run._loaded))
     name = next(name for name in final if "lora_B" in name)
