@@ -169,14 +169,13 @@ def read_facts(
 
     `folders`: folders that a run writes to, by name; `suspects`: names of packages to look for.
     """
-    from packaging.specifiers import SpecifierSet
-
     started = time.time(), time.monotonic()
     is_installed, packages = True, tuple[Package, ...]()
-    requires_python, python = "", platform.python_version()
+    requires_python, supports_python, python = "", True, platform.python_version()
     try:
         packages = tuple(read_packages(importlib.metadata.requires(_PROGRAM) or []))
         requires_python = importlib.metadata.metadata(_PROGRAM)["Requires-Python"] or ""
+        supports_python = _supports(requires_python, python)
     except importlib.metadata.PackageNotFoundError:
         is_installed = False
     installed = [each.name for each in packages if each.version is not None]
@@ -186,7 +185,7 @@ def read_facts(
         host=socket.gethostname(),
         python=python,
         requires_python=requires_python,
-        supports_python=SpecifierSet(requires_python).contains(python, prereleases=True),
+        supports_python=supports_python,
         is_installed=is_installed,
         packages=packages,
         suspects={
@@ -207,6 +206,12 @@ def read_facts(
         launch_problems=read_launch().problems,
         hub=read_hub(checks_address=checks_hub),
     )
+
+
+def _supports(requires_python: str, python: str) -> bool:
+    from packaging.specifiers import SpecifierSet  # which may be missing if this program is
+
+    return SpecifierSet(requires_python).contains(python, prereleases=True)
 
 
 def try_imports(packages: Sequence[str], *, seconds: float = _IMPORT_SECONDS) -> Imports:

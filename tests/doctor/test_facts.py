@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,16 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert not (tmp_path / "not").exists()
     assert found.wall > found.newest_file > 0 and abs(found.drift) < 0.5
     assert found.hub.address == ""
+
+
+def test_without_this_program_and_its_packages_that_is_the_finding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("packaging", "packaging.specifiers", "packaging.requirements"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(facts, "_PROGRAM", "a-package-that-is-not-there")
+    found = facts.read_facts({}, [], checks_hub=False, imports=False)
+    assert not found.is_installed and found.versions == {"python": platform.python_version()}
 
 
 def test_gpus_without_a_driver_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
