@@ -179,7 +179,8 @@ def _local_paths(config: TrainConfig, words: Sequence[str]) -> Iterator[tuple[st
     named += [(key, value) for key, _, _, value in evaluation if _EVALUATION_FILES.fullmatch(key)]
     for key, path in named:
         file = str(path or "").rpartition(":")[0] if key == "evaluation.metric" else str(path or "")
-        if file and (Path(file).expanduser().exists() or glob.glob(file)):
+        place = os.path.expanduser(file)
+        if file and (os.path.exists(place) or any(glob.iglob(place, recursive=True))):
             yield key, file
 
 
@@ -258,8 +259,8 @@ def _make_cache(folder: str) -> None:
         Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(
-            f"data.cache_dir={folder}: cannot be written: {error.strerror}; type "
-            "data.cache_dir=FOLDER of your own"
+            f"data.cache_dir={folder}: {error.strerror}; the job's container mounts this folder: "
+            "type data.cache_dir=FOLDER on a shared disk, where you may write"
         ) from error
 
 

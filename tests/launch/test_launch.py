@@ -272,7 +272,7 @@ def test_a_run_can_keep_its_folder_in_a_bucket(
 
 
 def test_a_container_on_slurm_sees_what_the_run_reads_and_caches(
-    cwd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cwd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, data = make_model(tmp_path / "base"), make_data(tmp_path / "real.jsonl")
     (scratch := tmp_path / "scratch").mkdir()
@@ -283,6 +283,9 @@ def test_a_container_on_slurm_sees_what_the_run_reads_and_caches(
     listed = ",".join(f"{folder}:{folder}" for folder in mounts)
     assert f"--container-mounts={listed} " in write("slurm", *typed)
     assert (scratch / "new").is_dir()
+    monkeypatch.setenv("LOFT_DATA_CACHE", str(data / "new"))
+    assert start("launcher=slurm", "launch.submit=false", "launch.image=ours:1", *typed) == 3
+    assert "the job's container mounts this folder" in capsys.readouterr().err
 
 
 ENDINGS: list[tuple[str | None, int, str | None, int]] = [
@@ -386,6 +389,10 @@ REFUSED: list[tuple[str, str]] = [
     ("launcher=ray data.datasets=[{path: LINK/a.jsonl}]", "type a.jsonl instead"),
     ("launcher=ray data.datasets=[{path: '~/work/a.jsonl'}]", "type a.jsonl instead"),
     ("launcher=ray evaluation.task_dir='~/work'", "type . instead"),
+    (
+        "launcher=ray evaluation.tasks=[{name: x, path: '~/*/**/a.jsonl', kind: perplexity}]",
+        "tasks[0].path=~/*/**/a.jsonl: exists only on this",
+    ),
     ("launcher=ray +experiment=~/work/mine.yaml", "type mine.yaml instead"),
     ("launcher=ray data.datasets=[{path: outputs/a.jsonl}]", "exists only on this"),
     ("launcher=ray data.datasets=[{path: b/outputs/a.jsonl}]", "exists only on this"),
