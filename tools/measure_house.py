@@ -43,10 +43,10 @@ AIMS = {
     "files of a row to its batch": 18,
 }
 MOST = {
-    "modules": 212,
-    "lines that are not blank": 67_500,
+    "modules": 210,
+    "lines that are not blank": 66_420,
     LONG_FUNCTIONS: 0,
-    "modules with one importer": 39,
+    "modules with one importer": 37,
 }
 """what no change may exceed: lower these after a cut, raise them only for a capability"""
 

@@ -84,6 +84,8 @@ class ConfFile:
     lines: dict[str, int]
     choices: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     """(group, option) of each choice in the defaults list"""
+    problems: list[str] = dataclasses.field(default_factory=list)
+    """of an experiment or a sweep that lacks its first line: said beside those of its keys"""
 
     def full_key(self, local: str) -> str:
         """Return the full key of a key in this file: the file's package goes before it."""
@@ -213,14 +215,10 @@ def read_conf_file(
                 "expected a list of `override /GROUP: OPTION` and _self_"
             )
         values = python_keys("", values) if is_global else values
-        return ConfFile(path, package, defaults, values, lines, choices)
-
-
-def check_package_line(file: ConfFile) -> list[str]:
-    """Return the problem of an experiment or a sweep that lacks `# @package _global_`."""
-    if file.path.read_text(encoding="utf-8-sig").startswith("# @package _global_"):
-        return []
-    return [f"{display_path(file.path)}:1: the first line must be `# @package _global_`"]
+        problems = []
+        if is_global and not text.startswith("# @package _global_"):
+            problems = [f"{display_path(path)}:1: the first line must be `# @package _global_`"]
+        return ConfFile(path, package, defaults, values, lines, choices, problems)
 
 
 def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:

@@ -24,7 +24,6 @@ from app.config.conf_files import (
     CONF,
     ConfFile,
     PlainLoader,
-    check_package_line,
     display_path,
     experiment_from_run,
     find_option,
@@ -118,14 +117,11 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     run = experiment = None
     for_hydra = [each.for_hydra for each in overrides if each.key != "experiment"]
     try:
-        choices = [override for override in overrides if override.key in known]
-        experiment = _check_options(verb, choices, typed, known, conf)
-        if experiment is not None and not _is_saved_config(experiment.path):
-            problems += check_package_line(experiment)
+        experiment = _check_options(verb, overrides, typed, known, conf)
+        problems += [] if experiment is None else experiment.problems
         if experiment is None and (run := find_source_run(verb, typed, load_run_config)):
-            experiment = experiment_from_run(
-                run / CONFIG_FILE, load_run_config(run), verb, typed.keys()
-            )
+            saved = load_run_config(run)
+            experiment = experiment_from_run(run / CONFIG_FILE, saved, verb, typed.keys())
         for_hydra += [] if experiment is None else [f"+experiment={EXPERIMENT_NODE}"]
         values, options = _compose_values(verb, for_hydra, experiment, conf)
     except UserError as error:
@@ -137,9 +133,8 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
             values[group].pop(name, None)
     sources = Sources(lambda: _files_in_use(verb, for_hydra, experiment, conf), overrides)
     try:
-        config = _build(
-            VERBS[verb], values, options, sources, problems, replaced=typed.keys() & PARTS.keys()
-        )
+        replaced = typed.keys() & PARTS.keys()
+        config = _build(VERBS[verb], values, options, sources, problems, replaced=replaced)
     except UserError as error:
         raise _explain(verb, experiment, [], error) from error
     if config.model.architecture or "model.revision" in typed:
@@ -147,12 +142,11 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     strategy = config.strategy if isinstance(config, TrainConfig) else None
     if isinstance(strategy, ZeroConfig) and isinstance(strategy.config, str):
         strategy.config = read_deepspeed_file(strategy.config)
-    name = verb
-    if experiment is not None:
-        name = _NOT_IN_NAMES.sub("-", experiment.path.stem).strip("-._")[:_MAX_NAME_LENGTH] or verb
-        # Keeps previews and plans out of the folder of the experiment's runs.
-        name = f"{name}-{verb}" if verb in ("preview", "plan") else name
-    config.output.name = config.output.name or name
+    stem = "" if experiment is None else experiment.path.stem
+    name = _NOT_IN_NAMES.sub("-", stem).strip("-._")[:_MAX_NAME_LENGTH] or verb
+    # Keeps previews and plans out of the folder of the experiment's runs.
+    keeps_out = experiment is not None and verb in ("preview", "plan")
+    config.output.name = config.output.name or (f"{name}-{verb}" if keeps_out else name)
     if (folder := config.output.dir) and folder.strip():
         config.output.dir = str(run_folder("output.dir", folder, takes_url=verb in _TRAINING))
     if isinstance(config, TunedConfig):
@@ -190,17 +184,9 @@ def _check_base(
         )
 
 
-def _is_saved_config(file: Path) -> bool:
-    """Whether `file` is a run's config.yaml, under any name, or what `--cfg job` printed."""
-    if not file.is_file():
-        return False
-    with file.open(encoding="utf-8-sig", errors="replace") as stream:
-        return VERB_LINE.match(stream.readline(_MAX_FIRST_LINE)) is not None
-
-
 def _check_options(
     verb: str,
-    choices: Sequence[Override],
+    overrides: Sequence[Override],
     typed: Mapping[str, Any],
     known: Mapping[str, Sequence[str]],
     conf: Path,
@@ -214,7 +200,8 @@ def _check_options(
     problems = []
     chosen: list[tuple[ConfFile | None, str, Any]] = [
         (None, each.key, each.value if isinstance(each.value, str) else each.typed)
-        for each in choices
+        for each in overrides
+        if each.key in known
     ]
     for chosen_in, group, option in chosen:
         is_experiment = group == "experiment" and chosen_in is None
@@ -222,14 +209,20 @@ def _check_options(
             if is_experiment and experiment is not None:
                 raise UserError(f"experiment={option}: only one experiment can be typed")
             if not is_experiment and group not in groups:
-                words = [each.typed for each in choices if chosen_in is None and each.key == group]
+                words = [
+                    each.typed for each in overrides if chosen_in is None and each.key == group
+                ]
                 text = words[0] if words else option
                 hint = only_in(group) or f"; it has {', '.join(groups)}"
                 raise UserError(f"{group}={text}: {verb} has no group {group}{hint}")
             if option is None and chosen_in is not None:
                 continue
             file = find_option(conf, group, option)
-            if is_experiment and _is_saved_config(file):
+            is_saved = False  # what a run saved, or `--cfg job` printed, under any name
+            if is_experiment and file.is_file():
+                with file.open(encoding="utf-8-sig", errors="replace") as stream:
+                    is_saved = VERB_LINE.match(stream.readline(_MAX_FIRST_LINE)) is not None
+            if is_saved:
                 if not is_training_run(file):
                     raise UserError(
                         f"{display_path(file)}:1: settings of another verb than train; an "

@@ -135,8 +135,8 @@ def parse_parameters(overrides: Iterable[str], conf: Path = conf_files.CONF) -> 
 
 def _read_sweep_file(path: Path) -> list[str]:
     file = conf_files.read_conf_file(path, package="", is_global=True)
-    if problems := conf_files.check_package_line(file):
-        raise UserError(problems)
+    if file.problems:
+        raise UserError(file.problems)
     params = file.values.get("hydra", {}).get("sweeper", {}).get("params")
     if not set(file.values) <= {"hydra", "sweep"} or not isinstance(params, dict):
         raise UserError(
