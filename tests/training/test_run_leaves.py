@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -339,17 +340,26 @@ def test_the_longer_context_is_merged_with_the_adapter(shell: Shell, tmp_path: P
     assert saved["rope_parameters"]["factor"] == 4.0
 
 
-def test_an_interrupted_cell_of_a_notebook_raises_and_its_run_resumes(tmp_path: Path) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[Any]:
+    """SIGINT raises KeyboardInterrupt, as in a notebook; a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_cell_of_a_notebook_raises_and_its_run_resumes(
+    tmp_path: Path, interruptible: Any
+) -> None:
     class Interrupted(L.Callback):
         def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 2:
                 signal.raise_signal(signal.SIGINT)
 
     words = small_run(f"output.dir={tmp_path / 'run'}", "trainer.checkpoint.every_steps=1")
-    before = signal.getsignal(signal.SIGINT)
     with as_new_process():
         with pytest.raises(KeyboardInterrupt):
             train(load_config("train", words), callbacks=[Interrupted()])
-        assert signal.getsignal(signal.SIGINT) is before
+        assert signal.getsignal(signal.SIGINT) is interruptible
         run = train(load_config("train", {"resume": str(tmp_path / "run")}))
     assert [row["step"] for row in run.rows if "train/loss" in row][-1] == 4
