@@ -187,6 +187,13 @@ def test_cfg_prints_settings_that_load_again() -> None:
     assert set(values) == set(hints_of(VERBS["train"]))
 
 
+@pytest.mark.parametrize(
+    ("verb", "name"), [("preview", "quickstart-preview"), ("train", "quickstart")]
+)
+def test_an_experiment_names_its_folder(verb: str, name: str) -> None:
+    assert door.load_config(verb, ["+experiment=quickstart"]).output.name == name
+
+
 def test_printed_settings_and_a_runs_settings_are_an_experiment_under_any_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

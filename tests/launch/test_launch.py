@@ -35,7 +35,7 @@ SMALL = ("trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=2", 
 
 @pytest.fixture
 def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "work"
+    folder = tmp_path / "mine"
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
@@ -387,13 +387,13 @@ REFUSED: list[tuple[str, str]] = [
     ("launcher=ray model.path=MODEL", "model.path"),
     ("launcher=ray data.datasets=[{path: HERE/a.jsonl}]", "type a.jsonl instead"),
     ("launcher=ray data.datasets=[{path: LINK/a.jsonl}]", "type a.jsonl instead"),
-    ("launcher=ray data.datasets=[{path: '~/work/a.jsonl'}]", "type a.jsonl instead"),
-    ("launcher=ray evaluation.task_dir='~/work'", "type . instead"),
+    ("launcher=ray data.datasets=[{path: '~/mine/a.jsonl'}]", "type a.jsonl instead"),
+    ("launcher=ray evaluation.task_dir='~/mine'", "type . instead"),
     (
         "launcher=ray evaluation.tasks=[{name: x, path: '~/*/**/a.jsonl', kind: perplexity}]",
         "tasks[0].path=~/*/**/a.jsonl: exists only on this",
     ),
-    ("launcher=ray +experiment=~/work/mine.yaml", "type mine.yaml instead"),
+    ("launcher=ray +experiment=~/mine/mine.yaml", "type mine.yaml instead"),
     ("launcher=ray data.datasets=[{path: outputs/a.jsonl}]", "exists only on this"),
     ("launcher=ray data.datasets=[{path: b/outputs/a.jsonl}]", "exists only on this"),
     ("launcher=ray data.chat_template=TEMPLATE", "exists only on this"),

@@ -231,6 +231,9 @@ def test_a_sweep_file_lists_values(tmp_path: Path) -> None:
     file.write_text(f"{start}    param:\n      adapter.r: 4,8\n")
     with pytest.raises(UserError, match="params"):
         parse_parameters(["+sweep=mine"], tmp_path)
+    file.write_text("hydra: {sweeper: {params: {adapter.r: '4,8'}}}\n")
+    with pytest.raises(UserError, match=r"mine.yaml:1: the first line must be"):
+        parse_parameters(["+sweep=mine"], tmp_path)
 
 
 URL = "http://me:Zq7password@127.0.0.1:9/{}.jsonl?token=Zq7token0planted"
